@@ -278,7 +278,7 @@ FAULTS: Sequence[PlantedFault] = (
         "A client does not say which version it has seen, and takes an older one.",
         no_floor,
         test="tests/spark_bridge/queryable/routing/test_routed_versions.py::"
-        "test_at_most_one_more_question_levels_the_versions",
+        "test_one_more_request_at_most_aligns_the_versions",
     ),
     PlantedFault(
         "first-attempt-stays",
@@ -326,7 +326,7 @@ FAULTS: Sequence[PlantedFault] = (
         "Behind an exchange of files, retention relies on snapshots that are gone.",
         kept_plan,
         test="tests/spark_bridge/state_surgery/test_running_queries.py::"
-        "test_what_retention_has_planned_does_not_rely_on_snapshots_that_are_given_up",
+        "test_retention_does_not_rely_on_abandoned_snapshots",
     ),
     PlantedFault(
         "removal-beside-rewriting",
@@ -403,7 +403,7 @@ FAULTS: Sequence[PlantedFault] = (
         range(800, 840),
         None,
         "tests/spark_bridge/state_surgery/test_forget_keys.py::"
-        "test_files_that_late_writes_bring_back_count_for_nothing_and_are_removed",
+        "test_files_recreated_by_late_writes_are_ignored_and_removed",
         prepare=in_which_writes_come_late,
     ),
     PlantedFault(
@@ -417,14 +417,14 @@ FAULTS: Sequence[PlantedFault] = (
         "blind-follower",
         "A follower does not look for a later manifest of the version that it serves.",
         blind_follower,
-        test="tests/spark_bridge/test_followed_query.py::test_changes_that_are_named_after_sparks_commit_are_taken_up",
+        test="tests/spark_bridge/test_followed_query.py::test_late_manifest_of_a_committed_batch_is_applied",
     ),
     PlantedFault(
         "unrenewed-uploads",
         "An upload that takes long counts as dead, so that files are exchanged beside it.",
         unrenewed_uploads,
         test="tests/spark_bridge/host/test_snapshots_together.py::"
-        "test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so",
+        "test_upload_counts_as_running_while_its_host_reports_it",
     ),
     PlantedFault(
         "silent-first-member",

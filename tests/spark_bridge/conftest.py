@@ -26,14 +26,14 @@ from backends.encoding.columns import from_spark_type
 from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
 
-# Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times.
-# Cold code takes more stack as well, which a regular expression within Spark 4.2 has once run out of. Each file of a
-# checkpoint costs processes (chmod) that Java starts through a helper process, unless it is told otherwise.
+# Java processes live for minutes here and spend most of their time on loading and compiling code that runs a few
+# times. Cold code also needs more stack: a regular expression within Spark 4.2 has overflowed it once. For each file of
+# a checkpoint, Java starts processes (chmod), by default through a helper process.
 _JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 _JVM += " -Djdk.lang.Process.launchMechanism=VFORK"
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_JVM}".strip()
 
-# Ray would start a Python worker per CPU for tasks, of which the tests have none: seconds of imports for each.
+# Ray would start a Python worker per CPU for tasks, each with seconds of imports. The tests run no tasks.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112, the name is Ray's
 
 _FILE_MANAGER = "FileSystemBasedCheckpointFileManager"
@@ -50,7 +50,7 @@ _QUICK = {
     if pyspark.__version__ < "4"
     else f"{_STREAMING}.checkpointing.{_FILE_MANAGER}",
 }
-"""Settings that make short streams cheap, and change nothing of what they give."""
+"""Settings that make short streams cheap without changing their results."""
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def spark() -> Iterator[SparkSession]:
             "spark.python.authenticate.socketTimeout": f"{HANG:.0f}s",  # PySpark waits 15 s for itself
         },
         recovery_timeout=HANG,
-        # Little and often, so that every test has snapshots and removals going on beside it.
+        # Small and frequent, so that snapshots and removals run concurrently with every test.
         conf=StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
     )
     yield session
@@ -178,8 +178,9 @@ def wait_until(what: Callable[[], Any], timeout: float = PATIENCE, every: float 
 
 
 def driver_environment(scratch: str | Path) -> dict[str, str]:
-    """Of a driver in a process of its own. One that is killed removes nothing, so it has its temporary files in
-    ``scratch``.
+    """Return the environment of a driver in a separate process.
+
+    A killed driver removes nothing, so its temporary files go to ``scratch``.
     """
     return {
         **os.environ,

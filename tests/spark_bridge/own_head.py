@@ -1,4 +1,4 @@
-"""A head of Ray beside others on this machine, with its dashboard, which takes jobs; to be killed as a machine dies."""
+"""Another Ray head on this machine, with a dashboard that takes jobs. A test kills it to simulate a dead machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 class OwnHead:
-    """``ray start --head --block`` on ports and with files of its own; no token, as ``--working-dir`` needs none."""
+    """``ray start --head --block`` with separate ports and files. It has no token; ``--working-dir`` needs none."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -32,7 +32,7 @@ class OwnHead:
 
     @property
     def address(self) -> str:
-        """The address by which drivers join."""
+        """The address that drivers use to join."""
         return f"127.0.0.1:{self._gcs}"
 
     @property

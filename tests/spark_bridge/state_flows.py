@@ -104,7 +104,7 @@ class ModelVariable:
 
 
 class Everything:
-    """A processor with a variable of every kind; ``do`` is what is done with the key at hand."""
+    """A processor with a variable of every kind; ``do`` handles the current key."""
 
     def init(self, handle: Any) -> None:
         self.timers = handle

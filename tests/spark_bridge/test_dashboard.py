@@ -51,7 +51,7 @@ def test_the_queries_are_promql(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_panels_do_not_cover_each_other_and_have_ids_of_their_own() -> None:
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
     panels = dashboard()["panels"]
     assert len({p["id"] for p in panels}) == len(panels)
     places = [
@@ -63,7 +63,7 @@ def test_panels_do_not_cover_each_other_and_have_ids_of_their_own() -> None:
     assert len(set(places)) == len(places) and max(x for x, _ in places) < 24
 
 
-def test_the_file_stands_where_ray_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_file_is_in_rays_dashboard_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", str(tmp_path))
     for _ in range(2):
         result = CliRunner().invoke(app, ["grafana", "install", "--json"])
@@ -73,7 +73,7 @@ def test_the_file_stands_where_ray_keeps_its_own(tmp_path: Path, monkeypatch: py
     assert json.loads(result.stdout) == {"path": str(tmp_path / FILE_NAME)}
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_directory_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", raising=False)
     for given, words in ((["install"], "Name the directory"), (["install", str(tmp_path / "x")], "is not a directory")):
         result = CliRunner().invoke(app, ["grafana", *given])
@@ -81,7 +81,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_config_map_is_one_that_kubernetes_takes() -> None:
+def test_config_map_is_valid_for_kubernetes() -> None:
     kubernetes_validate.validate(config_map("monitoring"), "1.31", strict=True)
     result = CliRunner().invoke(app, ["grafana", "config-map", "--namespace", "monitoring"])
     assert json.loads(result.stdout) == config_map("monitoring")

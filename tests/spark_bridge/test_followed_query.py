@@ -40,7 +40,7 @@ USERS = 40
 
 
 class Follower:
-    """One host with a coordinator of its own, beside a query."""
+    """One host with its own coordinator that follows a query."""
 
     def __init__(self, query: Cluster) -> None:
         self.query = query
@@ -122,7 +122,7 @@ def test_a_version_that_is_prepared_and_not_committed_is_not_seen(query: Cluster
     assert follower.version() == 1
 
 
-def test_changes_that_are_named_after_sparks_commit_are_taken_up(query: Cluster, follower: Follower) -> None:
+def test_late_manifest_of_a_committed_batch_is_applied(query: Cluster, follower: Follower) -> None:
     """``foreachBatch`` has run some tasks again: the manifest with their changes follows Spark's commit."""
 
     def names(at: At | None = None) -> set[str]:
@@ -152,7 +152,7 @@ def test_changes_that_are_named_after_sparks_commit_are_taken_up(query: Cluster,
     assert names() == {"first", "again"}
 
 
-def test_what_is_loaded_is_gone_on_with(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follower_reuses_its_loaded_state(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     assert follower.version() == 1
     read: list[int] = []
     decoded = Loading._decoded
@@ -182,7 +182,7 @@ def test_versions_that_the_query_removes_are_forgotten(query: Cluster, follower:
         follower.version(At("version", 1))
 
 
-def test_a_query_that_is_started_again_is_followed_on(query: Cluster, follower: Follower) -> None:
+def test_restarted_query_is_still_followed(query: Cluster, follower: Follower) -> None:
     assert follower.version() == 1
     query.start("run2")
     batch(query)
@@ -242,9 +242,7 @@ def test_a_host_that_looks_at_sparks_log_has_nothing_written_either(query: Clust
     assert follower.version() == 2 and files(query) == before
 
 
-def test_a_commit_whose_manifest_is_missing_is_not_put_together_by_who_only_reads(
-    query: Cluster, follower: Follower
-) -> None:
+def test_follower_does_not_rebuild_a_missing_manifest(query: Cluster, follower: Follower) -> None:
     assert follower.version() == 1
     query.world.plan_spark(1)
     query.world.commit_spark(1)
@@ -292,7 +290,7 @@ def test_a_follower_survives_every_error(query: Cluster, follower: Follower, mon
         follower.followed.close()
 
 
-def test_answers_say_how_late_a_follower_is(
+def test_answers_carry_the_lag_of_a_follower(
     query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follower.look()
@@ -329,7 +327,7 @@ def test_answers_say_how_late_a_follower_is(
         assert client.get("totals", 7) is not None and client.lag_seconds == 0.0
 
 
-def test_a_coordinator_that_was_restarted_hears_how_late_its_follower_is(query: Cluster, follower: Follower) -> None:
+def test_restarted_coordinator_learns_the_lag_of_its_follower(query: Cluster, follower: Follower) -> None:
     query.world.now += 60
     follower.c = Coordinator(lambda: query.world.now, query.world.storage, CoordinatorConf(report_timeout=0.0))
     follower.serve(follower.look_up())

@@ -134,7 +134,7 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
 
 
 class Context:
-    """The context of a task in a worker of Spark; ``run_id`` is there where the query has state of its own."""
+    """The context of a task in a Spark worker; ``run_id`` exists if the query has its own state."""
 
     def __init__(self, run_id: str | None) -> None:
         given = {"sql.streaming.queryId": "other", "streaming.sql.batchId": "6", RUN_ID: run_id}
@@ -143,7 +143,7 @@ class Context:
 
 
 @pytest.mark.parametrize("run_id", ["run-of-other", None])
-def test_a_task_is_a_span_in_the_trace_of_its_batch_or_in_one_of_its_own(
+def test_task_span_is_in_the_trace_of_its_batch_or_a_new_trace(
     cluster: Cluster, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, run_id: str | None
 ) -> None:
     monkeypatch.setattr(TaskContext, "get", lambda: Context(run_id))

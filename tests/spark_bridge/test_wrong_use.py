@@ -35,7 +35,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"operators": []}, r"operators=\[\].*'totals'"),
     ],
 )
-def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], error: str) -> None:
+def test_invalid_options(tmp_path: Path, options: dict[str, Any], error: str) -> None:
     query = Cluster(tmp_path)
     query.batch({1: (1, "a")})
     query.close()
@@ -46,7 +46,7 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], error: 
         serve_state(str(tmp_path / "ck"), operators=["totals"])
 
 
-def test_a_place_without_state(tmp_path: Path) -> None:
+def test_location_without_state(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         serve_state(str(tmp_path / "nothing"))
     (tmp_path / "metadata").write_text('{"id":"q"}')

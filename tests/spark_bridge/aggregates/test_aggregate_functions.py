@@ -69,7 +69,7 @@ def test_state_columns_and_result_types(function: AggregateFunction, result: str
     assert aggregator.state_schema.names == [f"o.{name}" for name in state]
 
 
-def test_the_watermark_column_is_what_values_are_ordered_by() -> None:
+def test_values_are_ordered_by_the_watermark_column() -> None:
     assert output_of(SCHEMA, "o", S.first("s"), "ts") == Output("o", "first", "s", "ts", pa.string(), TS)
     assert output_of(SCHEMA, "o", S.last("s", by="i"), "ts").by == "i"
     assert output_of(SCHEMA, "o", S.collect_list("s"), None).by is None
@@ -125,6 +125,6 @@ STATE = pa.schema([("p", pa.float64())])
         ),
     ],
 )
-def test_wrong_declarations_say_what_is_wrong(declare: Any, message: str) -> None:
+def test_wrong_declarations_raise_errors_with_the_reason(declare: Any, message: str) -> None:
     with pytest.raises(InvalidOperatorError, match=message):
         output_of(SCHEMA, "o", declare(), None)

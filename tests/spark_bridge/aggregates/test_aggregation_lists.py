@@ -116,7 +116,7 @@ def test_result_types_are_arrays_of_the_input_types() -> None:
     ]
 
 
-def test_states_that_have_gone_through_spark_are_merged_as_well() -> None:
+def test_states_that_passed_through_spark_are_merged() -> None:
     berlin, utc = pa.timestamp("us", "Europe/Berlin"), pa.timestamp("us", "UTC")
     latest = Aggregator(
         [Output("v", "collect_list(2)", "v", "ts", TEXT, utc), Output("last", "last", "v", "ts", TEXT, utc)]
@@ -135,7 +135,7 @@ def test_states_that_have_gone_through_spark_are_merged_as_well() -> None:
     assert [c.to_pylist() for c in latest.results(merged)] == [[["b", "c"]], ["b"]]
 
 
-def test_what_is_stored_with_a_limit_is_bounded() -> None:
+def test_list_with_a_limit_is_bounded() -> None:
     keep = Aggregator([Output("v", "collect_list(5)", "v", "v", pa.int64(), pa.int64())])
     rows = pa.record_batch({"key": pa.array([1] * 1000, LONG), "v": pa.array(range(1000), LONG)})
     states = keep.partial(pa.array([0] * 1000), 1, rows)

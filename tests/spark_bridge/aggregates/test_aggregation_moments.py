@@ -71,7 +71,7 @@ def test_equal_values_have_no_variance_however_large(by_pairs: bool) -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("by_pairs", [True, False])
-def test_what_is_no_finite_number_gives_nan(odd: float, by_pairs: bool) -> None:
+def test_non_finite_values_give_nan(odd: float, by_pairs: bool) -> None:
     for batches in ([[(0, 1.0), (0, odd)]], [[(0, odd)], [(0, 1.0)]], [[(0, None)], [(0, odd)], [(0, odd)]]):
         answer = run(AGGREGATOR, [batch_of(b) for b in batches], by_pairs=by_pairs)[0]
         assert all(np.isnan(v) for v in answer.values())

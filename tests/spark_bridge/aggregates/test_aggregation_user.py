@@ -83,7 +83,7 @@ def test_clients_and_those_without_finish_see_the_state() -> None:
         ({"finish": lambda states: pa.array(["a", "b"])}, "mean: finish has the type string where float was declared"),
     ],
 )
-def test_a_wrong_answer_says_what_is_wrong_with_it(changes: dict[str, Any], message: str) -> None:
+def test_wrong_answer_is_an_error_with_the_reason(changes: dict[str, Any], message: str) -> None:
     rows = [(1, 2, 3), (2, 4, 1)]
     with pytest.raises(InvalidOperatorError, match=message):
         run(weighted_mean(**changes), [batch_of(rows), batch_of(rows)], by_pairs=True)

@@ -50,7 +50,7 @@ AT = dt.datetime(2024, 1, 1, tzinfo=dt.timezone.utc)
     ],
     ids=lambda v: f"{v.name}-{v.column}-{v.by}" if isinstance(v, AggregateFunction) else None,
 )
-def test_nothing_is_as_in_spark_and_adds_nothing(function: AggregateFunction, of_nothing: Any) -> None:
+def test_aggregates_of_no_rows_match_spark_and_change_nothing(function: AggregateFunction, of_nothing: Any) -> None:
     aggregator = Aggregator([output_of(SCHEMA, "out", function, None)])
     nothing = aggregator.partial(np.zeros(0, np.int64), 1, empty(aggregator.input_schema))
     assert nothing.num_rows == 1

@@ -1,4 +1,4 @@
-"""A Prometheus with the quick alerts beside the session's cluster, and streams that feed themselves."""
+"""Start a Prometheus with the scaled alerts next to the session's cluster, and streams that generate their input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Alerts:
         return {(of["alertname"], of.get("query") or of.get("host") or of["namespace"]) for of in labels}
 
     def exactly(self, *expected: tuple[str, str], seconds: float = LONGEST_FOR) -> None:
-        """Wait until all of these have fired, and so long again in which another one would fire; there must be none."""
+        """Wait until all of these have fired, then as long as any other alert needs to fire; none may."""
         wait_until(lambda: self.fired() >= set(expected), PATIENCE)
         firing = {alert["labels"]["alertname"] for alert in self.prometheus.ask("alerts")["alerts"]}
         assert firing >= {name for name, _ in expected}
@@ -81,9 +81,9 @@ class Alerts:
 
 @dataclass
 class Feed:
-    """A stream that gets a file of ``rows(n)`` twice a second at most, and the query that reads it.
+    """A stream that receives a file of ``rows(n)`` at most twice a second, and the query that reads it.
 
-    No more than two files wait, so that a fault that comes with the rows is there soon.
+    At most two files wait, so that a fault in the rows reaches the query soon.
     """
 
     stream: Stream
@@ -107,7 +107,7 @@ class Feed:
         assert alerts.fired() == set()
 
     def batches(self) -> int:
-        """Return how many batches the query has ended, of which each has one file."""
+        """Return the number of batches that the query has completed. Each batch reads one file."""
         last = self.query.lastProgress
         return 0 if last is None else int(last["batchId"]) + 1
 
@@ -170,7 +170,7 @@ def feed(make_stream: Callable[..., Stream]) -> Start:
 def s3(
     spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultProxy]:
-    """Queries that start have their state behind the proxy, which outlives them: hosts go on asking for a while."""
+    """Route the state of new queries through the proxy. It outlives them: hosts keep sending requests for a while."""
     cluster, (server, proxy) = current_cluster(), servers
     bucket = f"alerts-{uuid.uuid4().hex[:8]}"
     server.make_bucket(bucket)

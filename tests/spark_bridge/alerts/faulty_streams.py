@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame
 from spark_bridge import StatefulProcessor, aggregate
 from spark_bridge import functions as S
 
-# The workers cannot import the tests: what is in this module travels with the query.
+# The workers cannot import the tests, so the contents of this module are pickled with the query.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SCHEMA = "k long, v double, t timestamp"
@@ -67,7 +67,7 @@ def failing_once(flag: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole, for tasks that read it meanwhile."""
+    """Replace a file atomically: tasks may read it concurrently."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     draft.rename(path)

@@ -1,10 +1,10 @@
-"""The project's alerts, made quick: a test waits seconds for what an operator is told of after minutes.
+"""The project's alerts with shorter durations: they fire after seconds in a test, after minutes for an operator.
 
-Two things change, and nothing else:
+Only two things change:
 
 - Each duration of a rule (``for:``, the windows in brackets with their steps, and ``offset``) is divided by ``FACTOR``,
-  or by the rule's own in ``FACTORS``. None becomes shorter than a second, in which Prometheus evaluates.
-- The limits in ``LIMITS`` are lowered, where the fault would take minutes, or much disk, to reach them.
+  or by the rule's own in ``FACTORS``. No duration becomes shorter than a second, Prometheus's evaluation interval.
+- The limits in ``LIMITS`` are lowered where a fault would need minutes, or much disk space, to reach them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
         "(ray_statestore_checkpoint_full_bytes) > 1e7",
     ),
 }
-"""By alert, a part of its expression, and what stands there instead."""
+"""For each alert, a part of its expression and the replacement."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATIONS = re.compile(r"(?<=[\[:])\d+[smhd](?=[\]:])|(?<=\boffset )\d+[smhd]\b")

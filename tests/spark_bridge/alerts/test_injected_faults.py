@@ -150,22 +150,22 @@ def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> No
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
 
 
-def test_a_checkpoint_that_is_given_up(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
-    """One refused manifest is no rate of failures. Without its last condition the alert would not tell of it."""
+def test_abandoned_checkpoint(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
+    """A single refused manifest does not raise the failure rate: only the last condition of the alert detects it."""
     with feed("given-up", SCHEMA, rows, counts("given-up")) as stream:
         stream.well(alerts)
         s3.plan.append(Fault("answer", "PUT", "/manifests/", status=403))
         storage = ("StatestoreStorage", current_cluster().options.namespace)
         alerts.exactly(storage)
         assert prometheus.query(panel_query(RETRIED, 1, "given-up"))
-        # The rate of failures has gone by, and the query has gone on.
+        # The failure rate is back to zero, and the query has continued.
         wait_until(lambda: not prometheus.query("rate(ray_statestore_storage_failures_total[15s]) > 0.05"))
         known = stream.batches()
         wait_until(lambda: stream.batches() > known + 2)
 
 
 def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
-    """Such storage is a fault of its own: an upload that is refused is a failed request, one that hangs a slow one."""
+    """This fault has its own alert. A refused upload counts as a failed request, a hanging upload as a slow one."""
     with feed("no-snapshots", SCHEMA, rows, counts("lags")) as stream:
         stream.well(alerts)
         s3.plan.append(Fault("answer", "PUT", "snapshot", status=403, times=10**9))

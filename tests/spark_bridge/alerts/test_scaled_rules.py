@@ -50,7 +50,7 @@ def test_nothing_else_changes() -> None:
         assert {**rule, "expr": "", "for": ""} == {**projects[name], "expr": "", "for": ""}
 
 
-def test_a_limit_that_has_changed_is_said() -> None:
+def test_changed_limit_is_reported() -> None:
     other = yaml.safe_load(RULES.read_text().replace("> 1e8", "> 1e9"))
     with pytest.raises(ValueError, match=r"StatestoreStateGrows.*change LIMITS"):
         scaled(other)

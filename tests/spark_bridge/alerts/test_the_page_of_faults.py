@@ -1,6 +1,6 @@
-"""What a person on call reads on the page while a real stream has a real fault: what is wrong, where, and what to do.
+"""The faults page shows the person on call the fault of a real stream, its location, and the remedy.
 
-A picture of the page is left in the directory of the test, to look at.
+A screenshot of the page is saved in the directory of the test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Front:
         self._directory = directory
 
     def faults(self) -> list[str]:
-        """The faults, each as it is written. All at once: the page renews them meanwhile."""
+        """Return the faults as strings, all read at once because the page refreshes itself."""
         return list(self.tab.page.locator(".fault").all_inner_texts())
 
     def says(self, *words: str) -> float:

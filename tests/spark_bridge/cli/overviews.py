@@ -1,4 +1,4 @@
-"""An overview for tests of what is printed, and how it is printed without a terminal."""
+"""An overview for tests of printed output, and printing without a terminal."""
 
 from __future__ import annotations
 

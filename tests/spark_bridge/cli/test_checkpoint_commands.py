@@ -1,4 +1,4 @@
-"""The commands that look at a checkpoint, with neither Ray nor Spark: what they print, as JSON too, and exit codes."""
+"""The commands that read a checkpoint, without Ray and Spark: their output, also as JSON, and their exit codes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_no_state_is_exit_code_2(stream: Make) -> None:
     assert "query.json" in run("status", "--checkpoint", location(stream()) + "x", code=2).stderr
 
 
-def test_files_says_what_keeps_each(stream: Make) -> None:
+def test_files_command_shows_what_references_each_file(stream: Make) -> None:
     s = stream(batches=3)
     found = as_json("files", location(s))
     assert {f["kind"] for f in found} == {"changelog", "epoch", "manifest", "record", "schema"}
@@ -155,7 +155,7 @@ def test_each_command_names_a_damaged_manifest_without_which_nothing_is_known(
     assert file.name in run("files", location(s), code=2).stderr.replace("\n", "")
 
 
-def test_keys_are_forgotten_and_the_audit_log_says_so(tmp_path: Path) -> None:
+def test_keys_are_forgotten_and_recorded_in_the_audit_log(tmp_path: Path) -> None:
     flow = Flow(tmp_path)
     flow.batch({(user, 0): lambda of: of.total.update((1, "x")) for user in ("a", "b", "c", "d")})
     flow.stop()

@@ -89,7 +89,7 @@ def flat(text: str) -> str:
     ],
     ids=str,
 )
-def test_what_is_whole_is_shown_and_the_damage_is_named(s: Stream, args: tuple[str, ...], code: int) -> None:
+def test_intact_versions_are_shown_and_the_damage_is_named(s: Stream, args: tuple[str, ...], code: int) -> None:
     sound = run(*args, "--checkpoint", where(s), code=0 if code == DAMAGED else code)
     file = damage(s, 2)
     result = run(*args, "--checkpoint", where(s), code=code)
@@ -100,7 +100,7 @@ def test_what_is_whole_is_shown_and_the_damage_is_named(s: Stream, args: tuple[s
         assert result.stdout
 
 
-def test_status_has_it_among_the_faults_with_what_to_do(s: Stream) -> None:
+def test_status_lists_the_damage_with_its_remedy(s: Stream) -> None:
     file = damage(s, 2)
     found = json.loads(run("status", "--json", "--checkpoint", where(s), code=1).stdout)
     (fault,) = found["faults"]
@@ -111,7 +111,7 @@ def test_status_has_it_among_the_faults_with_what_to_do(s: Stream) -> None:
     assert "Put the file back" in run("top", "--once", "--checkpoint", where(s), code=1).stdout
 
 
-def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> None:
+def test_each_version_is_read_correctly_or_rejected_with_the_damage(s: Stream) -> None:
     everything = set(range(NEWEST + 1))
     # With a manifest goes its version, and those behind it up to the next snapshot.
     for damaged, gone in ((1, {0, 1, 2}), (2, {2}), (3, {3, 4}), (4, {4}), (5, {5, 6, 7}), (6, {6, 7})):
@@ -140,20 +140,20 @@ def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> N
 
 
 def test_nothing_is_read_by_an_older_manifest_where_the_newest_is_damaged(s: Stream) -> None:
-    """What a run has made anew, after its user went back, would be read as it was before."""
+    """If a user went back and a run rewrote versions, an older manifest would show the rows before the rewrite."""
     damage(s, NEWEST)
     for look in (overview_of_checkpoint, lambda at: StateVersions.look(find_state(at), passes_over_damage=True)):
         with pytest.raises(DamagedFileError, match="is damaged"):
             look(where(s))
 
 
-def test_a_manifest_that_is_gone_is_told_as_one_that_is_damaged(s: Stream) -> None:
+def test_missing_manifest_is_reported_like_a_damaged_one(s: Stream) -> None:
     file = manifest_of(s, 2)
     file.unlink()
     assert "does not exist, but version 3" in run("scan", "op", "--checkpoint", where(s), code=DAMAGED).stderr
 
 
-def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
+def test_verify_continues_and_names_both_kinds_of_damage(s: Stream) -> None:
     file = damage(s, 2)
 
     def verified(*args: str, code: int = 1) -> Any:
@@ -171,7 +171,7 @@ def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
     assert [d["path"].rpartition("/")[2] for d in verified("--version", "2")["damages"]] == [file.name]
 
 
-def test_files_does_not_say_that_nothing_keeps_what_a_damaged_manifest_may_name(s: Stream) -> None:
+def test_files_of_a_damaged_manifest_are_not_reported_as_unreferenced(s: Stream) -> None:
     before = {f["path"]: f["kept_by"] for f in json.loads(run("files", where(s), "--json", code=0).stdout)}
     file = damage(s, 2)
     result = run("files", where(s), "--json", code=DAMAGED)
@@ -181,7 +181,7 @@ def test_files_does_not_say_that_nothing_keeps_what_a_damaged_manifest_may_name(
     assert [UNKNOWN] in after.values() and "verify" in after[f"manifests/{file.name}"][0]
 
 
-def test_a_coordinator_goes_by_all_manifests_or_refuses(s: Stream) -> None:
+def test_coordinator_uses_all_manifests_or_fails(s: Stream) -> None:
     file = damage(s, 2)
     s.c = s.coordinator()
     with pytest.raises(DamagedFileError, match=file.name):
@@ -199,7 +199,7 @@ def test_a_damaged_manifest_that_no_version_needs_is_named_and_hides_nothing(s: 
     assert query.oldest_version == 0 and replaced.name in query.damages[0]
 
 
-def test_what_a_version_that_is_not_known_has_changed_is_left_out_of_no_answer(s: Stream) -> None:
+def test_changes_of_an_unknown_version_are_missing_from_no_answer(s: Stream) -> None:
     file = damage(s, 2)
     for args in (("watch", "op", "--from-version", "1", "--changes", "99"), ("watch", "op", "--from-version", "2")):
         assert file.name in flat(run(*args, "--checkpoint", where(s), code=2).stderr), args
@@ -211,7 +211,7 @@ def test_what_a_version_that_is_not_known_has_changed_is_left_out_of_no_answer(s
         versions.reading_of_changes("op", 1, 3)
 
 
-def test_the_remedies_of_a_damaged_manifest_make_a_query_that_starts(s: Stream, tmp_path: Path) -> None:
+def test_remedies_of_a_damaged_manifest_let_a_query_start(s: Stream, tmp_path: Path) -> None:
     file, sound = manifest_of(s, 2), manifest_of(s, 2).read_bytes()
     damage(s, 2)
     (fault,) = json.loads(run("status", "--json", "--checkpoint", where(s), code=1).stdout)["faults"]

@@ -42,7 +42,7 @@ class Replacing(CheckpointStorage):
         return FileRef(path, len(data), "")
 
 
-def test_storage_that_replaces_what_should_be_created(tmp_path: Path) -> None:
+def test_storage_without_create_only_writes_fails(tmp_path: Path) -> None:
     found = of(storage_checks(str(tmp_path), {}, open_storage=lambda at, options=None: Replacing.open(at, options)))
     assert found["create-if-absent"].status == "error" and "If-None-Match" in found["create-if-absent"].remedy
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +109,7 @@ def test_pairs_of_versions(pyspark: str, raydp: str, name: str | None) -> None:
     assert list(of(cluster.pair_checks(pyspark, raydp))) == ([] if name is None else [name])
 
 
-def test_this_environment_is_well() -> None:
+def test_this_environment_passes() -> None:
     assert {c.status for c in [*cluster.python_check(), *cluster.package_checks()]} == {"ok"}
 
 
@@ -319,7 +319,7 @@ def test_a_check_that_fails_does_not_end_the_others() -> None:
     assert check.status == "error" and "no disk" in check.found
 
 
-def test_the_command_says_all_and_its_exit_code(tmp_path: Path) -> None:
+def test_command_prints_all_checks_and_sets_the_exit_code(tmp_path: Path) -> None:
     args = ["doctor", "--no-cluster", "--checkpoint", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output

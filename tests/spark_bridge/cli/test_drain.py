@@ -22,6 +22,6 @@ def test_a_living_node_is_named_by_id_address_or_host_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("bbbbbb3", "No living"), ("one", "Several"), ("aaaaaa", "Several")])
-def test_a_name_of_none_or_several_is_refused_with_those_there_are(name: str, why: str) -> None:
+def test_unknown_or_ambiguous_node_name_lists_the_nodes(name: str, why: str) -> None:
     with pytest.raises(EnvironmentProblemError, match=rf"{why} .*'{name}'; .*10.0.0.1 \(one, aaaaaa1\)"):
         node_named(name, NODES)

@@ -1,4 +1,4 @@
-"""The exit codes that no other test has: old failures, warnings, no cluster, and errors that nobody expected."""
+"""Exit codes that no other test covers: old failures, warnings, no cluster, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_a_failure_is_an_error_until_the_query_runs_again(stream: Make, monkeypa
     assert (query["run_id"], query["status"]) == ("run2", "running")
 
 
-def test_warnings_are_no_error(stream: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_not_an_error(stream: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     warned = replace(overview(stream()), faults=(Fault(WARNING, "skew", "operator op", "It is.", "Spread it."),))
     monkeypatch.setattr(Source, "looked_at", lambda _: warned)
     assert "Spread it." in run("status").stdout
 
 
 @pytest.mark.parametrize("args", [("status",), ("get", "op", "1"), ("logs",), ("token", "list"), ("drain", "m")])
-def test_an_address_at_which_nobody_listens_is_said_at_once(args: tuple[str, ...]) -> None:
+def test_closed_port_is_reported_at_once(args: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         address = f"127.0.0.1:{bound.getsockname()[1]}"
     began = time.monotonic()
@@ -66,7 +66,7 @@ def test_an_address_at_which_nobody_listens_is_said_at_once(args: tuple[str, ...
     assert time.monotonic() - began < PATIENCE / 2, "Ray itself tries for longer"
 
 
-def test_an_error_that_nobody_expected_is_not_something_found(
+def test_unexpected_error_has_its_own_exit_code(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: Source) -> Overview:
@@ -80,7 +80,7 @@ def test_an_error_that_nobody_expected_is_not_something_found(
     assert "a fault of the program" in caplog.text, "with its traceback; without a handler, on stderr"
 
 
-def test_a_damaged_savepoint_is_something_found(stream: Make) -> None:
+def test_damaged_savepoint_is_a_finding(stream: Make) -> None:
     s = stream()
     s.trigger()
     s.finish()

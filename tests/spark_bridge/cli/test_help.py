@@ -1,4 +1,4 @@
-"""What is the same of every command: an example in its help, --json, and completion by the shell."""
+"""Every command has an example in its help, --json, and shell completion."""
 
 from __future__ import annotations
 

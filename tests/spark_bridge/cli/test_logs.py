@@ -1,4 +1,4 @@
-"""``statestore logs``: which events are about a query, in which order."""
+"""``statestore logs`` selects the events of a query and orders them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_all_events() -> None:
     assert len(events_about([LogFile("coordinator", lambda: COORDINATOR)], (), [])) == 3
 
 
-def test_a_query_whose_driver_is_lost_or_that_nobody_knows_is_looked_for_in_the_logs() -> None:
+def test_lost_and_unknown_queries_are_searched_in_the_logs() -> None:
     lost = LostDriver("clicks", "r-1", "/ck", 1, "q-1", "/ck/statestore")
     overview = Overview("cluster", 1, CoordinatorInfo("c", "n", lost=(lost,)))
     for asked in (None, "clicks", "q-1", "r-1"):
@@ -66,7 +66,7 @@ def test_a_query_whose_driver_is_lost_or_that_nobody_knows_is_looked_for_in_the_
         names_asked(two, None)
 
 
-def test_the_log_of_an_earlier_process_of_an_actor_is_known_by_its_begin() -> None:
+def test_log_of_an_earlier_actor_process_is_found_by_its_first_lines() -> None:
     actor = "StateStoreHost(statestore/host-a1-0 on 192.0.2.2, tasks at port 43019, queries at port 33545)"
     begin = [":job_id:01000000", ":actor_name:StateStoreHost", f":actor_name:{actor.replace('43019', '40679')}"]
     assert is_log_of(actor, begin)

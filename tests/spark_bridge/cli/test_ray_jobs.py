@@ -1,4 +1,4 @@
-"""What the supervisor makes of the answers of Ray's dashboard, which is played; ``test_run.py`` has a real one."""
+"""How the supervisor handles replies of Ray's dashboard, which is faked here. ``test_run.py`` uses a real one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_newest_run_of_a_name_is_that_with_the_highest_number(dashboard: Das
     assert jobs(dashboard).newest() == JobRun(10, "FAILED", "python c.py", -9, "X", "words")
 
 
-def test_what_is_not_there_is_none_and_what_is_another_ones_is_refused(dashboard: Dashboard) -> None:
+def test_missing_job_is_none_and_a_foreign_job_is_rejected(dashboard: Dashboard) -> None:
     assert jobs(dashboard).look(3) is None
     dashboard.answers["GET", "/api/jobs/clicks-3"] = (200, {**job(3), "metadata": {}})
     with pytest.raises(NotOursError, match="clicks-3 was not started by statestore run"):
@@ -91,13 +91,13 @@ def test_a_job_that_is_refused_is_not_tried_again(dashboard: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_a_job_that_somebody_else_has_started_is_taken(dashboard: Dashboard, status: int) -> None:
+def test_job_started_by_another_supervisor_is_adopted(dashboard: Dashboard, status: int) -> None:
     dashboard.answers["POST", "/api/jobs/"] = (status, "Job with submission_id clicks-1 already exists.")
     dashboard.answers["GET", "/api/jobs/clicks-1"] = (200, job(1))
     jobs(dashboard).submit(1, "python c.py")
 
 
-def test_a_dashboard_that_is_ill_or_gone_is_no_cluster(dashboard: Dashboard) -> None:
+def test_failing_or_missing_dashboard_counts_as_no_cluster(dashboard: Dashboard) -> None:
     dashboard.answers["GET", "/api/jobs/clicks-1"] = (503, "later")
     with pytest.raises(ClusterAwayError, match="503"):
         jobs(dashboard).look(1)

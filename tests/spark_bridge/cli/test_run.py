@@ -1,4 +1,4 @@
-"""``statestore run``: a stream goes on by itself, exact, whatever took its application down."""
+"""``statestore run`` restarts a stream with exact results, whatever terminated its application."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_directory_that_is_sent_has_the_program(tmp_path: Path) -> None:
         command_of(tmp_path / "jobs" / "s.py", [], tmp_path / "else", None)
 
 
-def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_before_a_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"The program .*gone.py does not exist"):
         command_of(tmp_path / "gone.py", [], None, None)
     with pytest.raises(ValueError, match="--name 'a/b'"):
@@ -66,7 +66,7 @@ def test_a_variable_may_be_inherited_so_that_no_process_list_has_its_value(monke
         runtime_env_of("s", None, ["ABSENT"], 5)
 
 
-def test_no_cluster_is_said_and_is_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_has_its_own_message_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     argv = ["run", str(PROGRAM), "--cluster-timeout", "0", "--address", f"http://127.0.0.1:{free_ports(1)[0]}"]
     done = CliRunner().invoke(app, argv)
@@ -75,7 +75,7 @@ def test_no_cluster_is_said_and_is_an_exit_code_of_its_own(monkeypatch: pytest.M
 
 
 class Supervised:
-    """A counting stream under ``statestore run``, and what it should have counted."""
+    """A counting stream under ``statestore run``, and the counts that it should have."""
 
     def __init__(self, head: OwnHead, root: Path, *more: str) -> None:
         self.head, self.root = head, root
@@ -146,9 +146,9 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
 
 @pytest.mark.ray
 @pytest.mark.spark
-@pytest.mark.thorough  # otherwise: test_supervision.py starts killed drivers again, test_recovery.py goes on exactly
+@pytest.mark.thorough  # otherwise: test_supervision.py restarts killed drivers, test_recovery.py recovers exact counts
 @pytest.mark.parametrize("supervised", [("local",), ()], ids=["local", "raydp"], indirect=True)
-def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
+def test_counts_are_exact_after_a_killed_driver(supervised: Supervised) -> None:
     driver = supervised.driver(1)
     supervised.await_batches()
     coordinator = supervised.head.named("ray::StateStoreCoordinator")
@@ -173,7 +173,7 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
 @pytest.mark.ray
 @pytest.mark.spark
 @pytest.mark.thorough  # the test above stands in
-def test_raydp_loses_its_master_which_ends_the_driver_and_the_counts_are_exact(supervised: Supervised) -> None:
+def test_counts_are_exact_after_raydp_loses_its_master(supervised: Supervised) -> None:
     supervised.driver(1)
     supervised.await_batches()
     supervised.head.named("RayDPSparkMaster").kill()
@@ -188,7 +188,7 @@ def test_raydp_loses_its_master_which_ends_the_driver_and_the_counts_are_exact(s
 @pytest.mark.ray
 @pytest.mark.spark
 @pytest.mark.thorough  # the test above stands in
-def test_the_head_dies_with_all_its_jobs_and_the_counts_are_exact(supervised: Supervised) -> None:
+def test_counts_are_exact_after_the_head_dies_with_its_jobs(supervised: Supervised) -> None:
     supervised.driver(1)
     supervised.await_batches()
     supervised.head.kill()

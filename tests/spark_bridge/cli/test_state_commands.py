@@ -59,7 +59,7 @@ def test_a_key_of_one_column() -> None:
     assert key_of_words(["null"], number) is None and key_of_words(["[null]"], text) is None
 
 
-def test_a_wrong_key_says_what_is_wanted() -> None:
+def test_wrong_key_error_names_the_expected_form() -> None:
     with pytest.raises(UnknownKeyOrNamespaceError, match=r"3 values were given; the key has 2 columns \(k: string"):
         key_of_words(["a", "b", "c"], KEY)
     with pytest.raises(UnknownKeyOrNamespaceError, match="Key column 'g': 'x' is no int32"):
@@ -145,7 +145,7 @@ def test_scan_in_every_form() -> None:
     assert empty["rows"] == []
 
 
-def test_scan_says_that_there_are_more() -> None:
+def test_scan_reports_further_rows() -> None:
     result = run("scan", "totals", "--limit", "2", "--json")
     assert len(json.loads(result.stdout)["rows"]) == 2 and "more than 2 rows" in result.stderr
     result = run("scan", "totals", "--limit", "0", "--json")
@@ -204,7 +204,7 @@ def test_a_savepoint_is_read_like_a_checkpoint() -> None:
     assert as_json("diff", "totals", "5", at=Stored("file").savepoint)["rows"] == []
 
 
-def test_damage_is_said(tmp_path: Path) -> None:
+def test_damage_is_reported(tmp_path: Path) -> None:
     at = tmp_path / "ck"
     shutil.copytree(CHECKPOINT, at)
     for file in (at / "statestore/operators").rglob("*"):

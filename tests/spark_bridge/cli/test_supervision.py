@@ -120,7 +120,7 @@ def test_a_program_that_ends_by_itself_is_not_started_again() -> None:
     assert played.cluster.submitted == played.cluster.followed == [1]
 
 
-def test_a_killed_driver_is_started_again_and_the_words_say_why() -> None:
+def test_killed_driver_is_restarted_with_the_reason() -> None:
     played = Played(PlayedCluster([KILLED, KILLED, WELL]))
     assert played.supervise() == ENDED_WELL
     assert played.cluster.submitted == [1, 2, 3]
@@ -128,7 +128,7 @@ def test_a_killed_driver_is_started_again_and_the_words_say_why() -> None:
     assert any("Starting again in 2 s (consecutive failure 2, 20 are allowed)" in line for line in played.said)
 
 
-def test_delays_double_up_to_a_minute_and_failures_in_a_row_are_bounded() -> None:
+def test_backoff_doubles_to_a_minute_and_consecutive_failures_are_bounded() -> None:
     played = Played(PlayedCluster([]))
     assert played.supervise(backoff_limit=9) == GAVE_UP
     assert played.cluster.submitted == list(range(1, 11))
@@ -136,12 +136,12 @@ def test_delays_double_up_to_a_minute_and_failures_in_a_row_are_bounded() -> Non
     assert "10 consecutive failures" in played.said[-1]
 
 
-def test_a_run_that_was_long_enough_ends_the_row() -> None:
+def test_long_run_resets_the_failure_count() -> None:
     played = Played(PlayedCluster([KILLED] * 30 + [WELL], lasts=700.0))
     assert played.supervise(backoff_limit=1) == ENDED_WELL
 
 
-def test_a_job_that_somebody_stopped_stays_stopped() -> None:
+def test_stopped_job_stays_stopped() -> None:
     played = Played(PlayedCluster([JobRun(0, JOB_STOPPED)]))
     assert played.supervise() == STOPPED_ELSEWHERE
     assert played.cluster.submitted == [1]
@@ -160,7 +160,7 @@ def test_a_cluster_that_stays_away_is_an_error() -> None:
         Played(PlayedCluster([], away=(3.0, 1e9))).supervise(cluster_timeout=50.0)
 
 
-def test_a_run_that_goes_on_already_is_watched_and_not_started_again() -> None:
+def test_running_job_is_watched_and_not_restarted() -> None:
     cluster = PlayedCluster([WELL])
     cluster.submit(7, COMMAND)
     played = Played(cluster)
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_already_is_watched_and_not_started_again() -> None:
     assert "ray job logs clicks-7" in played.said[0]
 
 
-def test_another_command_under_the_same_name_is_refused_before_anything_changes() -> None:
+def test_other_command_with_the_same_name_is_rejected() -> None:
     cluster = PlayedCluster([WELL])
     cluster.submit(2, "python other.py")
     with pytest.raises(NotOursError, match=r"'python other.py', not 'python clicks.py'.*\(ray job stop clicks-2\)"):
@@ -212,5 +212,5 @@ def test_a_signal_between_two_starts_starts_nothing_more() -> None:
         (None, "head of the cluster has died"),
     ],
 )
-def test_the_reason_is_said_in_words(run: JobRun | None, words: str) -> None:
+def test_reason_is_readable(run: JobRun | None, words: str) -> None:
     assert words in why(run)

@@ -69,7 +69,7 @@ def test_a_host_with_tls_is_asked_by_options_and_by_the_environment(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_what_is_missing_is_said(files: Files, left_out: list[str], said: str) -> None:
+def test_missing_options_are_named(files: Files, left_out: list[str], said: str) -> None:
     given = {option: value for option, value in options(files).items() if option not in left_out}
     refused = get(*(word for pair in given.items() for word in pair))
     assert refused.exit_code != 0 and said in " ".join(refused.output.replace("│", " ").split()), refused.output

@@ -1,4 +1,4 @@
-"""``statestore token``: what it understands and prints, and that tokens outlive the coordinator that issued them."""
+"""``statestore token``: its arguments and output, and that tokens outlive the coordinator that issued them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "1.5h", "-1d", "1d2h", "never"])
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_times_are_rejected(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="such as 30d"):
         seconds_of(text)
 

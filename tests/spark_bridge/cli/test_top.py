@@ -33,14 +33,14 @@ def test_pace() -> None:
     assert pace.hottest_ms == sum(QUERY.operators[0].partitions[0].commit_ms.values())
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_figures_are_none() -> None:
     assert pace_of(overview(5_000))[0].rows_per_second is None
     assert pace_of(overview(5_000, 7_000, rows=None))[0].rows_per_second is None
     assert pace_of(overview())[0].freshness_ms is None
     assert pace_of(overview())[0].watermark_behind_ms is None
 
 
-def test_where_no_version_is_known_to_be_completed_the_prepared_one_counts() -> None:
+def test_prepared_version_counts_if_no_completed_one_is_known() -> None:
     """So it is where a checkpoint without a history is read."""
     found = overview(5_000, 7_000)
     prepared = Checkpoint(3, 3, 1, "r", "prepared", prepared_ms=11_000)
@@ -51,7 +51,7 @@ def test_where_no_version_is_known_to_be_completed_the_prepared_one_counts() -> 
     assert pace_of(both)[0].freshness_ms == 7_000
 
 
-def test_one_look() -> None:
+def test_top_view_prints_one_overview() -> None:
     text = printed(top_view(overview(5_000, 7_000, 10_000)))
     for part in ("flights", "200", "2.0 s", "aircraft/0", "host-a-0", "ERROR host-silent"):
         assert part in text

@@ -37,7 +37,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     assert "[red]x of flights[/b]" in text and "Checkpoints of flights[/b]" in text
 
 
-def test_without_a_coordinator_it_says_so() -> None:
+def test_missing_coordinator_is_shown() -> None:
     assert "No coordinator" in printed(overview.status_view(Overview("cluster", 0)))
 
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_shows_where_its_time_went() -> None:
     assert "2023-11-14 22:13:20" in line
 
 
-def test_checkpoints_show_requests_by_kind_bytes_and_what_they_cost() -> None:
+def test_checkpoints_show_requests_by_kind_bytes_and_cost() -> None:
     used = {"put": 20, "get": 10, "list": 1, "delete": 3, "sent_bytes": 3 << 20, "received_bytes": 2048}
     made = [structs.replace(CHECKPOINT, id=i, completed_ms=i * 2_000, requests=34, storage=used) for i in range(1, 4)]
     query = replace(QUERY, checkpoints=(CHECKPOINT, *made))

@@ -1,4 +1,4 @@
-"""The demo from end to end, as a user runs it: stopped, gone on with, and a host killed on the way."""
+"""Run the demo end to end as a user does: stop it, resume it, and kill a host in between."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def scratch() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(IS_THOROUGH, reason="the next test does the same and more")
-def test_a_host_is_killed_and_the_state_is_what_pandas_computes(scratch: Path) -> None:
+def test_state_after_a_killed_host_equals_pandas(scratch: Path) -> None:
     said = run_demo(scratch, "--batches", "2", "--kill-host", "--partitions", "3", "--backend", "file")
     assert "batch 2/2" in said and "kill -9" in said
     assert ALL_RIGHT in said
 
 
 @pytest.mark.thorough  # otherwise: the test above, and restarts in test_recovery.py and test_rescale.py
-def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path, scratch: Path) -> None:
+def test_stop_resume_and_a_killed_host_give_the_same_state(tmp_path: Path, scratch: Path) -> None:
     directory = tmp_path / "kept"
     options = ["--batches", "5", "--checkpoint", str(directory)]
     first = run_demo(scratch, *options, "--stop-after", "2")

@@ -44,7 +44,7 @@ def one(tmp_path, n=1):
 
 
 def beat_through_a_lease(w, c, h):
-    """Go on for longer than a lease lasts with a heartbeat each second; it ends if one of these hangs."""
+    """Send a heartbeat each second for longer than a lease. The lease expires if one of them hangs."""
     due, done = threading.Semaphore(0), threading.Semaphore(0)
 
     def beats():

@@ -1,4 +1,4 @@
-"""Queries of operators with several column families, as hosts are told of them."""
+"""Queries of operators with several column families, in the form that hosts receive."""
 
 from __future__ import annotations
 

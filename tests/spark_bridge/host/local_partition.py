@@ -60,7 +60,7 @@ class LocalPartition:
     def handle(
         self, keys: Sequence[tuple[str | None, int]], work: Callable[[tuple[str | None, int]], None], **times: int
     ) -> None:
-        """A batch of one step, in which ``work`` is called for each of the keys."""
+        """Run a batch of one step that calls ``work`` for each of the keys."""
         with self.batch(**times) as state:
             for step in steps(keys, len(keys)):
                 run_step(state, step, work)

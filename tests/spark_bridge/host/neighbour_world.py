@@ -134,7 +134,7 @@ class RunningQuery:
 
 
 class NeighbourWorld:
-    """The coordinator's actor in a namespace of its own, the hosts, and the queries that are added."""
+    """The coordinator's actor in a separate namespace, the hosts, and the added queries."""
 
     def __init__(self, root: Path, past_the_proxy: dict[str, str], hosts: int = 20) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Threads that stand for tasks, and waiting for what they do."""
+"""Threads that play tasks, and helpers that wait for their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Threads:
         def run() -> None:
             try:
                 future.set_result(call(*args))
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the result is told
+            except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
                 future.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()

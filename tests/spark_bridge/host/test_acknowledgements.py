@@ -27,12 +27,12 @@ def message(p: int, run: str = "run1", version: int = 1) -> Acknowledge:
 
 
 def accepted(_run: str, messages: Sequence[Acknowledge]) -> list[Acknowledged | Refused]:
-    """What a coordinator answers: the partition as the id of a manifest, to be told apart."""
+    """Return the reply of a coordinator. The manifest id is the partition, so that replies differ."""
     return [Acknowledged(m.version, m.partition) for m in messages]
 
 
 class Coordinator:
-    """Answers when it is told to. ``calls`` are the partitions of each message that has come."""
+    """Replies when the test says so. ``calls`` lists the partitions of each received message."""
 
     def __init__(self, answer: Callable[[str, Sequence[Acknowledge]], Any] = accepted) -> None:
         self.answer = answer
@@ -53,7 +53,7 @@ class Coordinator:
 
 
 class Host:
-    """Tasks, each in a thread of its own, that commit through one ``Acknowledgements``."""
+    """Tasks, each in its own thread, that commit through one ``Acknowledgements``."""
 
     def __init__(self, coordinator: Callable[..., Any], pool: Threads) -> None:
         self.acknowledgements = Acknowledgements(coordinator)
@@ -82,7 +82,7 @@ def begin(pool: Threads, answer: Callable[..., Any] = accepted) -> tuple[Coordin
     return coordinator, Host(coordinator, pool)
 
 
-def test_one_alone_is_sent_at_once(pool):
+def test_single_acknowledgement_is_sent_at_once(pool):
     coordinator, host = begin(pool)
     coordinator.go["run1"].set()
     assert host.acknowledgements.acknowledge(message(3)) == Acknowledged(1, 3)
@@ -111,7 +111,7 @@ def test_those_that_come_while_a_message_is_under_way_go_together(pool):
 
 
 @pytest.mark.parametrize("error", [StorageError("disk full"), HostUnavailableError("gone"), KeyboardInterrupt()])
-def test_an_error_reaches_all_who_wait_for_that_message_and_no_others(pool, error):
+def test_error_reaches_only_the_waiters_of_its_message(pool, error):
     def answer(run: str, messages: Sequence[Acknowledge]) -> Any:
         if messages[0].partition == 1:
             raise error
@@ -163,8 +163,8 @@ def test_a_slow_message_is_waited_for_by_its_own_tasks_only(pool):
     assert [f.result(WAIT).manifest_id for f in futures] == [0, 1, 2]
 
 
-def test_many_threads_get_each_its_own_answer_in_few_messages(pool):
-    """Every message takes until all other tasks of its run wait: whoever is not in it is in the next one."""
+def test_many_threads_get_their_answers_in_few_messages(pool):
+    """Each message blocks until all other tasks of its run wait. Every task that it lacks is in the next one."""
     lock = threading.Lock()
     under_way: list[str] = []
     sent: list[tuple[str, int, int]] = []

@@ -79,14 +79,12 @@ def test_a_partition_that_is_another_hosts_waits_for_its_load_before_it_goes(mak
         work = host.maintenance.do_maintenance
     with host.loads.lock_of(instance.key):
         assert is_done_in_time(work), "the order waits for the load"
-        assert w.instance(0) is instance, "what is being loaded stays"
+        assert w.instance(0) is instance, "the instance that loads stays"
     work()
     assert w.instance(0) is None
 
 
-def test_a_read_waits_for_a_tasks_load_for_a_bounded_time_and_is_told_how_far_it_is(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_waits_bounded_for_a_tasks_load_and_gets_its_progress(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     w = make()
     host = w.hosts[0]
     key, directory = w.instance(0).key, w.instance(0).state._context.directory

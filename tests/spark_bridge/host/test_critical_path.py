@@ -73,9 +73,7 @@ def test_a_batch_waits_for_its_changes_and_its_manifest(
     assert path.longest == longest
 
 
-def test_nobody_waits_for_the_look_at_a_commit_but_who_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_affected_readers_wait_for_the_commit_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query = Query("unlocked", tmp_path, uses_time=True)
     held: list[Any] = []
     for name in ("exists", "get"):

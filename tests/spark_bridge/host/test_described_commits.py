@@ -1,4 +1,4 @@
-"""What a host says of its commits: the keys behind one only once its changes are applied."""
+"""A host reports the keys after a commit only once it has applied the changes."""
 
 from __future__ import annotations
 

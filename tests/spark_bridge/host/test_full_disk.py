@@ -18,7 +18,7 @@ BATCHES = 4
 
 
 class Disk(World):
-    """Storage of which partitions cannot be read (``broken``), or not be copied for want of room (``full``)."""
+    """Storage whose partitions cannot be read (``broken``), or cannot be copied for lack of disk space (``full``)."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -69,7 +69,7 @@ def kept(host: Any) -> set[int]:
     return {key[2] for key in host.kept._kept}
 
 
-def test_what_other_loads_have_left_makes_room_and_the_load_goes_on(world: Disk, tmp_path: Path) -> None:
+def test_leftovers_of_other_loads_are_removed_to_make_room(world: Disk, tmp_path: Path) -> None:
     host = loading_host(world, tmp_path)
     world.broken = {0, 1}
     for p in (0, 1):
@@ -92,7 +92,7 @@ def test_what_other_loads_have_left_makes_room_and_the_load_goes_on(world: Disk,
     host.close()
 
 
-def test_if_nothing_else_can_go_the_load_leaves_nothing_and_says_what_to_do(world: Disk, tmp_path: Path) -> None:
+def test_load_without_room_leaves_nothing_and_names_the_remedy(world: Disk, tmp_path: Path) -> None:
     host = loading_host(world, tmp_path)
     world.full = True
     with pytest.raises(LocalDiskFullError) as raised:

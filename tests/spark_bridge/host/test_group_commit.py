@@ -51,7 +51,7 @@ class Gated(CheckpointStorage):
 
 
 class Committing:
-    """One host's groups over storage, and tasks in threads of their own."""
+    """One host's commit groups over storage, and tasks in separate threads."""
 
     def __init__(self, location: Path, linger: float, *, writes: int = 1000) -> None:
         storage = Gated.open(str(location), fsync=False)
@@ -128,14 +128,14 @@ def test_all_that_have_opened_the_batch_go_together_at_once(made: Callable[..., 
     assert host.memory.held()[CHANGELOGS] == 0
 
 
-def test_one_that_is_alone_is_a_file_of_its_own_at_once(made: Callable[..., Committing]) -> None:
+def test_single_commit_is_written_to_its_own_file_at_once(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.open(0)
     (ref,) = results([host.commit(0)])
     assert ref.within is None and host.storage.paths == ["run1/1-0"]
 
 
-def test_one_that_does_not_come_is_waited_for_as_long_as_the_option_says(made: Callable[..., Committing]) -> None:
+def test_group_waits_for_a_missing_task_up_to_the_linger(made: Callable[..., Committing]) -> None:
     host = made(SOON)
     host.open(0, 1)
     assert results([host.commit(0)])[0].within is None
@@ -156,7 +156,7 @@ def test_a_group_is_stored_while_another_one_still_is(made: Callable[..., Commit
     assert len({ref.within for ref in results(first)}) == len({ref.within for ref in results(second)}) == 1
 
 
-def test_nobody_is_answered_before_the_group_is_stored(made: Callable[..., Committing]) -> None:
+def test_replies_wait_until_the_group_is_stored(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER, writes=0)
     host.open(0, 1)
     commits = [host.commit(p) for p in (0, 1)]
@@ -166,7 +166,7 @@ def test_nobody_is_answered_before_the_group_is_stored(made: Callable[..., Commi
     results(commits)
 
 
-def test_if_the_write_fails_every_member_hears_of_it(made: Callable[..., Committing]) -> None:
+def test_failed_write_fails_every_member(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.storage.failure = StorageError("throttled")
     host.open(0, 1, 2)
@@ -178,7 +178,7 @@ def test_if_the_write_fails_every_member_hears_of_it(made: Callable[..., Committ
     assert len({ref.within for ref in results([host.commit(p) for p in range(3)])}) == 1
 
 
-def test_a_large_changelog_goes_alone_and_holds_up_nobody(
+def test_large_changelog_is_written_alone_and_blocks_no_other(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "LARGE_BYTES", 100)
@@ -223,7 +223,7 @@ def test_a_batch_does_not_wait_for_the_tasks_of_an_earlier_one_or_of_another_run
     assert results([host.commit(0, version=2)])[0].within is None
 
 
-def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing]) -> None:
+def test_reopened_task_is_awaited_again(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.open(0, 1)
     first = host.commit(0)
@@ -237,7 +237,7 @@ def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_one_that_has_let_two_waits_pass_is_waited_for_no_more_until_such_a_one_comes(
+def test_task_that_missed_two_waits_is_not_awaited_until_it_comes(
     made: Callable[..., Committing], is_remote: bool
 ) -> None:
     """As a partition that is being loaded for minutes, or whose task has died."""
@@ -278,7 +278,7 @@ def begun(made: Callable[..., Committing], linger: float) -> Committing:
     return host
 
 
-def test_on_object_storage_those_are_waited_for_that_were_at_work_at_once_in_the_batch_before(
+def test_object_storage_group_waits_for_as_many_tasks_as_ran_in_the_last_batch(
     made: Callable[..., Committing],
 ) -> None:
     host = begun(made, FOR_EVER)
@@ -295,7 +295,7 @@ def test_on_object_storage_those_are_waited_for_that_were_at_work_at_once_in_the
     assert len({ref.within for ref in results([first, *second])} - {None}) == 1
 
 
-def test_with_few_slots_nobody_waits_for_tasks_that_wait_for_a_slot(made: Callable[..., Committing]) -> None:
+def test_no_wait_for_tasks_without_a_slot(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     for version in (1, 2):
@@ -304,14 +304,14 @@ def test_with_few_slots_nobody_waits_for_tasks_that_wait_for_a_slot(made: Callab
             assert results([host.commit(p, version=version)])[0].within is None
 
 
-def test_on_a_local_disk_nobody_waits_for_tasks_that_have_not_begun(made: Callable[..., Committing]) -> None:
+def test_local_disk_group_does_not_wait_for_unstarted_tasks(made: Callable[..., Committing]) -> None:
     host = begun(made, FOR_EVER)
     host.storage.is_local = True
     host.open(0, version=2)
     assert results([host.commit(0, version=2)])[0].within is None
 
 
-def test_on_a_local_disk_nobody_waits_for_a_group_of_few(
+def test_local_disk_group_of_few_does_not_wait(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "LOCAL_MEMBERS", 4)
@@ -327,7 +327,7 @@ def test_on_a_local_disk_nobody_waits_for_a_group_of_few(
     assert path is not None
 
 
-def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
+def test_fruitless_waits_become_rare() -> None:
     known = TasksAtWork()
     known.opened("op", 0)
     known.opened("op", 1)
@@ -344,10 +344,10 @@ def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
     known = known.next_batch()
     known.opened("op", 0)
     known.waited(in_vain=False)
-    assert known.expects_more(), "somebody came"
+    assert known.expects_more(), "one has arrived"
 
 
-def test_nobody_waits_longer_than_a_write_has_taken_lately(
+def test_wait_is_bounded_by_recent_write_times(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", SOON)
@@ -379,14 +379,14 @@ class TimesOut(threading.Condition):
         return predicate()
 
 
-def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[..., Committing]) -> None:
+def test_object_storage_group_keeps_waiting_while_tasks_arrive(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     host.groups._changed = TimesOut(host.groups, 2, 3)
     host.open(0, 1, 2, 3)
     first = host.commit(0)
     host.wait_for_members(1)
-    second = host.commit(1)  # the time is up, but one has come meanwhile
+    second = host.commit(1)  # the time is up, but one has arrived by now
     wait_until(lambda: host.groups._changed.members == [3], "the group does not wait on")  # type: ignore[attr-defined]
     host.commit(2)
     wait_until(lambda: not host.groups._changed.members, "the group does not wait on")  # type: ignore[attr-defined]
@@ -394,7 +394,7 @@ def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[...
     assert len({ref.within for ref in results([first, second, third])} - {None}) == 1
 
 
-def test_on_object_storage_nobody_waits_on_for_whom_nobody_has_come(made: Callable[..., Committing]) -> None:
+def test_object_storage_group_stops_waiting_without_arrivals(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     host.groups._changed = TimesOut(host.groups, 1)
@@ -403,7 +403,7 @@ def test_on_object_storage_nobody_waits_on_for_whom_nobody_has_come(made: Callab
     assert not host.groups._changed.members  # type: ignore[attr-defined]
 
 
-def test_on_object_storage_a_wait_pays_however_fast_writes_are(
+def test_object_storage_group_waits_even_if_writes_are_fast(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", 0.0)
@@ -414,7 +414,7 @@ def test_on_object_storage_a_wait_pays_however_fast_writes_are(
     assert len({ref.within for ref in results([host.commit(p) for p in (0, 1)])} - {None}) == 1
 
 
-def test_a_run_that_ends_keeps_nobody_waiting_and_is_forgotten(made: Callable[..., Committing]) -> None:
+def test_ended_run_releases_waiters_and_is_forgotten(made: Callable[..., Committing]) -> None:
     host = made(SOON)
     host.open(0, 1)
     commit = host.commit(0)
@@ -584,5 +584,5 @@ def test_members_do_not_wait_for_a_first_member_whose_wait_has_failed(
             commit.result(PATIENCE)
     monkeypatch.setattr(GroupCommits, "_wait", wait)
     assert host.storage.paths == []
-    host.commit(3).result(PATIENCE)  # alone: nobody else is awaited
+    host.commit(3).result(PATIENCE)  # alone: it waits for no other task
     assert len(host.storage.paths) == 1

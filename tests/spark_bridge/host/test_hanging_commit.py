@@ -1,4 +1,4 @@
-"""The storage of a query hangs in a commit: the host goes on being heard of, also when that query ends meanwhile."""
+"""When a commit hangs in the storage of a query, the host still sends heartbeats, also if that query ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stream(tmp_path: Path) -> Iterator[Stream]:
     made.close()
 
 
-def test_a_heartbeat_waits_for_no_commit_of_a_query_that_has_ended(
+def test_heartbeat_does_not_wait_for_a_commit_of_an_ended_query(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes, goes_on = threading.Event(), threading.Event()

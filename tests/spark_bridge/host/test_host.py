@@ -21,7 +21,7 @@ from tests.spark_bridge.host.held_runs import get, one, start
 from tests.spark_bridge.host.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
 
 
-def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp_path):
+def test_replanned_batch_never_has_rows_of_the_earlier_run(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h = make_host(w, c, 0, tmp_path)
@@ -36,7 +36,7 @@ def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp
     assert c.register_query(reg(w, "run2")).completed_version == 0
     h.heartbeat()
     plan_spark(w, 0)
-    # batch 0 is planned anew, with other rows; partition 1 does not run in it (head(1) in foreachBatch)
+    # batch 0 is planned again, with other rows; partition 1 does not run in it (head(1) in foreachBatch)
     run_task([h], 0, 0, "run2", value=b"run2-new-data")
     w.commit_spark(0)
     plan_spark(w, 1)
@@ -110,7 +110,7 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     w.put_hook = None
     assert (
         c.driver_heartbeat("run1") is False or 1 in c.registries.runs.by_id["run1"].versions.chain
-    )  # else nobody ever registers it again
+    )  # otherwise it is never registered again
     if not c.driver_heartbeat("run1"):
         c.register_query(reg(w, "run1"))
     h = make_host(w, c, 0, tmp_path, inc="c")
@@ -118,7 +118,7 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     run_task([h], 1, 0, value=b"x")
 
 
-def test_a_completed_version_is_heard_of_though_an_answer_was_lost(tmp_path):
+def test_host_learns_of_a_completed_version_after_a_lost_reply(tmp_path):
     _w, _c, (h,) = start(tmp_path)
 
     def lose(*_):
@@ -231,7 +231,7 @@ def test_a_task_that_loads_while_the_coordinator_restarts_can_commit(tmp_path):
     h.commit(t, ch(b"x"), {})
 
 
-def test_what_is_remembered_of_attempts_does_not_grow(tmp_path):
+def test_memory_of_attempts_is_bounded(tmp_path):
     w, c, h = one(tmp_path)
     for b in range(50):
         plan_spark(w, b)
@@ -242,7 +242,7 @@ def test_what_is_remembered_of_attempts_does_not_grow(tmp_path):
     assert len(next(iter(h.held.instances.values())).invocations) <= 2
 
 
-def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
+def test_memory_of_snapshots_is_bounded(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     port = Port(c)
@@ -270,7 +270,7 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
     assert len(versions.descriptors) <= kept + 1
 
 
-def test_the_manifest_knows_better_than_a_report_which_attempt_was_last(tmp_path):
+def test_manifest_overrides_a_report_of_the_last_attempt(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h0 = make_host(w, c, 0, tmp_path)
@@ -298,7 +298,7 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     c.register_host(World.host(7).__class__("o", "a", "grpc://x:1", "n", "other"), HostReport())
     plan_spark(w, 0)
     run_task([h], 0)
-    assert c.unregister_session("s") is True  # StateCluster.stop(): hosts are told to stop only afterwards
+    assert c.unregister_session("s") is True  # StateCluster.stop(): hosts stop only afterwards
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
     assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs

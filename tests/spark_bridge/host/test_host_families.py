@@ -76,7 +76,7 @@ def test_the_times_are_those_that_spark_has_logged_and_rows_are_late_by_the_batc
         commit(h, 1, {"default": {}}, p)
     w.commit_spark(1)
     write_offsets(w, 2, 900, 3000)
-    # The same after a restart, whoever asks.
+    # The same after a restart, for every reader.
     c2 = w.coordinator(0)
     h2 = make_host(w, c2, 0, tmp_path, inc="b")
     c2.register_query(reg_of(w, spec(uses_time=True), run="run2"))
@@ -136,7 +136,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     ]
 
 
-def test_a_first_batch_that_is_repeated_begins_with_the_initial_state_again(tmp_path):
+def test_repeated_first_batch_begins_with_the_initial_state(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h = make_host(w, c, 0, tmp_path)

@@ -1,4 +1,4 @@
-"""What a host says that it holds, and a commit for which it has no room."""
+"""The memory that a host reports, and a commit that exceeds it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_requests_are_counted_while_they_are_received(tmp_path, monkeypatch):
         for n in (1, 2):
             values = pa.array([os.urandom(MIB)], pa.binary())
             yield "default", pa.record_batch([pa.array([b"k%d" % n], pa.binary()), values], schema=COMMIT_SCHEMA)
-            # The stream goes on when the host has taken this part in.
+            # The stream continues when the host has received this part.
             seen.append(wait_until(lambda least=n * MIB: (now := held(host)["requests"]) >= least and now))
 
     get_many = host.reads.get_many
@@ -99,7 +99,7 @@ def test_requests_are_counted_while_they_are_received(tmp_path, monkeypatch):
 
 
 def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatch):
-    """What it has sent stays in the connection: the host reads nothing of it."""
+    """The data that it has sent stays in the connection: the host reads none of it."""
     w = World(tmp_path)
     host = make_host(w, w.coordinator(0), 0, tmp_path, host_memory=64 * MIB)
     assert host.coordinator.register_query(reg_of(w, spec())).refusal is None
@@ -133,7 +133,7 @@ def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatc
     try:
         threads[0].start()
         assert written.wait(PATIENCE)
-        # Another commit of 24 MiB at its peak has no room beside this one: some 56 MiB are RocksDB's, or needed.
+        # A second commit with a peak of 24 MiB does not fit: some 56 MiB belong to RocksDB or are reserved.
         deltas = host.memory.claim("deltas", 20 * MIB, "A commit")
         threads[1].start()
         wait_until(lambda: host.memory.num_waiting == 1)
@@ -151,7 +151,7 @@ def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatc
         host.close()
 
 
-def test_a_task_is_told_why_its_large_commit_is_not_received(tmp_path, monkeypatch):
+def test_task_learns_why_its_large_commit_is_not_received(tmp_path, monkeypatch):
     w = World(tmp_path)
     host = make_host(w, w.coordinator(0), 0, tmp_path, host_memory=32 * MIB)
     assert host.coordinator.register_query(reg_of(w, spec())).refusal is None

@@ -1,4 +1,4 @@
-"""A host's metrics, from its own description: what it holds, what it has done, whom it has answered."""
+"""A host's metrics, from its own description: its memory, its work, and the requests that it has answered."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def instance(partition: int, keys: int = 10, of: int = 2, version: int = 9, snap
     }
 
 
-def test_a_real_host_says_what_it_holds_and_has_done(tmp_path: Path, sink: KeptMetrics) -> None:
+def test_metrics_of_a_real_host(tmp_path: Path, sink: KeptMetrics) -> None:
     world = World(tmp_path)
     coordinator = world.coordinator(0)
     host = make_host(world, coordinator, 0, tmp_path, "a")
@@ -89,7 +89,7 @@ def test_elements_that_limits_have_dropped_are_counted_by_the_last_attempt_at_ea
     host.close()
 
 
-def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptMetrics) -> None:
+def test_few_partitions_have_separate_labels(sink: KeptMetrics) -> None:
     metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     metrics.publish(described(instance(0), instance(1, 30, snapshot=2)), NAMES)
     assert sink.of("statestore_keys") == {("op", "0", "totals"): 10, ("op", "1", "totals"): 30}
@@ -100,7 +100,7 @@ def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptM
     assert sink.of("statestore_keys")["op", "all", "totals"] == 50
 
 
-def test_what_a_host_no_longer_holds_is_nothing(sink: KeptMetrics) -> None:
+def test_gauges_of_released_partitions_drop_to_zero(sink: KeptMetrics) -> None:
     metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     metrics.publish(described(instance(0), instance(1)), NAMES)
     metrics.publish(described(instance(1, 11)), NAMES)
@@ -135,7 +135,7 @@ def test_requests_fall_into_buckets_that_add_up(sink: KeptMetrics) -> None:
     assert sink.get("statestore_request_seconds_bucket", **labels, le="+Inf") == 101
 
 
-def test_a_count_that_has_begun_anew_goes_on(sink: KeptMetrics) -> None:
+def test_counter_continues_after_a_reset(sink: KeptMetrics) -> None:
     metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     for loads in (5, 7, 2):
         metrics.publish(described(loads=loads), NAMES)

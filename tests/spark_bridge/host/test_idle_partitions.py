@@ -108,7 +108,7 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
         busy.run_batch(10)
     assert idle.files() and not busy.files()
     assert used()["write_buffers"] < MIB // 2
-    # As much as there was no room for beside the idle query.
+    # The amount that did not fit while the idle query held its memory.
     for _ in range(8):
         busy.run_batch(400)
     assert not busy.files()
@@ -124,7 +124,7 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
         query.check()
 
 
-def test_an_idle_query_writes_what_it_has_not_written_when_others_need_the_room(
+def test_idle_query_flushes_when_others_need_memory(
     host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", MIB)

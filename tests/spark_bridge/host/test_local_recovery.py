@@ -1,4 +1,4 @@
-"""A query that is started again goes on with the local files that its hosts still have, where these are right."""
+"""A restarted query reuses the local files of its hosts if they are valid."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Restarts:
         return found
 
     def remove_files_up_to(self, version: int) -> None:
-        """Remove the state of these versions from storage: whoever needs a file of it fails."""
+        """Remove the state of these versions from storage, so that loading one of these files fails."""
         removed = [p for p in self.tmp.glob("ck/statestore/operators/**/*.changelog") if version_in(p.name) <= version]
         assert len(removed) == version
         for path in removed:
             path.unlink()
 
     def directories(self) -> list[str]:
-        """Return the runs of which there are local files."""
+        """Return the runs that have local files."""
         return sorted({p.relative_to(self.tmp).parts[2] for p in self.tmp.glob("local0a/q/*/**/LOCK")})
 
 
@@ -140,11 +140,11 @@ def test_a_restarted_query_loads_nothing_where_its_partition_was(
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
-def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
+def test_version_that_the_last_run_did_not_complete_is_loaded(
     query: Restarts, when: Callable[[Restarts], None]
 ) -> None:
     query.complete()
-    query.batch()  # Spark has committed, and the host has not heard of it
+    query.batch()  # Spark has committed, and the host does not know yet
     query.remove_files_up_to(BATCHES)
     assert query.restart() == query.batches == BATCHES + 1
     when(query)
@@ -152,7 +152,7 @@ def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
-def test_changes_that_spark_has_not_committed_are_gone(query: Restarts, when: Callable[[Restarts], None]) -> None:
+def test_changes_that_spark_has_not_committed_are_discarded(query: Restarts, when: Callable[[Restarts], None]) -> None:
     query.complete()
     query.batch(is_committed=False)
     assert query.restart() == query.batches
@@ -162,7 +162,7 @@ def test_changes_that_spark_has_not_committed_are_gone(query: Restarts, when: Ca
     assert instance.state.newest() == (instance.state.version, instance.state.head)
 
 
-def test_files_of_a_version_that_was_rolled_back_are_not_gone_on_with(query: Restarts) -> None:
+def test_files_of_a_rolled_back_version_are_not_reused(query: Restarts) -> None:
     query.complete()
     (query.tmp / "ck/offsets/2").unlink()
     (query.tmp / "ck/commits/2").unlink()
@@ -204,7 +204,7 @@ def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
     assert query.value() == b"2"
 
 
-def test_what_nobody_reads_of_an_ended_query_is_laid_aside_and_opened_again(query: Restarts) -> None:
+def test_unread_partitions_of_an_ended_query_are_parked_and_reopened(query: Restarts) -> None:
     query.complete()
     query.host.held.note_ended((query.run,))
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_files_that_are_being_opened_count_in_an_exchange(query: Restarts) -> No
     assert told == [""]
 
 
-def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts) -> None:
+def test_open_partitions_of_an_earlier_run_count_in_an_exchange(query: Restarts) -> None:
     query.complete()
     old = query.run
     query.restart(2)
@@ -325,7 +325,7 @@ def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts)
     assert old not in query.directories()
 
 
-def test_what_is_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
+def test_partition_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
     query.complete()
     query.restart()
     all_held = query.host.held.all
@@ -341,7 +341,7 @@ def test_what_is_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> 
     assert not query.directories()
 
 
-def test_a_partition_whose_files_turn_out_damaged_at_the_first_write_is_loaded_anew(query: Restarts) -> None:
+def test_partition_with_damage_found_at_the_first_write_is_reloaded(query: Restarts) -> None:
     query.complete()
     query.restart()
     assert query.value() == b"2"

@@ -25,7 +25,7 @@ STEP = FILES_RENEW_SECONDS + 100
 
 
 class Retained:
-    """A query of two partitions of which few versions are kept, and storage whose files come one by one."""
+    """A query of two partitions that retains few versions, over storage that delivers files one by one."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -56,7 +56,7 @@ class Retained:
                 self.host.maintenance.upload_snapshots([instance])
 
     def time_passes(self, seconds: float) -> None:
-        """Retention goes on meanwhile."""
+        """Advance the clock; retention runs as well."""
         self.world.now += seconds
         self.coordinator.maintain()
 
@@ -100,13 +100,13 @@ def value(state: Any) -> Any:
     return state.reads.get_many(pa.array([b"k"], pa.binary())).to_pylist()
 
 
-def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retained) -> None:
+def test_files_of_a_copy_are_kept_until_it_is_loaded(q: Retained) -> None:
     while q.batches < 4:
         q.batch()
     q.world.is_gated = True
     loading = q.load_copy(2)
     assert q.world.arrived.acquire(timeout=PATIENCE)
-    while q.batches < 20:  # the partition is changed and uploaded meanwhile
+    while q.batches < 20:  # the partition changes and is uploaded during the load
         q.batch()
         q.time_passes(10.0)
     assert q.changelogs() == list(range(1, 21))
@@ -126,7 +126,7 @@ def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retai
     assert q.changelogs()[0] > 9
 
 
-def test_files_of_a_partition_stay_while_it_is_loaded_and_go_behind_it(q: Retained) -> None:
+def test_files_of_a_partition_are_kept_until_it_is_loaded(q: Retained) -> None:
     """The newer snapshots are damaged, so that the load takes many steps."""
     while q.batches < 12:
         q.batch()
@@ -181,7 +181,7 @@ def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Reta
 
 
 @pytest.mark.parametrize("of", ["a copy", "a partition"])
-def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more(q: Retained, of: str) -> None:
+def test_files_of_an_abandoned_hanging_load_are_released(q: Retained, of: str) -> None:
     """Storage never answers, and the host lives on and sends its heartbeats."""
     while q.batches < 4:
         q.batch()
@@ -209,7 +209,7 @@ def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more
         return f"{layout.directory(0)}/" in run.files_in_use.directories(run.versions.layouts, q.world.now)
 
     assert 4 * FILES_RENEW_SECONDS > BUSY_SECONDS
-    assert is_used(), "somebody waits"
+    assert is_used(), "a task waits"
     abandoned.set()
     assert not is_used()
     q.world.open_gate()
@@ -217,7 +217,7 @@ def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more
         loading.result(PATIENCE)
 
 
-def test_a_copy_that_nobody_wants_any_more_ends_and_leaves_nothing(q: Retained) -> None:
+def test_unwanted_copy_is_cancelled_and_leaves_nothing(q: Retained) -> None:
     while q.batches < 4:
         q.batch()
     q.world.is_gated = True

@@ -40,7 +40,7 @@ NEIGHBOURS = 19
 BEATS = round(1.5 * HOST_TIMEOUT / HEARTBEAT_SECONDS)
 """A phase lasts so many heartbeats of each host: long enough for every lease to end that is not renewed."""
 SLOWER = 1.5
-"""The most that the median batch of a neighbour may take, as a multiple of what it takes beside a healthy query."""
+"""Upper bound on a neighbour's median batch duration, as a multiple of its duration next to a healthy query."""
 PHASES = 6
 """How often to measure at most: a machine whose speed changes between two phases is measured again."""
 
@@ -102,9 +102,9 @@ MAY_FAIL = (StateStoreError, CoordinatorError, SparkBridgeError)
 
 
 class SickDriver:
-    """Runs batch after batch of the query with the poor storage; its tasks, all at once, are tried until they go.
+    """Runs batches of the query with the slow storage. All tasks of a batch run at once and retry until they succeed.
 
-    The coordinator hears of no commit from it, so the first message of each batch has the coordinator read storage. No
+    It reports no commit to the coordinator, so on the first message of each batch the coordinator reads storage. No
     batch runs while the test holds ``between_batches``.
     """
 
@@ -169,7 +169,7 @@ def phase(world: NeighbourWorld, queries: Sequence[RunningQuery]) -> tuple[list[
 
 
 @pytest.mark.parametrize("is_poor", [hangs, answers_errors, takes_30_seconds], ids=lambda f: f.__name__)
-def test_neighbours_of_a_query_with_poor_storage_do_not_feel_it(
+def test_slow_storage_of_one_query_does_not_slow_others(
     world: NeighbourWorld,
     servers: tuple[S3Server, FaultProxy],
     is_poor: Callable[[FaultProxy], AbstractContextManager[None]],

@@ -1,4 +1,4 @@
-"""What a host notes of runs is bounded, however many runs it hears of."""
+"""A host remembers a bounded number of runs, however many runs it sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_bridge.host.versions import PreparedVersions
 from tests.coordinator_actor.coordinator_world import World
 
 
-def test_the_versions_of_the_runs_heard_of_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_the_most_recent_runs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "KEPT_RUNS", 3)
     noted = CompletedVersions()
     for i in range(5):

@@ -73,7 +73,7 @@ def test_orders_survive_a_restarted_coordinator(tmp_path):
     assert sum(map(held, hs)) == 0
 
 
-def test_what_is_being_opened_while_its_run_ends_is_unloaded(tmp_path):
+def test_partition_opening_while_its_run_ends_is_unloaded(tmp_path):
     w, c, (_h,) = start(tmp_path)
     h2 = make_host(w, c, 1, tmp_path, inc="z")
     w.now += 5
@@ -96,7 +96,7 @@ def test_what_is_being_opened_while_its_run_ends_is_unloaded(tmp_path):
     assert held(h2) == 0
 
 
-def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
+def test_partition_loading_while_its_run_ends_is_unloaded(tmp_path):
     w, c, (_h,) = start(tmp_path)
     h2 = make_host(w, c, 1, tmp_path, inc="z")
     w.now += 5
@@ -125,8 +125,8 @@ def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
     assert held(h2) == 0
 
 
-def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
-    """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
+def test_unloaded_partition_does_not_stop_other_orders(tmp_path):
+    """on_completed raises StoreClosedError if the instance is destroyed while it waits for the commit_lock."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.held.instances.values()))
     done = c.registries.runs.by_id["run1"].announcements.to("h0")

@@ -17,7 +17,7 @@ from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_t
 
 
 def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) -> None:
-    """The owner of a partition has not reported yet: nobody can say where the partition is."""
+    """The owner of a partition has not reported yet, so the location of the partition is unknown."""
     world = World(tmp_path)
     now = 0.0
     c = world.coordinator(0)

@@ -1,4 +1,4 @@
-"""A host's part in savepoints: what it exports, when it sleeps, and what it reports; without Ray."""
+"""A host's part in savepoints, without Ray: its exports, its pauses, and its reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows(p: int, n: int = 40, size: int = 10, value: int = 1) -> Iterator[pa.Rec
 
 
 class Exporting:
-    """The exports of one host, and what goes on around them."""
+    """The exports of one host and their surroundings."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -168,23 +168,23 @@ def exported_by(monkeypatch: pytest.MonkeyPatch, host: Exporting, step: tuple[fl
     return len(steps)
 
 
-def test_where_others_want_the_core_it_has_a_small_share_of_it_and_sleeps_for_the_rest(host, monkeypatch):
+def test_export_takes_a_small_share_of_a_contended_core(host, monkeypatch):
     steps = exported_by(monkeypatch, host, (4.0, 1.5))
     assert host.slept == [pytest.approx(6.0)] * steps
     assert 1.5 / (4.0 + host.slept[0]) == pytest.approx(SHARE_OF_A_CORE) == 0.15
 
 
-def test_while_it_waits_for_a_core_the_stream_has_it_and_that_counts_as_sleep(host, monkeypatch):
+def test_time_without_a_core_counts_as_sleep(host, monkeypatch):
     exported_by(monkeypatch, host, (10.0, 1.0))
     assert host.slept == []
 
 
-def test_it_does_not_sleep_while_nobody_else_wants_the_core(host, monkeypatch):
+def test_export_does_not_sleep_on_an_idle_core(host, monkeypatch):
     exported_by(monkeypatch, host, (1.0, 0.95))
     assert host.slept == []
 
 
-def test_it_does_not_sleep_while_the_query_waits_for_it(host):
+def test_export_does_not_sleep_while_the_query_waits(host):
     host.take(0, is_held=True)
     (message,) = host.wait_sent(1)
     assert message.files["default"].rows > 10, "more than one batch"
@@ -203,7 +203,7 @@ def test_all_partitions_of_an_order_are_pinned_when_it_comes(host):
     assert host.pinned == [0, 1]
 
 
-def test_what_cannot_be_pinned_is_tried_again_by_its_export(host, monkeypatch):
+def test_failed_pin_is_retried_by_its_export(host, monkeypatch):
     tries = []
 
     def held(order: SavepointOrder, operator: str, partition: int) -> Any:
@@ -217,7 +217,7 @@ def test_what_cannot_be_pinned_is_tried_again_by_its_export(host, monkeypatch):
     assert tries == [0, 0]
 
 
-def test_an_order_that_comes_again_while_the_export_goes_on_begins_no_other(host):
+def test_repeated_order_does_not_start_a_second_export(host):
     host.gate.clear()
     host.take(0)
     assert host.at_gate.wait(WAIT)
@@ -230,7 +230,7 @@ def test_an_order_that_comes_again_while_the_export_goes_on_begins_no_other(host
 
 
 @pytest.mark.parametrize("how", ["answer lost", "not sent"])
-def test_an_order_that_comes_again_is_reported_again_and_not_exported_twice(host, how):
+def test_repeated_order_is_reported_again_without_an_export(host, how):
     if how == "not sent":
         host.send_error = HostUnavailableError("the coordinator is being restarted")
     host.take(0)
@@ -284,7 +284,7 @@ def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is
 
 
 @pytest.mark.parametrize("error", [MissingFileError("file 7 is gone"), ValueError("no such type"), OSError(28, "full")])
-def test_a_failure_declines_with_its_reason_and_is_said_again(host, error):
+def test_failed_export_declines_with_its_reason_repeatedly(host, error):
     host.scan_error = error
     host.take(0, 1)
     first, second = host.wait_sent(2)
@@ -295,7 +295,7 @@ def test_a_failure_declines_with_its_reason_and_is_said_again(host, error):
     assert host.wait_sent(3)[2] == first and len(host.scanned) == 2
 
 
-def test_what_a_failed_export_has_opened_is_closed(host, monkeypatch):
+def test_failed_export_closes_its_partition(host, monkeypatch):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
@@ -305,7 +305,7 @@ def test_what_a_failed_export_has_opened_is_closed(host, monkeypatch):
     assert message.failure == "OSError: disk full" and host.closed == [0]
 
 
-def test_what_is_no_longer_being_made_is_forgotten_and_the_rest_is_not(host):
+def test_only_exports_of_dropped_savepoints_are_forgotten(host):
     host.take(0)
     host.take(0, checkpoint=6)
     host.take(1, run="run2", checkpoint=5)
@@ -319,7 +319,7 @@ def test_what_is_no_longer_being_made_is_forgotten_and_the_rest_is_not(host):
     assert host.exports._states == {}
 
 
-def test_what_is_under_way_ends_when_it_is_no_longer_wanted(host):
+def test_unwanted_export_is_cancelled(host):
     host.gate.clear()
     host.take(0, 1)
     assert host.at_gate.wait(WAIT)
@@ -331,7 +331,7 @@ def test_what_is_under_way_ends_when_it_is_no_longer_wanted(host):
     assert not list((host.root / "savepoint-run1-5").rglob("*.parquet"))
 
 
-def test_a_host_that_closes_gives_up_what_is_under_way(host):
+def test_closing_host_cancels_its_exports(host):
     host.gate.clear()
     host.take(0, 1)
     assert host.at_gate.wait(WAIT)
@@ -352,7 +352,7 @@ def test_orders_are_taken_without_waiting_for_exports(host):
     assert not started.is_alive() and host.sent == []
 
 
-def test_a_message_says_how_long_the_export_took(host, monkeypatch):
+def test_message_has_the_duration_of_the_export(host, monkeypatch):
     ticks = iter((100.0, 103.5))
     monkeypatch.setattr("spark_bridge.host.exports.time", _Clock(lambda: next(ticks)))
     host.take(0)

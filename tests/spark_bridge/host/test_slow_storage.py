@@ -63,7 +63,7 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
         assert c.registries.hosts.leases
 
 
-def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
+def test_storage_of_one_query_does_not_block_reports_of_another(tmp_path):
     w, c, h = one(tmp_path, 1)
     plan_spark(w, 0)
     r2 = msgspec.structs.replace(

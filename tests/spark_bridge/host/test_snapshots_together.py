@@ -1,4 +1,4 @@
-"""A host stores the snapshots of its partitions together, and nobody reads again what was said of them; without Ray."""
+"""A host stores the snapshots of its partitions together and does not read their metadata again; without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP = 3
 
 
 class Query:
-    """A query of some partitions on one host, of which few versions are kept."""
+    """A query of some partitions on one host that retains few versions."""
 
     def __init__(self, root: Path, backend: str = "file", threads: int = 1) -> None:
         self.root = root
@@ -96,7 +96,7 @@ def of_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Query:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is read of snapshots, and which directories of partitions are listed."""
+    """Record the snapshot files that are read and the partition directories that are listed."""
     seen: list[str] = []
     read, listed, together = CheckpointStorage.read, CheckpointStorage.list, CheckpointStorage.read_together
 
@@ -136,7 +136,7 @@ def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(o
     query.assert_holds()
 
 
-def test_what_several_threads_prepare_is_stored_with_one_request(tmp_path: Path) -> None:
+def test_snapshots_of_several_threads_are_stored_with_one_request(tmp_path: Path) -> None:
     query = Query(tmp_path, threads=2)
     for _ in range(10):
         query.batch()
@@ -170,7 +170,7 @@ def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
     assert {i.snapshot_version for i in query.host.held.all()} == {10}
 
 
-def test_what_a_snapshot_consists_of_is_not_read_again(query: Query, watched: list[str]) -> None:
+def test_parts_of_a_snapshot_are_not_read_again(query: Query, watched: list[str]) -> None:
     for _ in range(3):
         for _ in range(3):
             query.batch()
@@ -211,7 +211,7 @@ def test_the_object_stays_as_long_as_one_partition_begins_with_it(of_backend: Qu
     query.assert_holds()
 
 
-def test_what_waits_for_others_is_bounded(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_waiting_snapshots_is_bounded(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "TOGETHER_BYTES", 1)
     for _ in range(3):
         query.batch()
@@ -246,10 +246,8 @@ def test_a_snapshot_that_fails_is_tried_again_and_spoils_no_other(
     assert broken.snapshot_version == 3
 
 
-def test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so(
-    query: Query, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else keys could be forgotten beside a slow upload, which would bring their rows back."""
+def test_upload_counts_as_running_while_its_host_reports_it(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise keys could be forgotten during a slow upload, and the upload would bring their rows back."""
     query.batch()
     run, seen = run_of(query.coordinator, "run1"), []
 
@@ -266,9 +264,7 @@ def test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so(
     assert query.groups() == [1]
 
 
-def test_an_upload_that_the_coordinator_has_taken_for_dead_stores_nothing(
-    query: Query, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_declared_dead_stores_nothing(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     query.batch()
     prepare = SnapshotUploads.prepare
 
@@ -285,7 +281,7 @@ def test_an_upload_that_the_coordinator_has_taken_for_dead_stores_nothing(
 
 
 def test_an_upload_that_fails_is_over_at_once(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever forgets keys would wait for it for a quarter of an hour."""
+    """Otherwise forgetting keys would wait for it for a quarter of an hour."""
     query.batch()
 
     def failing(prepared: Any) -> Any:

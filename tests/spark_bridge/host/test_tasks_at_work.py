@@ -1,11 +1,11 @@
-"""For whom a group waits: tasks that are about to open, by what was at work at once in the batch before."""
+"""A group waits for tasks that are about to open, judged by the number of concurrent tasks in the previous batch."""
 
 from __future__ import annotations
 
 from spark_bridge.host.commits import TasksAtWork
 
 
-def test_nobody_is_waited_for_when_as_many_have_come_as_in_the_batch_before() -> None:
+def test_no_wait_once_as_many_tasks_came_as_in_the_last_batch() -> None:
     tasks = TasksAtWork()
     for partition in (0, 1, 2):
         tasks.opened("op", partition)
@@ -15,4 +15,4 @@ def test_nobody_is_waited_for_when_as_many_have_come_as_in_the_batch_before() ->
     tasks.opened("op", 1)
     tasks.opened("op", 2)
     tasks.answered("op", 0)
-    assert not tasks.expects_more(), "the last ones are at work, fewer than were at once, and nobody else comes"
+    assert not tasks.expects_more(), "the last tasks are running, fewer than ran at once, and no more will come"

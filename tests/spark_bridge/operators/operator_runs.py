@@ -48,7 +48,7 @@ class OperatorRun:
         self.figures = OperatorFigures()
 
     def batch(self, rows: pa.RecordBatch, times: BatchTimes, cuts: Iterable[int] = ()) -> list[dict[str, Any]]:
-        """Process a batch, given to the tasks in pieces cut at ``cuts``; what they emit."""
+        """Process a batch in pieces cut at ``cuts``, and return the rows that the tasks emit."""
         emitted: list[dict[str, Any]] = []
         figures = []
         groups = key_groups(rows.select(self.keys), NUM_GROUPS)
@@ -70,7 +70,7 @@ class OperatorRun:
         return emitted
 
     def restart(self) -> None:
-        """Go on with providers that have to load the state from storage."""
+        """Continue with new providers, which load the state from storage."""
         for p, provider in enumerate(self.providers):
             provider.close()
             self.providers[p] = type(provider)(provider.id, CONF)
@@ -107,7 +107,7 @@ class Watermark:
         return BatchTimes(0, self.now_s * 1000, self.late_s * 1000)
 
     def advance(self, seen_s: Iterable[int | None]) -> None:
-        """Go on to the next batch."""
+        """Advance to the next batch."""
         greatest = max((s for s in seen_s if s is not None), default=0)
         self.late_s, self.now_s = self.now_s, max(self.now_s, greatest - self.delay_s)
 
@@ -129,7 +129,7 @@ def batch_of(schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch
 
 
 def seconds(value: Any) -> Any:
-    """What a task emitted, with times as seconds and windows as pairs of them."""
+    """Convert the output of a task: times become seconds, windows become pairs of seconds."""
     if isinstance(value, dict):
         return tuple(seconds(v) for v in value.values())
     return int(value.timestamp()) if hasattr(value, "timestamp") else value

@@ -163,9 +163,7 @@ def test_event_time_itself_as_a_key(batches: list[list[Row]], mode: str, partiti
 
 @settings(max_examples=examples(15), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "complete"]), st.sampled_from([1, 3]), st.booleans())
-def test_keys_without_event_time_stay_for_good(
-    batches: list[list[Row]], mode: str, partitions: int, small: bool
-) -> None:
+def test_keys_without_event_time_are_kept(batches: list[list[Row]], mode: str, partitions: int, small: bool) -> None:
     rows = [[((k,), (ts, v)) for k, ts, v in batch] for batch in batches]
     check(logic_of(BY_KEY, mode, None, SMALL if small else None), Model(mode, lambda _: None), rows, partitions, 1)
 
@@ -196,7 +194,7 @@ def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch:
 
 
 @pytest.mark.parametrize("num_keys", [3, 500])
-def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preaggregated_rows_give_the_same_result_as_rows(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 100)
     logic = logic_of(WINDOWED, "update", EventTime("window", True, 10 * SECOND))
     schema = pa.schema([*WINDOWED, pa.field("ts", TS), pa.field("v", pa.int64())])
@@ -261,7 +259,7 @@ def test_lists_keep_all_elements_or_count_those_that_their_limit_drops(is_partia
         "all.collect_list(1000).items",
         "distinct.collect_set(1000).items",
         "few.collect_list(1000).items",
-    ], "queries that began while 1,000 was the default go on"
+    ], "queries that began while 1,000 was the default keep it"
     ahead = PartialTask(
         replace(logic, aggregator=logic.aggregator.unlimited(), is_partial=False),
         pa.schema([*BY_KEY, *logic.aggregator.state_schema]),
@@ -351,7 +349,7 @@ class ChangingOutputs:
         self.run: OperatorRun | None = None
 
     def program(self, **functions: S.AggregateFunction) -> None:
-        """Go on with these outputs."""
+        """Continue with these outputs."""
         fields = T.StructType([*CHANGING.fields, T.StructField("flag", T.BooleanType())])
         aggregator = Aggregator([output_of(fields, name, f, None) for name, f in functions.items()])
         keys = [] if self.window is None else [pa.field("window", WINDOW)]
@@ -405,7 +403,7 @@ def test_an_output_that_is_added_begins_as_the_function_over_no_rows(name: str, 
 
 
 @pytest.mark.parametrize("window", [None, "window", "session"])
-def test_outputs_are_removed_reordered_and_begin_anew_when_they_are_added_back(window: str | None) -> None:
+def test_outputs_are_removed_reordered_and_reset_when_added_back(window: str | None) -> None:
     changing = ChangingOutputs(window, "complete")
     changing.program(n=S.count(), total=S.sum("v"), all=S.collect_list("v"))
     changing.batch(("a", 1), ("b", 2))
@@ -421,7 +419,7 @@ def test_outputs_are_removed_reordered_and_begin_anew_when_they_are_added_back(w
     assert changing.batch(("c", 5)) == expected, "a restart without a change changes nothing"
 
 
-def test_the_remedies_for_a_list_of_too_many_bytes_let_the_query_go_on() -> None:
+def test_remedies_for_an_oversized_list_let_the_query_continue() -> None:
     changing = ChangingOutputs(None, "update")
     changing.program(all=S.collect_list("v", max_bytes=100))
     changing.batch(("a", 1), ("a", 2))
@@ -435,7 +433,7 @@ def test_the_remedies_for_a_list_of_too_many_bytes_let_the_query_go_on() -> None
     assert changing.batch(*[("a", i) for i in range(3, 23)]) == {"a": {"last": [21, 22]}}
 
 
-def test_the_remedies_for_a_sum_that_has_left_its_range_let_the_query_go_on() -> None:
+def test_remedies_for_an_overflowed_sum_let_the_query_continue() -> None:
     changing = ChangingOutputs(None, "update")
     changing.program(total=S.sum("v"))
     changing.batch(("a", 1 << 62))
@@ -468,7 +466,7 @@ def test_windows_from_before_an_output_close_with_it(window: str) -> None:
     }
 
 
-def test_what_needs_a_rewrite_is_refused() -> None:
+def test_changes_that_need_a_rewrite_are_rejected() -> None:
     changing = ChangingOutputs(None, "update")
     changing.program(n=S.count(), total=S.sum("v"))
     with pytest.raises(

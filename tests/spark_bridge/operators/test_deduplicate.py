@@ -149,14 +149,14 @@ def test_many_keys_in_small_steps(limits: Limits | None, monkeypatch: pytest.Mon
     check(run_of(*how, 2, limits), Model(*how), batches, 100)
 
 
-def test_a_key_whose_time_is_up_in_its_own_batch_is_not_kept() -> None:
+def test_key_that_expires_in_its_own_batch_is_not_kept() -> None:
     run = run_of(("k",), True, 10, 1)
     times = BatchTimes(0, 20_000, 5_000)
     assert len(run.batch(batch_of(ROWS, [(10, "up", 1), (11, "stays", 1)]), times)) == 2
     assert [r["k"] for r in run.stored_keys("default")] == ["stays"]
 
 
-def test_columns_that_no_state_could_hold_go_through() -> None:
+def test_columns_of_types_that_state_cannot_hold_pass_through() -> None:
     run = run_of(("k",), False, None, 1)
     rows = batch_of(ROWS, [(1, "a", 2), (2, "a", 1)]).append_column("span", pa.array([1, 2], pa.duration("us")))
     logic = DeduplicateLogic(run.schema, (*ROWS.names, "span"), ("ts", "v"))

@@ -135,7 +135,7 @@ def test_a_row_that_the_watermark_has_passed_already_comes_in_its_own_batch() ->
     assert run.batch([row], [("a", 11, "x")], at(20, late_s=10)) == [(row, ("a", 11, "x"))]
 
 
-def test_of_two_rows_that_are_equally_near_the_one_before_is_taken() -> None:
+def test_earlier_of_two_equally_near_rows_is_taken() -> None:
     run = AsofRun(Asof("nearest"))
     row = ("a", 12, 1)
     assert run.batch([row], [("a", 14, "behind"), ("a", 10, "before")], at(0)) == []
@@ -150,7 +150,7 @@ def test_the_row_before_one_of_the_same_time_is_kept_for_a_row_that_may_not_take
     assert run.batch([], [], at(16, late_s=13)) == [(row, ("a", 8, "before"))]
 
 
-def test_a_left_row_without_any_waits_for_the_first_row_behind_it() -> None:
+def test_unmatched_left_row_waits_for_the_first_row_after_it() -> None:
     for tolerance, comes in ((None, []), (5 * SECOND, [(("a", 12, 1), None)])):
         run = AsofRun(Asof("forward", tolerance))
         assert run.batch([("a", 12, 1)], [], at(0)) == []

@@ -1,4 +1,4 @@
-"""A join goes on with other partitions and another backend, on the real coordinator and host; waiting rows stay."""
+"""A join continues with other partitions and another backend, on the real coordinator and host; waiting rows stay."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BATCHES = effort(3, 6)
 
 
 def started(root: Path, logic: JoinLogic, random: np.random.Generator, number: int) -> Query:
-    """A run of the query with a layout of its own."""
+    """Start a run of the query with a new layout."""
     backend = str(random.choice(["rocksdb", "file"]))
     return Query(root, logic.schema, "join", int(random.choice([1, 2, 5])), backend, f"run{number}")
 
 
 def batch(query: Query, logic: JoinLogic, left: list[Row], right: list[Row], watermark_ms: int) -> list[Pair]:
-    """Run a batch; what the join gives."""
+    """Run a batch and return the output of the join."""
     rows = shared_rows(logic, left, right)
     groups = key_groups(rows.select(logic.keys.names), G)
     found: list[Pair] = []

@@ -53,7 +53,7 @@ def test_the_nearest_row_may_be_as_far_as_the_tolerance(asof: Asof, waits: tuple
     assert asof.waits_ms == waits
 
 
-def test_the_column_says_how_far_its_rows_are_behind() -> None:
+def test_column_carries_the_delay_of_its_rows() -> None:
     for column, lag in (("lt", 7000), ("rt", 2500)):
         output = timed_output(OUTPUT, column, times(5000, 500), 2000)
         assert watermark_columns(output) == [column]
@@ -63,7 +63,7 @@ def test_the_column_says_how_far_its_rows_are_behind() -> None:
     assert watermark_columns(timed_output(OUTPUT, None, times(0, 0), 0)) == []
 
 
-def test_what_a_function_makes_may_have_the_times_of_either_side() -> None:
+def test_function_output_may_use_the_times_of_either_side() -> None:
     made = T.StructType([T.StructField("at", T.TimestampType()), T.StructField("n", T.LongType())])
     output = timed_output(made, "at", times(500, 5000), 0, made_by_apply=True)
     assert output["at"].metadata == {LAG_METADATA: 5000}

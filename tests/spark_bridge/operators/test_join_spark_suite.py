@@ -32,7 +32,7 @@ class Suite:
         self.names: dict[str, Any] = {}
 
     def add(self, left: Sequence[tuple[Any, int]] = (), right: Sequence[tuple[Any, int]] = ()) -> list[Answer]:
-        """Process new rows (key, time); what comes, as (key, left time, right time)."""
+        """Process new rows (key, time) and return the output as (key, left time, right time)."""
         self.names.update({str(k): k for k, _ in (*left, *right)})
         rows = [(str(k), t, 1) for k, t in left], [(str(k), t, "1") for k, t in right]
         answers = self._batch(*rows)

@@ -111,7 +111,7 @@ def test_a_restart_as_another_join_is_refused(other: Case, words: str) -> None:
         evolved(stored, other.logic().schema)
 
 
-def test_a_key_of_many_rows_is_not_written_anew_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_of_many_rows_is_not_rewritten_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row more reads and writes the last rows of its key only, unless a row of the other side asks for all."""
     run = JoinRun(Case("left", 0, 100_000))
     times = BatchTimes()
@@ -132,8 +132,8 @@ def test_a_key_of_many_rows_is_not_written_anew_for_each(monkeypatch: pytest.Mon
     assert sum(read) > 5000 * 8
 
 
-def test_holes_do_not_outgrow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row waits long while others come and go: the numbers of chunks are taken anew."""
+def test_gaps_in_chunk_numbers_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one row waits, others come and go. Chunks are renumbered, so gaps in the numbers do not accumulate."""
     monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", 1)
     run = JoinRun(Case("left", 0, 5))
     run.batch([("a", 10_000, 0), ("a", 10_000, 1)], [], BatchTimes())

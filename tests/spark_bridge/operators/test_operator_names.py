@@ -15,7 +15,7 @@ NO_PLAN = cast(Any, None)
 
 
 @pytest.mark.parametrize("name", ["größe", "-x", "x" * 201, "", ".x", "a/b", "a b", "x\n", None])
-def test_the_driver_refuses_what_the_store_refuses(name: Any) -> None:
+def test_driver_rejects_names_that_the_store_rejects(name: Any) -> None:
     with pytest.raises(InvalidStateStoreArgument):
         StateStoreId("ck", name, 0)
     with pytest.raises(InvalidOperatorError, match=r"operator=.*: use 1 to 200 letters"):
@@ -23,7 +23,7 @@ def test_the_driver_refuses_what_the_store_refuses(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["user_totals", "A.b-c", "_x", "0", "x" * 200])
-def test_the_driver_takes_what_the_store_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_accepts_names_that_the_store_accepts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.operators.map_in_arrow.operators_of", lambda df: [])
     check_operator_name(name, NO_PLAN)
     assert StateStoreId("ck", name, 0).operator_id == name

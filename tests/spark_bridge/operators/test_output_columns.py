@@ -14,7 +14,7 @@ SCHEMA = T.StructType().add("text", "string").add("flag", "boolean")
 
 
 @pytest.mark.parametrize("function", [S.sum, S.avg, S.stddev, S.variance])
-def test_arithmetic_of_text_is_refused_with_the_cast_that_spark_would_make(function: object) -> None:
+def test_arithmetic_on_strings_is_rejected_with_sparks_cast(function: object) -> None:
     asked = function("text")  # type: ignore[operator]
     assert isinstance(asked, AggregateFunction)
     with pytest.raises(InvalidOperatorError, match=r"'text' has type string.*cast\(\"double\"\)"):

@@ -21,7 +21,7 @@ MARK = {WATERMARK_METADATA: 1000}
 
 
 @pytest.mark.parametrize("output_mode", ["append", "update"])
-def test_a_watermark_beside_the_session_window_is_refused(output_mode: str) -> None:
+def test_watermark_next_to_the_session_window_is_rejected(output_mode: str) -> None:
     beside = T.StructType().add("session_window", SESSION).add("ts2", T.TimestampType(), metadata=MARK)
     with pytest.raises(InvalidOperatorError, match=r"'ts2' has the watermark.*'session_window'.*withWatermark"):
         session_event_time(beside, ["session_window", "ts2"], "session_window", output_mode)
@@ -29,7 +29,7 @@ def test_a_watermark_beside_the_session_window_is_refused(output_mode: str) -> N
     assert session_event_time(beside, ["session_window"], "session_window", output_mode) is None
 
 
-def test_rows_that_have_waited_say_how_far_they_are_behind() -> None:
+def test_delayed_columns_carry_their_watermark_lag() -> None:
     source = T.StructField("t", T.TimestampType(), metadata={**MARK, "comment": "of the source"})
     plain = T.StructField("at", T.TimestampType(), metadata={"comment": "own"})
     at_once, waited = with_event_time(plain, source, 0), with_event_time(source, source, 2500)

@@ -121,7 +121,7 @@ def test_sessions_in_every_output_mode_as_in_spark(
 
 @settings(max_examples=examples(10), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "complete"]))
-def test_sessions_without_a_watermark_stay_for_good(batches: list[list[Row]], mode: str) -> None:
+def test_sessions_without_a_watermark_are_kept(batches: list[list[Row]], mode: str) -> None:
     check(run_of(mode, 2, evicts=False), Model(mode, evicts=False), batches, 2)
 
 
@@ -139,7 +139,7 @@ def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypa
     check(run_of(mode, 2, limits=limits), Model(mode), batches, 100)
 
 
-def test_a_session_that_goes_on_is_corrected_among_those_due_only_when_the_watermark_gets_there() -> None:
+def test_extended_session_keeps_its_old_due_time_until_the_watermark_passes_it() -> None:
     run = run_of("append", 1)
 
     def due() -> list[int]:

@@ -140,7 +140,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (stored_in(2_000.0, 4_100, manifest_ms=2_000), "slow-storage", "warning"),
     ],
 )
-def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, severity: str) -> None:
+def test_fault_is_found_with_its_remedy(overview: Overview, kind: str, severity: str) -> None:
     (fault,) = faults_of(overview)
     assert (fault.kind, fault.severity) == (kind, severity)
     assert fault.subject and fault.what.endswith(".") and fault.remedy.endswith(".")
@@ -154,7 +154,7 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
         ({}, "the source", "reads from"),
     ],
 )
-def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
+def test_late_batch_names_the_step_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
     (fault,) = faults_of(query(**{"batch_ms": 90_000, "pending_partitions": 0, **changes}))
     assert said in fault.what and remedy in fault.remedy
 
@@ -190,11 +190,11 @@ def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str,
         stored_in(1_200.0, 2_000, n=2),
     ],
 )
-def test_what_is_no_fault(overview: Overview) -> None:
+def test_harmless_conditions_are_not_faults(overview: Overview) -> None:
     assert kinds(overview) == []
 
 
-def test_what_all_processes_meet_at_a_location_is_one_fault_of_its_query() -> None:
+def test_same_storage_fault_in_all_processes_is_one_fault_of_the_query() -> None:
     hosts = tuple(replace(HOST, host_id=f"h{i}", storage_trouble=(replace(FAILS, failed_ms=9_000),)) for i in range(4))
     both = coordinator(storage_trouble=(replace(FAILS, failures=1, error="head: no", waiting=2, waiting_ms=7_000),))
     (fault,) = faults_of(replace(both, hosts=hosts))
@@ -208,12 +208,12 @@ def test_what_all_processes_meet_at_a_location_is_one_fault_of_its_query() -> No
     assert elsewhere.subject == "storage s3://b/savepoints"
 
 
-def test_storage_that_one_process_reaches_again_does_not_stand_still() -> None:
+def test_storage_that_one_process_reaches_again_is_not_stalled() -> None:
     hosts = (replace(HOST, storage_trouble=(FAILS, replace(FAILS, is_over=True))),)
     assert [f.severity for f in faults_of(replace(HEALTHY, hosts=hosts))] == ["warning"]
 
 
-def test_storage_that_has_become_slow_is_told_within_a_few_batches() -> None:
+def test_slow_storage_is_reported_within_a_few_batches() -> None:
     quick, slow = stored_in(10.0, 1_000, n=20).queries[0].checkpoints, stored_in(2_000.0, 2_100, n=3).queries[0]
     assert kinds(replace(HEALTHY, queries=(replace(slow, checkpoints=(*quick[:-3], *slow.checkpoints[-3:])),))) == [
         "slow-storage"
@@ -225,7 +225,7 @@ def test_few_keys_are_not_skewed() -> None:
     assert kinds(query(operators=(replace(QUERY.operators[0], partitions=few, skew=9_000.0),))) == []
 
 
-def test_a_slow_stream_is_late_by_its_own_measure() -> None:
+def test_slow_stream_is_late_relative_to_its_usual_duration() -> None:
     slow = tuple(structs.replace(c, completed_ms=c.version * 60_000) for c in QUERY.checkpoints)
     assert kinds(query(checkpoints=slow, batch_ms=170_000)) == []
     assert kinds(query(checkpoints=slow, batch_ms=190_000)) == ["checkpoint-late"]

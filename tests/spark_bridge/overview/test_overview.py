@@ -69,7 +69,7 @@ def test_cluster_and_checkpoint_agree(stream: Make) -> None:
     assert [p.changelog_bytes for p in theirs.partitions] == [sum(column) for column in zip(*sizes, strict=True)]
 
 
-def test_a_look_is_sent_and_makes_only_what_has_come_or_changed_since_the_last_one(stream: Make) -> None:
+def test_overview_is_built_incrementally_from_new_and_changed_records(stream: Make) -> None:
     s = stream(batches=3)
     known = KnownCheckpoints()
     sent: list[int] = []
@@ -114,7 +114,7 @@ def test_a_look_is_sent_and_makes_only_what_has_come_or_changed_since_the_last_o
     assert known._of_runs == {}
 
 
-def test_the_checkpoint_tells_all_when_the_cluster_is_gone(stream: Make) -> None:
+def test_overview_of_a_checkpoint_needs_no_cluster(stream: Make) -> None:
     s = stream(batches=3)
     s.c.deactivate_instances("run1")
     assert [(c.version, c.status, c.is_kept) for c in of_storage(s).query(None).checkpoints] == [
@@ -123,7 +123,7 @@ def test_the_checkpoint_tells_all_when_the_cluster_is_gone(stream: Make) -> None
     assert all(c.duration_ms is not None for c in of_storage(s).query(None).checkpoints)
 
 
-def test_versions_without_history_are_known_from_their_manifests(stream: Make) -> None:
+def test_versions_without_history_come_from_their_manifests(stream: Make) -> None:
     s = stream(batches=2)  # the coordinator is killed before it has written the history
     s.begin(2, {1: 5})
     found = of_storage(s).query(None).checkpoints
@@ -135,14 +135,14 @@ def test_versions_without_history_are_known_from_their_manifests(stream: Make) -
     assert all(c.delta_bytes and c.partitions == 2 and c.prepared_ms for c in found)
 
 
-def test_a_manifest_that_is_written_again_is_no_second_checkpoint(stream: Make) -> None:
+def test_rewritten_manifest_is_not_a_second_checkpoint(stream: Make) -> None:
     s = stream(batches=2)
     write_history(s)
     s.restart_coordinator()  # it writes the newest manifest again, under its epoch
     assert [c.version for c in of_storage(s).query(None).checkpoints] == [1, 2]
 
 
-def test_snapshots_and_what_lies_behind_them(stream: Make) -> None:
+def test_snapshots_and_the_changelogs_after_them(stream: Make) -> None:
     s = stream(batches=3, hosts=1)
     host = s.hosts[0]
     s.heartbeat()
@@ -165,7 +165,7 @@ def test_hosts_with_and_without_an_answer(stream: Make) -> None:
     assert not hosts["h1"].answered and hosts["h1"].address == "grpc://127.0.0.1:1"
 
 
-def test_a_host_that_the_coordinator_has_given_up_is_there_as_ray_says(stream: Make) -> None:
+def test_host_that_the_coordinator_gave_up_is_listed_from_ray(stream: Make) -> None:
     s = stream(hosts=1)
     coordinator = {**s.c.describe(), "namespace": "statestore"}
     (host,) = (in_columns(h.describe()) for h in s.hosts.values())
@@ -213,7 +213,7 @@ def test_no_coordinator_is_an_empty_overview() -> None:
     assert overview_of_cluster(None, (), now_ms=1) == Overview("cluster", 1)
 
 
-def test_it_is_json_and_back(stream: Make) -> None:
+def test_overview_survives_a_json_round_trip(stream: Make) -> None:
     from backends.decoders import convert
 
     s = stream()
@@ -223,7 +223,7 @@ def test_it_is_json_and_back(stream: Make) -> None:
         assert convert(to_plain(found), Overview) == found
 
 
-def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) -> None:
+def test_overview_has_figures_of_processes_and_abandoned_work(stream: Make) -> None:
     s = stream(hosts=1)
     (host,) = (in_columns(h.describe()) for h in s.hosts.values())
     host["storage_trouble"] = [
@@ -247,7 +247,7 @@ def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) ->
     assert found.query(None).given_up == (GivenUp(3, 12_500, "failed: it is full"),)
 
 
-def test_a_query_that_has_ended_in_the_midst_of_a_batch_is_at_none(stream: Make) -> None:
+def test_query_that_ended_mid_batch_has_no_current_batch(stream: Make) -> None:
     s = stream(batches=2)
     s.c.driver_heartbeat("run1", is_at_work=True)
     assert of_cluster(s).query(None).batch_ms is not None
@@ -259,7 +259,7 @@ def test_a_query_that_has_ended_in_the_midst_of_a_batch_is_at_none(stream: Make)
     assert found.failure == "ValueError: no" and found.ended_ms is not None
 
 
-def test_a_query_whose_driver_is_lost_is_told_of_until_it_runs_again(stream: Make) -> None:
+def test_query_with_a_lost_driver_is_reported_until_it_runs_again(stream: Make) -> None:
     s = stream(batches=2)
 
     def lost() -> list[tuple[str, str, int]]:
@@ -296,7 +296,7 @@ def test_savepoints_are_listed(stream: Make) -> None:
     assert savepoint.version == 2 and savepoint.location.startswith(str(s.world.root / "sp"))
 
 
-def test_which_query_is_meant(stream: Make) -> None:
+def test_query_is_selected_by_name_or_id(stream: Make) -> None:
     found = of_cluster(stream())
     for name in (None, "name", "q", "run1"):
         assert found.query(name).query_id == "q"
@@ -312,7 +312,7 @@ def test_which_query_is_meant(stream: Make) -> None:
         replace(found, queries=()).query(None)
 
 
-def test_no_state_is_said(stream: Make) -> None:
+def test_missing_state_is_reported(stream: Make) -> None:
     with pytest.raises(MissingFileError):
         overview_of_checkpoint(str(stream().world.root / "nothing"))
 
@@ -364,7 +364,7 @@ def test_a_partition_knows_the_rows_of_its_last_batch_and_a_host_its_cache(strea
     assert made.hosts[0].cache_hits == 0.75 and replace(made.hosts[0], row_cache={}).cache_hits is None
 
 
-def test_loops_that_fail_are_told_of_coordinator_hosts_and_drivers_until_they_succeed(stream: Make) -> None:
+def test_failing_loops_of_coordinator_hosts_and_drivers_are_reported(stream: Make) -> None:
     s = stream(hosts=1)
     (host,) = (in_columns(h.describe()) for h in s.hosts.values())
     loop = FailingLoop("do the work", 90.0, 3, "KeyError: 'a'", "Look.")
@@ -394,7 +394,7 @@ def test_the_pace_of_the_input_comes_with_the_drivers_heartbeat(stream: Make) ->
     assert of_cluster(s).query(None).input == InputPace(50.0, 80.0, 15)
 
 
-def test_since_when_the_watermark_stands_is_known() -> None:
+def test_overview_knows_since_when_the_watermark_has_not_advanced() -> None:
     now, watermarks = 100.0, {0: 7_000, 1: 7_000, 2: 9_000}
 
     class Logs:

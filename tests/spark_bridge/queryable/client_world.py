@@ -59,7 +59,7 @@ def proxy_of(
     send_buffer: int | None = None,
     tls: TlsConf | None = None,
 ) -> KvStateClientProxy:
-    """The server of a host, which is first asked for when somebody asks it."""
+    """Return the client proxy of a host. It calls ``host`` only on the first request."""
     proxy = KvStateClientProxy(
         lambda: HostReads(host(), wait_seconds=0.5),
         port,
@@ -90,7 +90,7 @@ class QueryHost:
         self.host.register()
 
     def kill(self) -> None:
-        """As if its process died: nobody answers any more."""
+        """Simulate the death of its process: it no longer answers."""
         self.proxy.shutdown()
 
     def close(self) -> None:
@@ -99,8 +99,9 @@ class QueryHost:
 
 
 class Cluster:
-    """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts. Of what these
-    send, a socket keeps no more than ``send_buffer`` bytes for a client that does not read.
+    """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts.
+
+    Their sockets buffer at most ``send_buffer`` bytes for a client that does not read.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Cluster:
         self.start(run)
 
     def replace_coordinator(self) -> None:
-        """Another one takes over, and is told by the hosts what it must know."""
+        """Let another coordinator take over and learn its state from the hosts."""
         self.port.c = self.world.coordinator(0)
         for h in self.hosts:
             h.host.register()
@@ -199,13 +200,13 @@ class Cluster:
         raise AssertionError("no host owns the partition")
 
     def complete(self) -> None:
-        """Spark's commit is heard of."""
+        """Commit the last batch, and inform the hosts with a heartbeat."""
         self.c.batch_committed(self.run, self.version - 1)
         for h in self.hosts:
             h.host.heartbeat()
 
     def remove_old_versions(self) -> None:
-        """Snapshots are taken, and what is not retained goes."""
+        """Take snapshots, and remove the versions that are not retained."""
         for h in self.hosts:
             for upload in h.host.maintenance.do_maintenance():
                 upload.result()

@@ -47,7 +47,7 @@ class Port:
 class HostWorld:
     """A query with the operator ``op`` on some hosts, run batch by batch.
 
-    ``wait_seconds`` is long enough for a slow machine to load a partition; a test that waits in vain gives less.
+    ``wait_seconds`` is long enough for a slow machine to load a partition; a test that expects a timeout sets less.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostWorld:
         return made
 
     def clock(self) -> float:
-        """The time of hosts: that of the machine, and what a test lets pass."""
+        """The hosts' clock: the machine's time plus the seconds that a test adds."""
         return time.monotonic() + self.ahead
 
     def register(self, run: str, **changes: Any) -> None:
@@ -108,7 +108,7 @@ class HostWorld:
                 raise AssertionError(f"no host owns partition {p}")
 
     def complete(self, *, tell: bool = True) -> None:
-        """Spark commits the batch, and (``tell``) the hosts hear of it."""
+        """Commit the batch in Spark and, with ``tell``, inform the hosts."""
         self.world.commit_spark(self.version)
         self.c.batch_committed(self.run, self.version)
         self.version += 1

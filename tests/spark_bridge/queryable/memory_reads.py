@@ -195,7 +195,7 @@ class RawClient:
         return self.hear()
 
     def stream(self, request: Request, body: Any = b"") -> tuple[pa.Table | None, Reply]:
-        """All rows, by the rule of ``RowsReply``, and what came last."""
+        """Return all rows, by the rule of ``RowsReply``, and the last reply."""
         self.say(request, body)
         bodies = []
         while True:

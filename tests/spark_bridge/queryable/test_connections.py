@@ -69,8 +69,9 @@ def soon(seconds: float) -> float:
 
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script
-    raises fails the test.
+    """A peer that greets each connection in turn and then misbehaves as its script says.
+
+    An exception in a script fails the test.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(PATIENCE)
@@ -93,7 +94,7 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
         with suppress(OSError):  # not connected, say some systems
-            listener.shutdown(socket.SHUT_RDWR)  # nobody waits for a connection that does not come
+            listener.shutdown(socket.SHUT_RDWR)  # ends an accept() without a connection
         listener.close()
         thread.join(PATIENCE)
     assert not failures and not thread.is_alive(), failures
@@ -167,7 +168,7 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
         assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
 
 
-def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(connections: KvConnections) -> None:
+def test_connection_closed_by_the_host_is_replaced_silently(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         assert get(connections, address, b"k1") == b"v1"
@@ -178,7 +179,7 @@ def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(
         assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is RowsReply] == first
 
 
-def test_after_a_restart_all_old_connections_are_given_up(connections: KvConnections) -> None:
+def test_old_connections_are_dropped_after_a_restart(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         held = [connections.begin(address, LOOKUP, pack_one(b"k1")) for _ in range(5)]
@@ -207,7 +208,7 @@ def test_a_new_connection_that_is_closed_at_once_is_an_error_and_not_tried_for_e
         assert get(connections, address, b"k") == b"x"
 
 
-def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connections: KvConnections) -> None:
+def test_broken_answer_is_an_error_and_leaves_nothing(connections: KvConnections) -> None:
     def break_off(peer: socket.socket) -> None:
         hear(peer)
         peer.sendall(said(LookupReply(7), pack_one(b"x" * 1000))[:200])
@@ -228,7 +229,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connect
         said(LookupReply(7)) + said(LookupReply(7)),
     ],
 )
-def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, nonsense: bytes) -> None:
+def test_invalid_frames_close_the_connection(connections: KvConnections, nonsense: bytes) -> None:
     def talk(peer: socket.socket) -> None:
         hear(peer)
         peer.sendall(nonsense)
@@ -282,7 +283,7 @@ def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, m
         assert get(connections, address, b"k1", now + 0.15) == b"v1"
 
 
-def test_nobody_there_and_no_token(connections: KvConnections) -> None:
+def test_no_listener_and_no_token(connections: KvConnections) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(HostUnavailableError, match="does not answer"):
@@ -333,9 +334,7 @@ def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connec
         assert server.num_connections == 1
 
 
-def test_a_silent_stream_is_given_up_frame_by_frame(
-    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_timeout_applies_to_each_frame(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     connections.timeout = 0.2
     ahead = 0.0
     for module in (connections_module, connections_module, connections_module, connections_module):
@@ -390,7 +389,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
         assert get(connections, server.server_address, b"k1") == b"v1"
 
 
-def test_connections_that_nobody_needs_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_in_the_pool_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "MAX_IDLE_SECONDS", 0.05)
     with serving() as (server, _):
         held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]
@@ -403,7 +402,7 @@ def test_connections_that_nobody_needs_are_closed(connections: KvConnections, mo
         assert connections._pools[server.server_address]._open == 1
 
 
-def test_a_forked_process_has_connections_of_its_own(connections: KvConnections) -> None:
+def test_forked_process_has_its_own_connections(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         pending = connections.begin(address, LOOKUP, pack_one(b"k2"))
@@ -433,7 +432,7 @@ def test_closed_connections_answer_nothing(connections: KvConnections) -> None:
             get(connections, server.server_address, b"k1")
 
 
-def test_tls_and_what_goes_wrong_with_it() -> None:
+def test_tls_and_its_failures() -> None:
     authority, other = trustme.CA(), trustme.CA()
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(ours)

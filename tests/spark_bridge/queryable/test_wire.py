@@ -38,7 +38,7 @@ def test_a_body_is_as_described_and_read_back(values, begin):
 
 @settings(deadline=None, max_examples=examples(200))
 @given(VALUES, st.data())
-def test_what_is_no_body_is_refused(values, data):
+def test_invalid_body_is_rejected(values, data):
     body = packed(values)
     cut = body[: data.draw(st.integers(0, len(body) - 1))]
     with pytest.raises(RequestError):

@@ -1,6 +1,6 @@
-"""The shapes of the messages between the processes of a cluster, as text, one line a message or a record.
+"""The shapes of the messages between the processes of a cluster, one line per message or record.
 
-``python -m tests.spark_bridge.session.message_shapes`` writes the file of this version anew.
+``python -m tests.spark_bridge.session.message_shapes`` rewrites the file of this version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMAND = "python -m tests.spark_bridge.session.message_shapes"
 
 
 def shapes() -> list[str]:
-    """Return the messages to the coordinator, the properties that tasks are told, and all records, in a fixed order."""
+    """Return the messages to the coordinator, the properties that tasks receive, and all records, in a fixed order."""
     messages = [f"{name}{_parameters(getattr(CoordinatorPort, name))}" for name in sorted(MESSAGES)]
     told = {name: value for name, value in vars(executor).items() if name.isupper()}
     schemas = {name: value for name, value in vars(protocol).items() if name.endswith("_SCHEMA")}

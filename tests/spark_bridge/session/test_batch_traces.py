@@ -35,7 +35,7 @@ def traced(root: Path, *, progress: object = PROGRESS, exception: str | None = N
     return recorded
 
 
-def test_the_root_of_a_batch_is_as_long_as_spark_says(tmp_path: Path) -> None:
+def test_root_span_of_a_batch_has_sparks_duration(tmp_path: Path) -> None:
     recorded = traced(tmp_path)
     root = recorded.one("batch")
     assert (root.context.trace_id, root.context.span_id) == spans.batch("run1", 5).ids
@@ -50,7 +50,7 @@ def test_the_root_of_a_batch_is_as_long_as_spark_says(tmp_path: Path) -> None:
     assert "secret" not in "".join(s.to_json() for s in recorded.all())
 
 
-def test_sparks_steps_stand_in_their_order(tmp_path: Path) -> None:
+def test_sparks_steps_are_in_order(tmp_path: Path) -> None:
     recorded = traced(tmp_path)
     root = recorded.one("batch")
     steps = sorted((s for s in recorded.all() if s is not root), key=lambda s: s.start_time or 0)

@@ -1,4 +1,4 @@
-"""What listeners hear of a checkpoint, from its record."""
+"""The progress that listeners receive for a checkpoint, derived from its record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_record_becomes_the_progress_of_its_batch() -> None:
 
 
 class Operators:
-    """Hears of operators alone."""
+    """Receives the progress of operators only."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -34,7 +34,7 @@ class Operators:
 
 
 class Both(Operators):
-    """Hears of checkpoints as well."""
+    """Receives the progress of checkpoints as well."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
         self.told.append((run_id, progress))
@@ -48,7 +48,7 @@ def listening() -> Iterator[list[Any]]:
         operator_progress.remove_state_operator_listener(listener)
 
 
-def test_a_checkpoint_is_asked_for_only_if_somebody_hears_of_it(listening: list[Any]) -> None:
+def test_checkpoint_is_requested_only_for_a_listener(listening: list[Any]) -> None:
     checkpoint = progress_of_record(as_plain(RECORD), Prices())
     asked: list[int] = []
 
@@ -64,4 +64,4 @@ def test_a_checkpoint_is_asked_for_only_if_somebody_hears_of_it(listening: list[
     assert operators == [("run",)] * 3 and asked == [1, 1]
     assert first == [("run",), ("run", checkpoint)] * 2 and second == [("run",), ("run", checkpoint)]
     operator_progress.tell_listeners("run", (), lambda: None)
-    assert first[-1] == ("run",), "there is no checkpoint yet"
+    assert first[-1] == ("run",), "a checkpoint does not exist yet"

@@ -35,7 +35,7 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
     answers.append(ref.report_active_instance(one, "hostB", "e2").result(PATIENCE))
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
-    # Executor e1 still has the first one, which is active elsewhere by now, and one that nobody knows.
+    # Executor e1 still has the first one, which is now active elsewhere, and an unknown one.
     others = (one, provider(3, run))
     answers.append(ref.report_active_instance(two, "hostA", "e1", others).result(PATIENCE))
     answers.append(ref.get_locations([two, provider(4, run), one]))
@@ -44,7 +44,7 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
 
 
 def conversation(run: str) -> list[Any]:
-    """What is to be answered."""
+    """Return the expected answers."""
     before = [None, False]
     reported = [[], "executor_hostA_e1", True]
     moved = [[], "executor_hostB_e2", False]
@@ -56,7 +56,7 @@ def conversation(run: str) -> list[Any]:
 
 
 class Recorded:
-    """A transport that answers when it is told to."""
+    """A transport that replies when the test says so."""
 
     def __init__(self, answer: Any = None) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
@@ -92,7 +92,7 @@ def test_a_report_returns_before_it_is_answered() -> None:
     assert transport.sent == [("report_active_instance", args)]
 
 
-def test_a_report_that_fails_says_so_to_whoever_waits() -> None:
+def test_failed_report_raises_in_its_waiter() -> None:
     transport = Recorded(CoordinatorStoppedError("gone"))
     transport.may_answer.set()
     answer = ref_over(transport).report_active_instance(provider(0), "hostA", "e1")
@@ -260,7 +260,7 @@ def test_messages_wait_for_a_coordinator_that_is_restarted(
 
 
 @needs_spark
-def test_a_coordinator_that_is_not_there_says_so(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_coordinator_is_reported(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CoordinatorStoppedError, match=r"'nobody'.*init_spark"):
         StateStoreCoordinatorRef.for_executor(name="nobody")
     with caplog.at_level(logging.DEBUG, "coordinator_actor"):

@@ -24,7 +24,7 @@ from tests.patience import PATIENCE
 
 
 class Port(CoordinatorPort):
-    """A way to a coordinator, by which a test can wait for the answers to a message."""
+    """A port to a coordinator that lets a test wait for the replies to a message."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -87,7 +87,7 @@ def runs(port: Port) -> list[str]:
     return sorted(q["run_id"] for q in port.coordinator.describe()["queries"])
 
 
-def test_a_query_whose_storage_hangs_takes_no_lease_with_it(
+def test_query_with_hanging_storage_does_not_cost_other_leases(
     world: World, storage: HangingStorage, port: Port, heartbeats: DriverHeartbeats
 ) -> None:
     hanging = registered(world, port, heartbeats, 1)
@@ -121,7 +121,7 @@ def test_a_run_that_the_coordinator_has_lost_is_registered_again_and_one_that_ha
 
 
 @pytest.mark.parametrize("is_at_work", [True, False])
-def test_the_coordinator_hears_whether_spark_is_at_a_batch(
+def test_heartbeat_tells_whether_spark_runs_a_batch(
     world: World, port: Port, heartbeats: DriverHeartbeats, is_at_work: bool
 ) -> None:
     registered(world, port, heartbeats, 1, is_at_work)
@@ -130,7 +130,7 @@ def test_the_coordinator_hears_whether_spark_is_at_a_batch(
     assert (query["batch_begun_ms"] is not None) == is_at_work
 
 
-def test_spark_that_does_not_answer_is_at_no_batch() -> None:
+def test_unresponsive_spark_counts_as_running_no_batch() -> None:
     class Gone:
         def status(self) -> object:
             raise Py4JNetworkError("the gateway is closed")

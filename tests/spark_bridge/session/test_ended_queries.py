@@ -1,4 +1,4 @@
-"""A driver keeps its ended queries known to the coordinator, as long as it was told to."""
+"""A driver keeps its ended queries registered with the coordinator for the configured time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def is_read(port: Port, number: int) -> bool:
         return False
 
 
-def test_as_long_as_the_session_lives(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_ended_query_is_kept_for_the_session_by_default(
+    world: World, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
     ended = queries()
     ended.ended(run_of(world, port, 1))
     for _ in range(10):
@@ -116,7 +118,7 @@ def test_as_long_as_the_session_lives(world: World, port: Port, queries: Callabl
     assert not is_read(port, 1), "its driver sent no more heartbeats"
 
 
-def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_ended_query_keeps_its_error(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
     def failures() -> dict[str, str]:
         assert port.c is not None
         return {q["run_id"]: q["failure"] for q in port.c.describe()["queries"]}
@@ -127,7 +129,7 @@ def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: C
     ended.ended(first, "ValueError: no " + "x" * 1000)
     ended.ended(run_of(world, port, 2))
     assert failures() == {"run1": ("ValueError: no " + "x" * 1000)[:LONGEST_FAILURE], "run2": ""}
-    port.replace()  # a coordinator that is started anew is told again
+    port.replace()  # the driver reports it again to a restarted coordinator
     assert failures() == {}
     ended.renew()
     eventually(lambda: failures().keys() == {"run1", "run2"})
@@ -157,11 +159,13 @@ def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: C
         ),
     ],
 )
-def test_what_a_person_must_read_of_sparks_error(exception: str | None, read: str) -> None:
+def test_sparks_error_is_reduced_to_its_relevant_part(exception: str | None, read: str) -> None:
     assert failure_text(exception) == read
 
 
-def test_for_as_many_seconds_as_were_asked_for(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_ended_query_is_kept_for_the_configured_seconds(
+    world: World, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
     ended = queries(keep_serving=50.0)
     ended.ended(run_of(world, port, 1))
     world.now += 49
@@ -172,12 +176,14 @@ def test_for_as_many_seconds_as_were_asked_for(world: World, port: Port, queries
     assert not is_read(port, 1)
 
 
-def test_not_at_all(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_ended_query_is_not_kept_with_zero_seconds(
+    world: World, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
     queries(keep_serving=0).ended(run_of(world, port, 1))
     assert not is_read(port, 1)
 
 
-def test_the_last_ones_if_there_are_many(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_only_the_last_ended_queries_are_kept(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
     ended = queries(max_ended=2)
     for number in (1, 2, 3):
         ended.ended(run_of(world, port, number))
@@ -185,7 +191,7 @@ def test_the_last_ones_if_there_are_many(world: World, port: Port, queries: Call
     assert [is_read(port, number) for number in (1, 2, 3)] == [False, True, True]
 
 
-def test_one_that_runs_again_is_no_longer_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_restarted_query_is_no_longer_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
     ended = queries(keep_serving=50.0)
     registration = run_of(world, port, 1)
     ended.ended(registration)
@@ -195,7 +201,9 @@ def test_one_that_runs_again_is_no_longer_ended(world: World, port: Port, querie
     assert is_read(port, 1), "it is not ended by the time of its earlier run"
 
 
-def test_a_coordinator_that_starts_anew_is_told(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_restarted_coordinator_learns_of_ended_queries(
+    world: World, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
     ended = queries()
     for number in (1, 2):
         ended.ended(run_of(world, port, number))
@@ -205,7 +213,7 @@ def test_a_coordinator_that_starts_anew_is_told(world: World, port: Port, querie
     eventually(lambda: is_read(port, 1) and is_read(port, 2), PATIENCE)
 
 
-def test_one_that_does_not_answer_at_the_end_is_told_later(
+def test_unreachable_coordinator_learns_of_the_end_later(
     world: World, port: Port, queries: Callable[..., EndedQueries]
 ) -> None:
     ended = queries()
@@ -222,7 +230,7 @@ def test_one_that_does_not_answer_at_the_end_is_told_later(
     assert is_read(port, 1)
 
 
-def test_what_could_not_be_ended_is_ended_later(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+def test_failed_end_of_a_query_is_retried(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
     ended = queries(keep_serving=50.0)
     for number in (1, 2):
         ended.ended(run_of(world, port, number))

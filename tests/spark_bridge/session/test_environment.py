@@ -87,7 +87,7 @@ def test_the_remedies_of_a_missing_java_lead_to_one_that_runs(
 
 
 def java_of(home: Path, version: str) -> Path:
-    """A Java of that version, which does no more than say so."""
+    """Create a fake Java of that version that only prints the version."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2019-01-15' >&2\n")
@@ -113,7 +113,7 @@ def test_a_wrong_pair_of_raydp_and_pyspark_is_named(monkeypatch: pytest.MonkeyPa
         session._check_pair()
 
 
-def test_a_package_that_is_missing_comes_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_a_dependency_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -127,9 +127,7 @@ def test_a_package_that_is_missing_comes_with_ours(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("given", ["argument", "environment"])
-def test_an_address_where_no_ray_answers_is_refused_at_once_with_what_to_do(
-    given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_without_ray_fails_at_once_with_the_remedy(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``cli/doctor/test_doctor.py`` follows this remedy to a head that runs."""
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -142,7 +140,7 @@ def test_an_address_where_no_ray_answers_is_refused_at_once_with_what_to_do(
 
 
 @pytest.mark.parametrize("given", ["argument", "environment"])
-def test_a_client_outside_the_cluster_is_told_to_run_inside(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_outside_the_cluster_gets_the_remedy(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     address = "ray://head:10001"
     if given == "environment":
         monkeypatch.setenv("RAY_ADDRESS", address)

@@ -40,7 +40,7 @@ def nodes() -> Iterator[Callable[[str], Any]]:
     """A head at the address of this machine, and what adds a node at another address, unless there is one."""
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for whoever joins without one
+    patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for drivers that join without one
     head = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False, "_system_config": HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
@@ -63,7 +63,7 @@ def nodes() -> Iterator[Callable[[str], Any]]:
 
 
 def node_of(actor: Any) -> str:
-    """The node on which an actor runs, as Ray says."""
+    """Return the node of an actor, as Ray reports it."""
     return str(ray._private.state.actors(actor._actor_id.hex())["Address"]["NodeID"])
 
 
@@ -87,7 +87,7 @@ def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
     assert Counter(node_of(host) for host in cluster.hosts) == wanted
 
 
-def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
+def test_hosts_run_next_to_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
     executors = {"127.0.0.2": 2, "127.0.0.3": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
@@ -143,12 +143,12 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         executors = {"127.0.0.2": 3}
         come_to_stand(cluster, {two.node_id: 3})
         ports = [host.port_number for host in cluster.placement.hosts]
-        assert len(set(ports)) == 3 and max(ports) < 4, "ports come again, so that a range of them is enough"
+        assert len(set(ports)) == 3 and max(ports) < 4, "ports are reused, so a range of them is enough"
     finally:
         cluster.stop()
 
 
-def test_a_place_for_the_coordinator_that_no_node_has_is_refused(nodes: Callable[[str], Any]) -> None:
+def test_unavailable_coordinator_placement_is_rejected(nodes: Callable[[str], Any]) -> None:
     conf = CoordinatorConf(resources={"nowhere": 0.001})
     with pytest.raises(InvalidRequestError, match=r"\{'nowhere': 0.001\}"):
         get_or_create_coordinator(name="Displaced", conf=conf)

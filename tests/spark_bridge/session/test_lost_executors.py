@@ -28,19 +28,19 @@ A, A2, B, OWN = ("10.0.0.1", 7), ("10.0.0.1", 8), ("10.0.0.2", 7), ("10.0.0.9", 
         ({OWN}, set(), False),
     ],
 )
-def test_where_no_other_machine_answers_it_is_this_one_that_is_cut_off(
+def test_if_no_other_machine_answers_this_one_is_cut_off(
     places: set[tuple[str, int]], silent: set[tuple[str, int]], cut_off: bool
 ) -> None:
     assert is_cut_off(places, silent, OWN[0]) is cut_off
 
 
-def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_that_refuses_a_connection_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_client, "PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as takes, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             refuses: tuple[str, int] = closed.getsockname()
         places: list[tuple[str, int]] = [takes.getsockname(), full.getsockname(), refuses]
-        # The queue of connections that nobody takes is full: the kernel drops more, as a cut cable does.
+        # The accept queue is full, so the kernel drops further connections, as a cut cable would.
         with socket.create_connection(places[1]), socket.socket() as waits:
             waits.setblocking(False)
             waits.connect_ex(places[1])
@@ -65,7 +65,7 @@ def test_raydp_starts_executors_in_the_place_of_others_without_end() -> None:
     assert dict(settings) == {"spark.a": "b", INSTANCES: "3"}, "the driver has the number"
 
 
-def test_raydps_masters_stand_on_the_head_unless_the_user_says_where() -> None:
+def test_raydps_masters_run_on_the_head_by_default() -> None:
     ours = master_on_head({})
     assert ours == {
         "spark.ray.raydp_spark_master.actor.resource.CPU": "0",

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.spark
 
 
 class Told:
-    """Notes what it is told, and returns only while ``go_on`` is set."""
+    """Records its calls, and returns only while ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[str, StateOperatorProgress]] = []
@@ -74,7 +74,7 @@ def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypat
     assert told.batches[-1][1].as_dict()["operatorName"] == "totals"
 
 
-def test_a_listener_that_lags_hears_each_batch_once_with_its_own_figures(
+def test_lagging_listener_gets_each_batch_once_with_its_figures(
     make_stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_bridge.session.progress.PROGRESS_WAIT_SECONDS", PATIENCE)

@@ -18,7 +18,7 @@ STANDING = st.dictionaries(st.sampled_from([f"n{i}" for i in range(8)]), st.inte
 
 
 @given(EXECUTORS, NODES, st.none() | st.integers(1, 20), STANDING)
-def test_hosts_stand_beside_executors_and_on_every_machine_that_has_some(
+def test_hosts_run_on_every_machine_with_executors(
     executors: dict[str, int], nodes: dict[str, str], num_hosts: int | None, standing: dict[str, int]
 ) -> None:
     placed = place_hosts(executors, nodes, num_hosts, standing)
@@ -44,7 +44,7 @@ def test_nodes_at_one_address_share_its_cores() -> None:
 
 
 @given(st.integers(1, 20), st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9).map(float), min_size=1))
-def test_what_is_spread_already_stays(total: int, weights: dict[str, float]) -> None:
+def test_balanced_placement_stays(total: int, weights: dict[str, float]) -> None:
     once = spread(total, weights, {})
     assert spread(total, weights, once) == once
 
@@ -68,7 +68,7 @@ def test_machines_that_ray_does_not_know_are_named() -> None:
     assert "is at y, where executors run" in placed.problems[0]
 
 
-def test_of_machines_that_are_to_go_nobody_is_told_to_start_ray_there() -> None:
+def test_no_advice_to_start_ray_on_draining_machines() -> None:
     placed = place_hosts({"x": 1, "y": 1, "z": 1}, {"a": "x"}, None, {}, going={"y"})
     said_of_y, said_of_z = placed.problems
     assert said_of_y.startswith("Executors run on y, which are being drained") and "Start Ray" not in said_of_y
@@ -76,7 +76,7 @@ def test_of_machines_that_are_to_go_nobody_is_told_to_start_ray_there() -> None:
     assert placed.hosts == {"a": 2}, "for the cores at x and z: those at y are to go"
 
 
-def test_where_all_other_machines_are_to_go_the_last_one_gets_no_more_hosts_than_it_has_cores() -> None:
+def test_last_machine_gets_at_most_one_host_per_core() -> None:
     executors, drained = dict.fromkeys("wxyz", 1), set("xyz")
     assert place_hosts(executors, {"a": "w"}, None, {"a": 1}, drained).hosts == {"a": 1}
     assert place_hosts(executors, {"a": "w"}, 4, {"a": 1}, drained).hosts == {"a": 4}, "four were asked for"

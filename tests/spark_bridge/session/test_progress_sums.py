@@ -11,7 +11,7 @@ from spark_bridge.session.progress import StateOperatorProgress, newest_progress
 
 
 class Cluster:
-    """What a state cluster tells: one run of one operator, and its hosts."""
+    """A fake state cluster that reports one run of one operator, and its hosts."""
 
     def __init__(self, *hosts: list[dict[str, Any]]) -> None:
         self.hosts = [{"instances": instances} for instances in hosts]
@@ -50,7 +50,7 @@ def test_the_largest_and_the_median_partition_are_those_of_any_number_of_partiti
     assert (progress.num_rows_largest_partition, progress.num_rows_median_partition) == (50, 28.5), "held twice"
 
 
-def test_a_version_that_is_shown_but_not_yet_applied_is_waited_for() -> None:
+def test_version_that_is_visible_but_not_applied_is_awaited() -> None:
     applied, early = instance(0, 5, 3), instance(1, 0, 3)
     del early["commits"][3]["keys"]
     cluster: Any = Cluster([applied], [early])
@@ -60,7 +60,7 @@ def test_a_version_that_is_shown_but_not_yet_applied_is_waited_for() -> None:
     assert (progress.num_rows_total, next(looks, None)) == (12, None)
 
 
-def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
+def test_no_progress_before_the_first_batch() -> None:
     cluster: Any = Cluster()
     cluster.describe = lambda: {"queries": []}
     assert newest_progress(cluster, "r") == []

@@ -13,7 +13,7 @@ from spark_bridge.session.ray_cluster import AUTH_MODE, CoreUse, require_no_toke
 
 
 @pytest.mark.parametrize("mode", [None, "token", "TOKEN"])
-def test_a_token_is_refused_with_what_to_set(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_rejected_with_the_setting_to_use(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(AUTH_MODE, raising=False)
     if mode is not None:
         monkeypatch.setenv(AUTH_MODE, mode)
@@ -26,7 +26,7 @@ def test_a_token_is_refused_with_what_to_set(mode: str | None, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("use", "more", "task_cpus", "refused"),
     [
-        (CoreUse(4, 0), 0, 1, False),  # no Ray on this Spark: its cores are nobody's business
+        (CoreUse(4, 0), 0, 1, False),  # no Ray on this Spark: its cores are not checked
         (CoreUse(0, 0), 0, 1, False),  # no executor has come yet
         (CoreUse(4, 2), 0, 1, False),
         (CoreUse(4, 4), 0, 1, True),
@@ -35,7 +35,9 @@ def test_a_token_is_refused_with_what_to_set(mode: str | None, monkeypatch: pyte
         (CoreUse(4, 3), 0, 2, True),
     ],
 )
-def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task_cpus: int, refused: bool) -> None:
+def test_stream_needs_a_core_in_addition_to_rays_workers(
+    use: CoreUse, more: int, task_cpus: int, refused: bool
+) -> None:
     problem = too_few_cores(use, more, task_cpus)
     assert (problem is not None) == refused
     if problem:
@@ -45,7 +47,7 @@ def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task
         assert f"take {use.of_ray + more} of the {use.all} cores" in problem and "wait for ever" in problem
 
 
-def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_executable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_MODE, "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentProblemError, match=r"starts Ray's nodes, is not on the PATH \(/nowhere\)") as told:

@@ -1,4 +1,4 @@
-"""Programs that end without ``stop_spark``: of an error of their own, or of a signal while they wait."""
+"""Programs that end without ``stop_spark``: with an error, or on a signal while they wait."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("how", STOPS)
-def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path) -> None:
+def test_failing_program_shows_only_its_own_error(how: str, directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("STOPS", STOPS[how])],
         cwd=directory,
@@ -125,9 +125,7 @@ WAITS_FOR = {
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("what", WAITS_FOR)
-def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(
-    what: str, directory: Path
-) -> None:
+def test_session_waiting_for_cpus_names_their_holders_and_ends_on_a_signal(what: str, directory: Path) -> None:
     options_of_session, notice = WAITS_FOR[what]
     program = WAITS.replace("OPTIONS", options_of_session)
     environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}

@@ -32,12 +32,12 @@ def test_a_query_object_that_a_restart_has_replaced_names_the_run_that_replaced_
     assert "trigger_savepoint('q1', stop=True)" in refused(query("run1", name=None), query("run2", name=None))
 
 
-def test_a_query_that_has_ended_here_says_so() -> None:
+def test_query_that_ended_here_is_reported_as_ended() -> None:
     said = refused(query("run1"))
     assert "has ended, and no other run of it is in this process" in said and "start the query again" in said
 
 
-def test_a_name_that_nothing_here_has_comes_with_those_that_there_are() -> None:
+def test_unknown_name_error_lists_the_known_names() -> None:
     said = refused("click", query("run1"), query("run2", "q2", None))
     assert "No query 'click' runs in this process" in said and "'clicks', 'q2'" in said
     assert "there run: none" in refused("click")

@@ -57,7 +57,7 @@ def test_rates_and_durations_are_those_of_the_last_batch(sink: KeptMetrics, metr
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), None])
-def test_a_rate_that_is_no_number_is_none(sink: KeptMetrics, metrics: StreamMetrics, rate: float | None) -> None:
+def test_non_numeric_rate_is_none(sink: KeptMetrics, metrics: StreamMetrics, rate: float | None) -> None:
     metrics.add("run1", "totals")
     metrics.batch("run1", progress(inputRowsPerSecond=rate))
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}
@@ -75,7 +75,7 @@ def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
     assert sink.get("statestore_operator_customMetrics", **custom) == 3.0
 
 
-def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
+def test_key_skew_is_reported_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
     metrics.add("run1", "totals")
     metrics.publish()
     sizes = ("statestore_largest_partition_keys", "statestore_median_partition_keys")
@@ -85,7 +85,7 @@ def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, met
     assert [sink.of(name) for name in sizes] == [{("op", "totals"): 0}] * 2
 
 
-def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
+def test_metrics_thread_survives_any_error_of_a_refresh(sink: KeptMetrics) -> None:
     failures = [RuntimeError("of Ray, while its coordinator is restarted")]
 
     def progress_of(run_id: str) -> list[StateOperatorProgress]:
@@ -99,7 +99,7 @@ def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
     metrics.close()
 
 
-def test_the_backlog_is_what_the_sources_have_beyond_the_batch(metrics: StreamMetrics) -> None:
+def test_backlog_counts_input_after_the_batch(metrics: StreamMetrics) -> None:
     kafka = {"endOffset": {"clicks": {"0": 10, "1": 7}}, "latestOffset": {"clicks": {"0": 25, "1": 7}}}
     ticks = {"endOffset": 12, "latestOffset": 13}
     assert metrics.pace("run1") is None

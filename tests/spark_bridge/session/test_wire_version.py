@@ -1,4 +1,4 @@
-"""Processes of two releases that speak other messages: whoever joins is refused in words, before anything changes."""
+"""A process whose release speaks another wire version is refused with a clear error, before anything changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Coordinator(CoordinatorPort):
         return self._version
 
 
-def test_the_same_version_is_taken_everywhere() -> None:
+def test_same_version_is_accepted_everywhere() -> None:
     require_same_messages(Coordinator(WIRE_VERSION))
     require_same_driver(pickle.loads(pickle.dumps(SessionOptions(1))))
     told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}
@@ -38,7 +38,7 @@ def test_the_same_version_is_taken_everywhere() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "words"), [(None, "version 0"), (WIRE_VERSION + 1, f"version {WIRE_VERSION + 1}")])
-def test_another_one_is_refused_with_both_versions(theirs: int | None, words: str) -> None:
+def test_other_version_is_rejected_with_both_versions(theirs: int | None, words: str) -> None:
     with pytest.raises(EnvironmentProblemError, match=rf"coordinator .*{words} .*{WIRE_VERSION}: two releases"):
         require_same_messages(Coordinator(theirs))
     told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}
@@ -54,7 +54,7 @@ def test_a_host_refuses_the_driver_of_another_release(monkeypatch: pytest.Monkey
         require_same_driver(pickle.loads(sent))
 
 
-def test_a_driver_from_before_there_were_versions_is_refused_too() -> None:
+def test_driver_without_a_wire_version_is_rejected() -> None:
     options = SessionOptions(1)
     del options.__dict__["wire_version"]  # what its pickle has
     with pytest.raises(EnvironmentProblemError, match=r"driver .*version 0 "):

@@ -69,7 +69,7 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": "k", "n": S.count(), "operator": "a/b"}, "cannot be the name of an operator"),
     ],
 )
-def test_what_the_dataframe_shows_is_an_error_while_building_it(
+def test_errors_in_the_dataframe_are_raised_while_building_it(
     typed: Stream, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidOperatorError, match=f"(?s){message}"):
@@ -140,7 +140,7 @@ def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
         ("spark.statestore.storagePrices", "putt=0.005", "spark.statestore.storagePrices: 'putt=0.005' is not a price"),
     ],
 )
-def test_a_setting_that_cannot_be(stream: Stream, spark: Any, setting: str, value: str, remedy: str) -> None:
+def test_invalid_setting_is_rejected(stream: Stream, spark: Any, setting: str, value: str, remedy: str) -> None:
     stream.add([(1, 1.0)])
     spark.conf.set(setting, value)
     try:
@@ -170,7 +170,7 @@ def test_local_files_on_a_cluster_of_several_machines(
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("remedy", ["Unset", "move the state there"])
-def test_a_checkpoint_with_state_of_its_own_is_not_begun_elsewhere(
+def test_checkpoint_with_its_own_state_is_not_started_elsewhere(
     stream: Stream, spark: Any, tmp_path: Path, remedy: str
 ) -> None:
     def go_on() -> None:
@@ -199,7 +199,7 @@ def test_a_checkpoint_with_state_of_its_own_is_not_begun_elsewhere(
         spark.conf.unset("spark.statestore.location")
 
 
-def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Callable[..., Stream]) -> None:
+def test_foreign_checkpoint_is_rejected_and_unchanged(make_stream: Callable[..., Stream]) -> None:
     stream = make_stream("k long, j long, v double")
 
     def made(by: Any = "k", operator: str = "o", n: Any = None) -> DataFrame:
@@ -229,14 +229,14 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     path.write_bytes(right)
     go_on()
 
-    # State that is gone is not started anew.
+    # Lost state does not restart from empty.
     remove_checkpoint(state)
     stream.add([(1, 1, 1.0)])
     assert "version 3" in refusal(made(), stream)
 
 
 @pytest.mark.spark42
-def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream: Callable[..., Stream]) -> None:
+def test_restart_that_adds_or_removes_a_source_names_the_modes(make_stream: Callable[..., Stream]) -> None:
     """Spark only asserts that the checkpoint has as many sources as the query."""
     stream = make_stream("k long, t timestamp")
     df = stream.read().withWatermark("t", "1 minute")
@@ -263,7 +263,7 @@ def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream
 
 
 @pytest.mark.spark42_only
-def test_offsets_of_format_2_say_as_much(make_stream: Callable[..., Stream], spark: Any) -> None:
+def test_offsets_of_format_2_give_the_same_error(make_stream: Callable[..., Stream], spark: Any) -> None:
     """They have no line for a source that has given nothing, so that they do not tell how many there are."""
     stream, second = make_stream("k long, t timestamp"), make_stream("k long, t timestamp")
     df = stream.read().withWatermark("t", "1 minute")

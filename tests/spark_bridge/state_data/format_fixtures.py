@@ -1,4 +1,4 @@
-"""What lies in ``tests/fixtures/format-1``, and copies of it that tests may go on from."""
+"""The contents of ``tests/fixtures/format-1``, and copies for tests that continue from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT_1 = Path(__file__).parents[2] / "fixtures" / "format-1"
 
 @dataclass(frozen=True)
 class Stored:
-    """What one backend stored: a checkpoint, a savepoint of it, and what both must be read as."""
+    """The files that one backend stored: a checkpoint, a savepoint of it, and the expected contents of both."""
 
     backend: str
 
@@ -31,7 +31,7 @@ class Stored:
         return str(FORMAT_1 / self.backend / "savepoint")
 
     def expected(self) -> dict[str, Any]:
-        """Return what was noted then: the version, the times of its batches, and each variable's columns and rows."""
+        """Return the recorded contents: the version, the times of its batches, and each variable's columns and rows."""
         facts: dict[str, Any] = json.loads((FORMAT_1 / self.backend / "expected.json").read_text())
         return facts
 
@@ -42,7 +42,7 @@ class Stored:
 
 
 def copied(checkpoint: str, target: Path) -> str:
-    """A copy of a checkpoint to go on from."""
+    """Copy a checkpoint, so that a query can continue from the copy."""
     shutil.copytree(checkpoint, target)
     return str(target)
 

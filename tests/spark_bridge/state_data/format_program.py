@@ -1,7 +1,7 @@
-"""The program whose stored state lies in ``tests/fixtures/format-1``, its input, and a plain model of its state.
+"""The program that stored the state in ``tests/fixtures/format-1``, its input, and a plain model of its state.
 
-``tests/fixtures/format-1/make.py`` has run this program once, and tests go on from what was stored. What the
-program does must not change, or the fixtures would no longer be of this program.
+``tests/fixtures/format-1/make.py`` ran this program once, and tests continue from the stored state. The behaviour of
+the program must not change, or the fixtures would no longer match it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import spark_bridge
 from spark_bridge import StatefulProcessor, aggregate, state_changes_table, state_table, transform_with_state
 from spark_bridge import functions as S
 
-# The workers cannot import the tests: what is in this module travels with the query.
+# The workers cannot import the tests, so the contents of this module are pickled with the query.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # The function, also while a module of the package has the same name.
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def input_rows(batch: int) -> list[Row]:
-    """Return the rows of one batch. Some sequence numbers come again in the next one; later ones have a late row."""
+    """Return the rows of one batch. Some sequence numbers repeat in the next batch; later batches have a late row."""
     start = BASE_US + batch * STEP_US
     rows = []
     for j in range(12):
@@ -140,7 +140,7 @@ class Visits(StatefulProcessor):
 
 
 class Reminders(StatefulProcessor):
-    """Timers by event time, of which some fire in each batch."""
+    """Event-time timers; some fire in each batch."""
 
     def init(self, handle: Any) -> None:
         self.handle = handle
@@ -208,7 +208,7 @@ def program(rows: DataFrame, *, is_first: bool = False) -> DataFrame:
         rows, "k", Reminders(), "text string", operator="reminders", time_mode="eventTime", num_partitions=2
     )
     operators = (totals, windows, sessions, firsts, visits, reminders)
-    # Each operator needs a stage of its own: a union renumbers the partitions of one that is in its stage.
+    # Each operator needs a separate stage: a union renumbers the partitions of an operator in its own stage.
     texts = [df.select(F.to_json(F.struct(*df.columns)).alias("text")).repartition(1) for df in operators]
     return functools.reduce(DataFrame.union, texts)
 
@@ -290,7 +290,7 @@ def changes(
 
 
 def rows_of(table: pa.Table) -> Rows:
-    """Rows in an order of their own, without key group and partition, as JSON has them: times in microseconds."""
+    """Return rows in a canonical order, in JSON form (times in microseconds), without key group and partition."""
     names = [n for n in table.column_names if n not in ("key_group", "partition_id")]
     return in_order([[_plain(row[n]) for n in names] for row in table.to_pylist()])
 

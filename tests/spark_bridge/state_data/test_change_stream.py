@@ -1,4 +1,4 @@
-"""The offsets of the stream of ``ray_statestore``: where it begins, what a batch has, and a query that goes back."""
+"""Offsets of the ``ray_statestore`` stream: its start, the contents of a batch, and a query that goes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_bridge.state_data.source_options import SourceOptions
 from tests.spark_bridge.state_flows import Flow
 
 pytestmark = [
-    pytest.mark.spark,  # of which Spark 4 alone has such streams; no session is needed
+    pytest.mark.spark,  # only Spark 4 has such streams; no session is needed
     pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Spark 3.5 has no Python data sources."),
 ]
@@ -49,7 +49,7 @@ def stream(flow: Flow, **options: Any) -> Any:
 
 
 def rows(reader: Any, begin: int, end: int) -> list[Any]:
-    """What a batch between two offsets has."""
+    """Return the rows of a batch between two offsets."""
     parts = reader.partitions({"version": begin}, {"version": end})
     tables = [pa.Table.from_batches([b]) for part in parts for b in reader.read(part)]
     return pa.concat_tables(tables).to_pylist() if tables else []
@@ -59,7 +59,7 @@ def in_order(found: list[Any]) -> list[str]:
     return sorted(map(repr, found))
 
 
-def test_a_stream_begins_where_it_is_told(flow: Flow) -> None:
+def test_stream_begins_at_the_requested_version(flow: Flow) -> None:
     from pyspark.sql.streaming.datasource import ReadAllAvailable
 
     for starting, begin in ((None, -1), ("state", -1), ("latest", 5), ("earliest", 0), (3, 3)):
@@ -94,7 +94,7 @@ def test_batches_follow_each_other_without_a_gap(flow: Flow) -> None:
     assert last == {row["user"]: row["n"] for row in state_table(flow.location, "op", "total").to_pylist()}
 
 
-def test_a_query_that_goes_back_behind_what_was_read_is_said_to(flow: Flow) -> None:
+def test_rolled_back_query_is_reported(flow: Flow) -> None:
     reader = stream(flow)
     for name in ("commits/4", "commits/3", "offsets/4"):
         (Path(flow.location) / name).unlink()
@@ -103,7 +103,7 @@ def test_a_query_that_goes_back_behind_what_was_read_is_said_to(flow: Flow) -> N
     check_new_stream(flow, 3)
 
 
-def test_versions_that_are_gone_are_said_to_be(flow: Flow) -> None:
+def test_missing_versions_are_reported(flow: Flow) -> None:
     reader = stream(flow)
     with pytest.raises(VersionNotFoundError, match=r"after version 3 up to version 9 are no longer kept"):
         reader.partitions({"version": 3}, {"version": 9})

@@ -50,7 +50,7 @@ def rows_by(client: CheckpointClient, operator: str, state: str, names: list[str
 
 
 @pytest.mark.parametrize(("operator", "state"), VARIABLES)
-def test_a_diff_is_what_two_scans_differ_in(client: CheckpointClient, operator: str, state: str) -> None:
+def test_diff_is_the_difference_of_two_scans(client: CheckpointClient, operator: str, state: str) -> None:
     with client.diff(operator, 1, 4, state=state) as differences:
         found = differences.to_arrow()
     names = [name for name in found.schema.names if name not in CHANGED]
@@ -90,7 +90,7 @@ def test_a_diff_has_both_values(client: CheckpointClient) -> None:
 
 
 @pytest.mark.parametrize("backend", effort(["file"], ["file", "rocksdb"]))
-def test_a_key_has_what_a_scan_says(backend: str) -> None:
+def test_lookup_equals_the_scanned_row(backend: str) -> None:
     client = CheckpointClient.open(str(Stored(backend).checkpoint))
     for row in client.scan("totals").to_pylist()[:3]:
         key = (row.pop("k"), row.pop("g"))
@@ -120,7 +120,7 @@ def test_sql_and_filters(client: CheckpointClient) -> None:
     assert client.count("totals") == len(rows)
 
 
-def test_what_there_is_not(client: CheckpointClient) -> None:
+def test_unknown_operators_states_and_versions_are_errors(client: CheckpointClient) -> None:
     with pytest.raises(UnknownOperatorError, match="has no operator 'nope'; its operators: 'firsts'"):
         client.get("nope", 1)
     with pytest.raises(UnknownKvStateIdError, match="'nope'"):
@@ -133,7 +133,7 @@ def test_what_there_is_not(client: CheckpointClient) -> None:
         client.watch("totals", from_version=99)
 
 
-def test_a_watch_gives_each_version_and_goes_on_with_the_query(stream: Any) -> None:
+def test_watch_gives_each_version_and_follows_the_query(stream: Any) -> None:
     s = stream(batches=2)
     client = of_stream(s)
     with client.watch("op", from_version=0) as changes:

@@ -1,4 +1,4 @@
-"""A query goes on from what an earlier tree stored: a checkpoint and a savepoint by each backend, on both backends."""
+"""A query continues from the files of an earlier tree: checkpoint and savepoint of each backend, on both backends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def goes_on_with(request: pytest.FixtureRequest, spark: SparkSession) -> Iterato
 
 @pytest.mark.parametrize("kind", ["checkpoint", "savepoint"])
 @pytest.mark.parametrize("made_by", BACKENDS)
-def test_a_query_goes_on_from_it(
+def test_query_continues_from_stored_format_1(
     spark: SparkSession, tmp_path: Path, made_by: str, kind: str, goes_on_with: str
 ) -> None:
     stored, checkpoint = Stored(made_by), str(tmp_path / "checkpoint")
@@ -51,7 +51,7 @@ def test_a_query_goes_on_from_it(
     for batch in range(STORED_BATCHES + 1):
         write_input(tmp_path / "in", batch)
 
-    # One batch: what a shorter trigger would bring next is a batch without rows.
+    # One batch: a shorter trigger would add a batch without rows.
     query = start(spark, tmp_path / "in", checkpoint, processingTime="1 hour")
     committed = Path(checkpoint, "commits", str(STORED_BATCHES))
     wait_until(lambda: committed.exists() or not query.isActive)
@@ -64,7 +64,7 @@ def test_a_query_goes_on_from_it(
     wanted = Model.after([*known, times[-1]]).state()
     totals = {(k, g): figures for k, g, *figures in wanted["totals"]}
     with QueryableStateClient.connect() as client:
-        # Hosts hear of the version a moment after Spark has committed the batch.
+        # Hosts learn of the version a moment after Spark has committed the batch.
         last = {"n": 3, "note": "3 rows"}
         wait_until(lambda: client.get("visits", "many", state="last", query=str(query.id)) == last)
         keys = [*totals, ("nobody", 0)]

@@ -38,8 +38,8 @@ PARTITIONS = {"firsts": 2, "reminders": 2, "sessions": 1, "totals": 2, "visits":
 
 
 @BOTH
-def test_the_model_gives_the_state_that_was_noted_then(backend: str) -> None:
-    """So nobody has changed the program, its input, or the model, by which the other tests go."""
+def test_model_matches_the_recorded_state(backend: str) -> None:
+    """Otherwise the program, its input, or the model has changed, and the other tests rely on them."""
     expected = Stored(backend).expected()
     assert expected["version"] == STORED_BATCHES == len(expected["processing_times_ms"])
     assert Model.after(expected["processing_times_ms"]).state() == expected["state"]
@@ -60,7 +60,7 @@ def test_the_state_is_what_it_was_at_earlier_versions(backend: str) -> None:
         assert read(Stored(backend).checkpoint, version) == Model.after(times[:version]).state(), version
 
 
-def test_what_reads_in_spark_workers_travels_there() -> None:
+def test_readers_can_be_pickled_to_spark_workers() -> None:
     """Nothing of a process goes along: no locks, no connections."""
     source = state_source(find_state(str(Stored("file").checkpoint), None, {}), "totals", None, None)
     sent = cloudpickle.loads(cloudpickle.dumps(source))
@@ -72,13 +72,13 @@ def test_what_reads_in_spark_workers_travels_there() -> None:
 
 @BOTH
 @pytest.mark.parametrize("operator", ["totals", "windows", "sessions"])
-def test_what_an_aggregate_keeps_has_the_columns_that_it_had(backend: str, operator: str) -> None:
+def test_stored_aggregate_state_has_its_earlier_columns(backend: str, operator: str) -> None:
     table = state_table(Stored(backend).checkpoint, operator, state_columns=True)
     assert columns_of(table) == Stored(backend).expected()["kept_columns"][operator]
 
 
 USUAL = ("totals", "visits.pages")
-"""Of RocksDB one aggregate and one variable: what is written is read in the same way from either backend's files."""
+"""For RocksDB, one aggregate and one variable are enough: files of both backends are read in the same way."""
 NOTED = [
     (only_thorough if backend == "rocksdb" and name not in USUAL else pytest.param)(backend, name)
     for backend in BACKENDS
@@ -87,7 +87,7 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("backend", "name"), NOTED)
-def test_the_changes_are_those_noted_then_and_lead_to_the_state(backend: str, name: str) -> None:
+def test_changes_match_the_recorded_ones_and_lead_to_the_state(backend: str, name: str) -> None:
     found = changes(Stored(backend).checkpoint, name)
     assert Counter(f"{kind} at {version}" for version, kind, *_ in found) == Stored(backend).expected()["changes"][name]
     rows: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def test_the_savepoint_describes_itself(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["rocksdb", only_thorough("file")])
 def test_the_savepoint_can_be_restored(backend: str, tmp_path: Path) -> None:
-    """To the backend that loads fast; queries go on with either in ``test_format_1``."""
+    """Restore to the backend that loads fast; ``test_format_1`` runs queries on both."""
     checkpoint = str(tmp_path / "checkpoint")
     restore_savepoint(Stored(backend).savepoint, checkpoint, backend="file")
     assert read(checkpoint) == Stored(backend).state()

@@ -23,7 +23,7 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-def test_tasks_read_what_is_wanted(tmp_path: Path, local_ray: None) -> None:
+def test_tasks_read_the_requested_rows(tmp_path: Path, local_ray: None) -> None:
     cluster = Cluster(tmp_path)
     try:
         cluster.batch({i: (i, f"user {i}") for i in range(2_000)})
@@ -47,9 +47,7 @@ def test_tasks_read_what_is_wanted(tmp_path: Path, local_ray: None) -> None:
         cluster.close()
 
 
-def test_who_reads_is_told_that_no_cpu_is_free(
-    tmp_path: Path, local_ray: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reader_is_warned_if_no_cpu_is_free(tmp_path: Path, local_ray: None, caplog: pytest.LogCaptureFixture) -> None:
     @ray.remote
     class Executor:
         def is_there(self) -> bool:

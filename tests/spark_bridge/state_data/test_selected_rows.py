@@ -1,4 +1,4 @@
-"""Conditions on rows in storage: what is left out of partitions and ranges of keys has no row that passes."""
+"""Conditions on rows in storage: skipped partitions and key ranges have no matching row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def passes(row: dict[str, Any], where: list[tuple[Any, ...]]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_conditions_leave_out_does_not_pass(worked: Flow, name: str) -> None:
+def test_skipped_rows_do_not_match_the_conditions(worked: Flow, name: str) -> None:
     source = state_source(find_state(worked.location), "op", name, None)
     rows = state_table(worked.location, "op", name).to_pylist()
     assert rows

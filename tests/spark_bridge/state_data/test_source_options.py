@@ -1,4 +1,4 @@
-"""Options of the format ``ray_statestore``: what a table of them reads, with neither Ray nor Spark."""
+"""Options of the ``ray_statestore`` format and the rows that a table with them reads, without Ray and Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USERS = [(user, 0) for user in "abcdefgh"]
 
 @pytest.fixture(scope="module")
 def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
-    """Eight versions, in each of which all users have its number; with snapshots of the versions 2 and 5."""
+    """Eight versions, with snapshots of versions 2 and 5. In each, every user's value is the version number."""
     made = Flow(tmp_path_factory.mktemp("flow"))
     for version in range(1, 9):
         made.batch({user: lambda of, version=version: of.total.update((version, "x")) for user in USERS})
@@ -101,7 +101,7 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
         ),
     ],
 )
-def test_what_cannot_be_is_named_as_spark_names_it(flow: Flow, options: dict[str, Any], says: str) -> None:
+def test_invalid_options_have_sparks_error_classes(flow: Flow, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=says):
         table(flow, **options)
 
@@ -117,7 +117,7 @@ def test_a_state_variable_must_be_named_where_there_are_several(flow: Flow) -> N
                 asked(SourceOptions.of(given))
 
 
-def test_batches_that_are_not_there_are_named_as_spark_names_them(flow: Flow) -> None:
+def test_missing_batches_have_sparks_error_classes(flow: Flow) -> None:
     for options in ({"batchId": 8}, {"readChangeFeed": True, "changeStartBatchId": 1, "changeEndBatchId": 8}):
         with pytest.raises(VersionNotFoundError, match=r"^\[STDS_COMMITTED_BATCH_UNAVAILABLE\] Version 9 "):
             table(flow, **options)

@@ -51,7 +51,7 @@ class Totals(StatefulProcessor):
 
 
 class Model:
-    """What the state must be, per version."""
+    """The expected state per version."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[float]] = defaultdict(list)

@@ -140,7 +140,7 @@ def test_lists_and_maps_in_one_row_per_key(worked):
 def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, monkeypatch):
     whole = state_table(worked.location, "op", name)
     collected = state_table(worked.location, "op", name, flatten=False)
-    least = {"visits": 3, "pages": 40}[name]  # an element of a list is seldom a pair of its own
+    least = {"visits": 3, "pages": 40}[name]  # few list elements are stored as separate pairs
     for rows, size in ((7, 1 << 20), (1 << 14, 500)):
         monkeypatch.setattr(partition_rows, "DECODE_STEP_ROWS", rows)
         monkeypatch.setattr(partition_rows, "DECODE_STEP_BYTES", size)
@@ -151,7 +151,7 @@ def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, 
         assert state_table(worked.location, "op", name, flatten=False) == collected
 
 
-def test_reading_may_be_given_up(worked):
+def test_read_can_be_cancelled(worked):
     with state_batches(worked.location, "op", "visits") as reader:
         assert reader.read_next_batch().num_rows
 
@@ -160,8 +160,9 @@ def test_reading_may_be_given_up(worked):
 
 
 def applied(name: str, rows: list[Row], changes: list[dict[str, Any]]) -> list[Row]:
-    """Rows with changes made to them: what is deleted or updated must be there, what is inserted must not (lists
-    apart).
+    """Return the rows after the changes.
+
+    Deleted and updated rows must exist; inserted rows must not, except in lists.
     """
     held = list(rows)
     for change in changes:
@@ -216,7 +217,7 @@ def changed(f: Flow, name: str) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_of_a_list_that_was_appended_to_only_the_new_elements_are_changes(flow):
+def test_append_to_a_list_changes_only_the_new_elements(flow):
     f = flow(n=1)
     f.batch(one_key(lambda of: of.visits.appendList([("/", i) for i in range(60)])))
     f.batch(one_key(lambda of: of.visits.appendList([("/x", i) for i in range(300)])))  # with the first ones to chunks
@@ -246,7 +247,7 @@ def test_a_map_that_has_grown_large_did_not_go_and_come(flow):
 
     f.batch(one_key(write(few)))
     assert len(changed(f, "pages")) == 50
-    f.batch(one_key(write(many)))  # the first ones anew, as they were
+    f.batch(one_key(write(many)))  # the first ones again, unchanged
     assert [(c[0], c[1]) for c in changed(f, "pages")] == [("insert", k[0]) for k, _ in many[50:]]
     f.batch(one_key(write([(many[7][0], (-1, None)), many[8]])))
     assert changed(f, "pages") == [("update", "/007", "u", (7, None), (-1, None))]
@@ -254,7 +255,7 @@ def test_a_map_that_has_grown_large_did_not_go_and_come(flow):
     assert changed(f, "pages") == [("delete", "/007", "u", (-1, None), None)]
 
 
-def test_what_is_written_as_it_was_is_no_change(flow):
+def test_rewriting_an_equal_value_is_not_a_change(flow):
     f = flow(n=1)
     f.batch(one_key(lambda of: of.total.update((1, "x"))))
     assert changed(f, "total") == [("insert", None, (1, "x"))]
@@ -400,7 +401,7 @@ def test_a_field_named_as_the_time_to_live_is_not_mistaken_for_it(flow, flatten)
     assert change["after"] == found
 
 
-# -- operators with rows of their own -----------------------------------------------------------
+# -- operators with special rows ----------------------------------------------------------------
 
 
 def query(tmp_path: Path, schema: OperatorSchema, logic: Any, keys: list[str], *batches: pa.RecordBatch) -> Query:
@@ -415,7 +416,7 @@ BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
 VALUES = pa.schema([*BY_WINDOW, pa.field("v", pa.float64())])
 
 
-def test_aggregates_show_their_results_or_what_they_keep(tmp_path):
+def test_aggregates_show_their_results_or_stored_columns(tmp_path):
     state = StateSchema(BY_WINDOW, AGGREGATOR.state_schema)
     schema = OperatorSchema.of_rows(state, ("k", "window"))
     logic = AggregateLogic(state, AGGREGATOR, pa.schema([*BY_WINDOW, *AGGREGATOR.result_fields]), "update", None)
@@ -443,7 +444,7 @@ def test_aggregates_show_their_results_or_what_they_keep(tmp_path):
     assert (of["operatorKind"], of["stateVarName"], of["stateVariableType"]) == ("aggregate", "default", "rows")
 
 
-def test_sessions_are_rows_of_their_own(tmp_path):
+def test_sessions_are_separate_rows(tmp_path):
     schema, logic, rows = session_operator()
     q = query(
         tmp_path,
@@ -469,7 +470,7 @@ def test_sessions_are_rows_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("within", [None, 10])
-def test_of_keys_that_were_seen_there_is_when_they_are_forgotten(tmp_path, within):
+def test_deduplicated_keys_have_their_expiry_time(tmp_path, within):
     rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS)])
     schema = deduplicate_schema(rows.remove(1), ("k",), None if within is None else TS)
     time = None if within is None else EventTime("ts")
@@ -517,7 +518,7 @@ def test_the_only_variable_need_not_be_named(flow):
     assert state_table(f.location, "op", version=0).num_rows == 0
 
 
-def test_the_newest_version_is_looked_up_anew_if_it_goes_before_it_is_read(flow, monkeypatch):
+def test_newest_version_is_looked_up_again_if_it_is_removed(flow, monkeypatch):
     f = flow(Single, n=1)
     f.batch(one_key(lambda of: of.v.update((1,))))
     f.batch(one_key(lambda of: of.v.update((2,))))

@@ -140,7 +140,7 @@ def test_a_timer_that_is_given_twice_is_one_timer() -> None:
     assert sorted(lists) == [[2, 5], [5]] and len(by_time) == 3
 
 
-def test_what_is_required_is_said() -> None:
+def test_missing_requirements_are_named() -> None:
     element = [pa.field("n", pa.int64(), nullable=False), pa.field("note", pa.string())]
     variable = StateVariable("seen", LIST, list_families("seen", KEY, element))
     pairs = PairsOfRows(VariableRows(OperatorSchema((variable,)), variable, raw=True))

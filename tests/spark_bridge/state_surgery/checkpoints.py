@@ -36,7 +36,7 @@ def tree(path: Path) -> list[str]:
 
 
 def program_of(location: str, **changed: OperatorSpec) -> list[OperatorSpec]:
-    """What a program would declare that has just this state."""
+    """Return the declarations of a program with exactly this state."""
     versions = versions_of(location)
     operators = versions.operators(versions.completed)
     specs = {

@@ -1,4 +1,4 @@
-"""The way to a coordinator in the test's own process, whose hosts have no threads that send heartbeats."""
+"""A port to a coordinator in the test's process, whose hosts have no heartbeat threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.spark_bridge.queryable.client_world import Cluster
 
 
 class Port:
-    """The way to the coordinator; ``before`` and ``after`` are done around a message. Hosts are heard meanwhile."""
+    """Calls ``before`` and ``after`` around a message. Before it holds a query, all hosts send a heartbeat."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""``bootstrap_state``: rows from anywhere become the state with which a query begins; tasks in the test's process."""
+"""``bootstrap_state`` turns rows of any source into a query's initial state; tasks run in the test's process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_kind_of_state_can_be_given(backend: str, tmp_path: Path) -> None:
         assert rows(str(tmp_path / "ck"), operator, state) == rows(old, operator, state), (operator, state)
 
 
-def test_what_is_not_given_begins_empty_and_a_ttl_is_kept(tmp_path: Path) -> None:
+def test_missing_variables_begin_empty_and_a_ttl_is_kept(tmp_path: Path) -> None:
     schema = OperatorSchema(
         (
             StateVariable("last", VALUE, value_families("last", KEYS, with_ttl([pa.field("n", pa.int64())])), 1000),
@@ -113,7 +113,7 @@ def test_what_is_not_given_begins_empty_and_a_ttl_is_kept(tmp_path: Path) -> Non
     assert not tree(tmp_path / "other")
 
 
-def test_bad_rows_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_bad_rows_are_rejected_and_leave_nothing(tmp_path: Path) -> None:
     twice = pa.concat_tables([GIVEN, GIVEN.slice(1, 1)])
     for given, options, said in (
         (GIVEN.drop_columns(["user"]), {}, "without 'user'"),

@@ -1,4 +1,4 @@
-"""Forgotten keys are in no version and in no byte of a checkpoint; all else stays, and the query goes on."""
+"""No version and no byte of a checkpoint has a forgotten key; everything else stays, and the query continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unlikely(rng: random.Random) -> str:
 
 
 class Clicks:
-    """A stream over some keys with names of their own, with snapshots and removals in between."""
+    """A stream over keys with unique names, with snapshots and removals in between."""
 
     def __init__(self, root: Path, backend: str, n: int = 2) -> None:
         self.rng = random.Random(7)
@@ -114,7 +114,7 @@ def clicks(tmp_path: Path) -> Iterator[Callable[..., Clicks]]:
 
 
 @pytest.mark.parametrize("backend", ["rocksdb", only_thorough("file")])  # which the tests below have
-def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks, backend):
+def test_forgotten_key_is_in_no_version_and_no_byte(clicks, backend):
     stream = clicks(backend)
     stream.run(4)
     stream.snapshots()
@@ -162,7 +162,7 @@ def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks
     stream.check()
 
 
-def test_files_that_late_writes_bring_back_count_for_nothing_and_are_removed(clicks):
+def test_files_recreated_by_late_writes_are_ignored_and_removed(clicks):
     stream = clicks("rocksdb")
     stream.run(11)
     stream.snapshots()
@@ -264,7 +264,7 @@ class Died(BaseException):
     """The process has died."""
 
 
-def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks):
+def test_crash_at_any_write_leaves_the_old_or_the_new_state(clicks):
     stream = clicks("file")
     stream.run(3)
     stream.snapshots()
@@ -298,7 +298,7 @@ def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks
     stream.check()
 
 
-def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks):
+def test_concurrent_forget_is_fenced_and_can_be_retried(clicks):
     stream = clicks("file")
     stream.run(3)
     stream.flow.stop()
@@ -324,7 +324,7 @@ def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks
 
     with pytest.raises(FencedError):
         forget_in_storage(find_state(location), request(one, open_storage=opened))
-    assert files_with(location, other) == [], "what the one had written has the other one's key"
+    assert files_with(location, other) == [], "the files of the first attempt have the other key"
     stream.expect_forgotten([other])
     stream.check()
     forget_keys(location, "op", [(one, 0), (one, 1)])
@@ -334,7 +334,7 @@ def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_read_that_was_planned_before_an_exchange_looks_again(clicks, backend):
+def test_read_planned_before_an_exchange_is_replanned(clicks, backend):
     """The version stays readable: a reader that meets a removed file finds the one that replaces it."""
     stream = clicks(backend)
     stream.run(3)
@@ -375,7 +375,7 @@ def test_all_windows_of_a_key_go(tmp_path):
         assert set(state_table(q.location, "op", version=version)["k"].to_pylist()) == {"bb"}
 
 
-def test_what_is_kept_by_time_goes_with_its_key(tmp_path):
+def test_rows_kept_by_time_are_forgotten_with_their_key(tmp_path):
     rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS)])
     schema = deduplicate_schema(rows.remove(1), ("k",), TS)
     logic = DeduplicateLogic(schema, ("k", "ts"), ("ts",), EventTime("ts"), None, 10 * SECOND)
@@ -399,7 +399,7 @@ def test_what_is_kept_by_time_goes_with_its_key(tmp_path):
         ("op", "a", UnknownKeyOrNamespaceError, "is one key"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_changes(clicks, operator, keys, error, message):
+def test_invalid_calls_are_rejected_before_any_change(clicks, operator, keys, error, message):
     stream = clicks("file")
     stream.run(1)
     stream.flow.stop()
@@ -409,7 +409,7 @@ def test_what_cannot_be_is_refused_before_anything_changes(clicks, operator, key
     assert changed(stream) == before
 
 
-def test_places_without_state_and_queries_that_do_not_run_here_are_refused(tmp_path, clicks):
+def test_locations_without_state_and_foreign_queries_are_rejected(tmp_path, clicks):
     with pytest.raises(MissingFileError, match=r"No state of a query is kept"):
         forget_keys(str(tmp_path / "nothing"), "op", [("a", 0)])
     with pytest.raises(SessionError, match="give the checkpoint location"):

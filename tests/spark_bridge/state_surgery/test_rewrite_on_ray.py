@@ -1,4 +1,4 @@
-"""State is rewritten and made by the tasks of a real Ray, one of which dies."""
+"""Tasks on a real Ray rewrite and create state; one task dies."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_dataset_of_ray_becomes_state(local_ray: None, tmp_path: Path) -> None
 
 
 @pytest.mark.thorough
-def test_who_waits_for_a_cpu_is_told_so(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_cpu_is_reported(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_bridge.state_surgery import new_state as workers
 
     monkeypatch.setattr(workers, "WORKER_WAIT_SECONDS", 0.2)

@@ -110,7 +110,7 @@ def test_state_whose_older_manifests_are_damaged_gets_a_checkpoint_that_is_whole
         rewritten(damaged, "totals", same, tmp_path / "newer")
 
 
-def test_what_is_not_named_stays_as_it_is(old: str, tmp_path: Path) -> None:
+def test_unnamed_operators_stay_unchanged(old: str, tmp_path: Path) -> None:
     def later(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(batch.schema.get_field_index("n"), "n", pc.add(batch["n"], 100))
 
@@ -197,7 +197,7 @@ def test_an_operator_is_split_and_two_are_merged(old: str, tmp_path: Path) -> No
     assert {o for o, _ in variables(str(tmp_path / "merged"))} == set(ALL)
 
 
-def test_a_program_says_what_the_new_state_is_like(old: str, tmp_path: Path) -> None:
+def test_program_determines_the_layout_of_the_new_state(old: str, tmp_path: Path) -> None:
     family = StateSchema(
         pa.schema([pa.field("g", pa.string(), nullable=False), pa.field("k", pa.string())]),
         pa.schema([pa.field("n.count.count", pa.decimal128(20, 0)), pa.field("note", pa.string())]),
@@ -240,7 +240,7 @@ def test_a_program_says_what_the_new_state_is_like(old: str, tmp_path: Path) -> 
     assert not (tmp_path / "refused").exists() or not tree(tmp_path / "refused")
 
 
-def test_what_stays_must_fit_the_program(old: str, tmp_path: Path) -> None:
+def test_kept_operators_must_fit_the_program(old: str, tmp_path: Path) -> None:
     by_g = StateSchema(pa.schema([("g", pa.int32())]), pa.schema([("fired", pa.int64())]))
     other = OperatorSpec("reminders", 2, OperatorSchema.of_rows(by_g).to_json())
     with pytest.raises(InvalidStateStoreArgument, match=r"'reminders' as it is stored.*Rewrite it as well"):
@@ -315,7 +315,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
     assert tree(tmp_path) == written
 
 
-def test_sessions_must_lie_apart(old: str, tmp_path: Path) -> None:
+def test_sessions_must_not_overlap(old: str, tmp_path: Path) -> None:
     def one_key(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(0, "k", pa.array(["all"] * batch.num_rows))
 
@@ -323,7 +323,7 @@ def test_sessions_must_lie_apart(old: str, tmp_path: Path) -> None:
         rewritten(old, "sessions", one_key, tmp_path / "new", program=program_of(old))
 
 
-def test_whatever_a_function_raises_comes_to_the_caller(old: str, tmp_path: Path) -> None:
+def test_error_of_a_function_reaches_the_caller(old: str, tmp_path: Path) -> None:
     def failing(batch: pa.RecordBatch) -> pa.RecordBatch:
         raise ZeroDivisionError("in the user's function")
 
@@ -332,7 +332,7 @@ def test_whatever_a_function_raises_comes_to_the_caller(old: str, tmp_path: Path
     assert not tree(tmp_path)
 
 
-def test_a_state_of_its_own_for_a_new_query(old: str, tmp_path: Path) -> None:
+def test_state_only_rewrite_makes_state_for_a_new_query(old: str, tmp_path: Path) -> None:
     report = rewritten(old, "totals", same, tmp_path / "new", state_only=True)
     assert (report.version, report.batch_id) == (0, None)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["metadata", "statestore"]
@@ -373,7 +373,7 @@ def test_a_write_that_fails_leaves_nothing(backend: str, tmp_path: Path, monkeyp
     assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")
 
 
-def test_batches_whose_offsets_are_gone_are_refused_before_anything_is_done(old: str, tmp_path: Path) -> None:
+def test_batches_without_offsets_are_rejected_before_any_change(old: str, tmp_path: Path) -> None:
     ck = copied(old, tmp_path / "ck")
     (tmp_path / "ck" / "offsets" / "2").unlink()
     for dry_run in (True, False):
@@ -382,7 +382,7 @@ def test_batches_whose_offsets_are_gone_are_refused_before_anything_is_done(old:
     assert not (tmp_path / "new").exists() or not tree(tmp_path / "new")
 
 
-def test_two_who_make_one_checkpoint_with_state_elsewhere(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_checkpoint_with_separate_state(tmp_path: Path) -> None:
     """One makes it; the other, who has looked before that, leaves it alone."""
 
     def new() -> NewCheckpoint:
@@ -463,7 +463,7 @@ def test_a_new_join_begins_empty(old: str, tmp_path: Path) -> None:
     assert rows(str(tmp_path / "new"), "joined", "left") == []
 
 
-def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -> None:
+def test_numbers_are_not_rounded_and_times_are_kept(old: str, tmp_path: Path) -> None:
     def timeless(batch: pa.RecordBatch) -> pa.RecordBatch:
         at = batch.schema.get_field_index("expiration_timestamp_ms")
         return batch.set_column(at, "expiration_timestamp_ms", pa.array([None] * batch.num_rows, pa.int64()))
@@ -493,9 +493,7 @@ def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -
         conformed(pa.table({"user": [1], "x": [0.1]}), pairs, "rows")
 
 
-def test_the_call_that_a_refused_schema_prints_makes_a_checkpoint_that_the_program_goes_on_from(
-    old: str, tmp_path: Path
-) -> None:
+def test_call_printed_by_a_rejected_schema_makes_a_usable_checkpoint(old: str, tmp_path: Path) -> None:
     def registration(checkpoint: str) -> QueryRegistration:
         query = json.loads(Path(checkpoint, "statestore/query.json").read_bytes().partition(b"\n")[0])
         return QueryRegistration(
@@ -535,7 +533,7 @@ def test_the_call_that_a_refused_schema_prints_makes_a_checkpoint_that_the_progr
     ]
 
 
-def test_state_without_a_batch_is_rewritten_as_the_error_says(tmp_path: Path) -> None:
+def test_state_without_a_batch_is_rewritten_as_the_error_advises(tmp_path: Path) -> None:
     old = str(tmp_path / "old")
     rewritten(Stored("file").checkpoint, "totals", same, Path(old), state_only=True)
     with pytest.raises(InvalidStateStoreArgument, match=r"give state_only=True for a new query"):

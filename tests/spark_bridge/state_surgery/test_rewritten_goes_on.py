@@ -1,4 +1,4 @@
-"""A query goes on from rewritten state as from its own, on the real coordinator and host; keys may have changed."""
+"""A query continues from rewritten state, with changed keys too, on the real coordinator and host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.spark_bridge.variable_operations import flat, in_order, random_batch
 
 
 @pytest.mark.parametrize("seed", range(effort(2, 10)))
-def test_a_query_goes_on_from_rewritten_state(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_continues_from_rewritten_state(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     backend, other = rng.sample(["rocksdb", "file"], 2)
     monkeypatch.setattr(stages, "RUN_BYTES", rng.choice([1, 500, 1 << 20]))
@@ -36,7 +36,7 @@ def test_a_query_goes_on_from_rewritten_state(seed: int, tmp_path: Path, monkeyp
         return batch
 
     def renamed(batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The user ``a`` gets the name ``z``, which lies elsewhere."""
+        """Rename the user ``a`` to ``z``, which belongs to another key group."""
         users = batch["user"]
         return batch.set_column(0, "user", pc.if_else(pc.equal(users, "a"), "z", users))
 
@@ -72,6 +72,6 @@ def test_a_query_goes_on_from_rewritten_state(seed: int, tmp_path: Path, monkeyp
 
 
 def _schema(flow: Flow) -> str:
-    """What the program declares."""
+    """Return the schema that the program declares."""
     versions = StateVersions.look(find_state(flow.location))
     return versions.schema(versions.operators(versions.completed)["op"]).to_json()

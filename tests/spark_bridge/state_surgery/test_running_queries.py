@@ -111,7 +111,7 @@ def check_forgotten(cluster: Cluster) -> None:
         assert [one is not None for one in found] == [False, True], version
 
 
-def test_answers_versions_and_files_forget_and_the_query_goes_on(cluster):
+def test_forgotten_key_leaves_answers_versions_and_files(cluster):
     worked(cluster)
     assert files_with(ck(cluster), SECRET)
     client = cluster.client()
@@ -133,7 +133,7 @@ def test_answers_versions_and_files_forget_and_the_query_goes_on(cluster):
     assert files_with(ck(cluster), SECRET) == []
 
 
-def test_a_batch_under_way_is_waited_for_and_the_next_one_waits(cluster, monkeypatch):
+def test_exchange_waits_for_the_current_batch_and_holds_the_next(cluster, monkeypatch):
     worked(cluster)
     port, steps, held = Port(cluster), [], threading.Event()
     batch = cluster.version
@@ -161,7 +161,7 @@ def test_a_batch_under_way_is_waited_for_and_the_next_one_waits(cluster, monkeyp
     assert cluster.client().get("totals", 2)["n"] == 10
 
 
-def test_no_snapshot_is_taken_meanwhile_and_that_is_no_problem(cluster, caplog):
+def test_no_snapshot_is_taken_during_a_hold(cluster, caplog):
     worked(cluster)
     port = Port(cluster)
 
@@ -180,7 +180,7 @@ def test_no_snapshot_is_taken_of_what_a_host_still_has_from_before(cluster):
     )
     forgetting_.start()
     eventually(lambda: any(step.startswith("waits for 2 hosts") for step in steps))
-    snapshots(cluster)  # of hosts that have not heard of the exchange yet
+    snapshots(cluster)  # of hosts that do not know of the exchange yet
     assert files_with(ck(cluster), SECRET) == []
     for h in cluster.hosts:
         h.host.heartbeat()
@@ -195,7 +195,7 @@ def test_no_snapshot_is_taken_of_what_a_host_still_has_from_before(cluster):
     check_forgotten(cluster)
 
 
-def test_a_coordinator_that_is_replaced_meanwhile_exchanges_nothing_and_all_begins_again(cluster):
+def test_replaced_coordinator_exchanges_nothing_and_a_retry_succeeds(cluster):
     worked(cluster)
     port, steps = Port(cluster), []
 
@@ -209,7 +209,7 @@ def test_a_coordinator_that_is_replaced_meanwhile_exchanges_nothing_and_all_begi
     check_forgotten(cluster)
 
 
-def test_an_answer_that_is_lost_is_looked_up(cluster):
+def test_lost_reply_is_looked_up(cluster):
     worked(cluster)
 
     def lost() -> None:
@@ -233,7 +233,7 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
     port, real, lost = Port(cluster), RecordFiles.create, []
 
     def registered_again() -> None:
-        """Hosts and the driver hear of it at their next heartbeats."""
+        """Inform the hosts and the driver of it with a heartbeat."""
         for h in cluster.hosts if hosts_report_first else ():
             h.host.heartbeat()
         assert not cluster.c.driver_heartbeat("run1")
@@ -258,7 +258,7 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
     assert 1 not in table["user"].to_pylist()
 
 
-def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster):
+def test_dead_holder_delays_the_query_briefly_and_changes_nothing(cluster):
     worked(cluster)
     holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
     assert (holder.waits_for, holder.version) == (None, 6)
@@ -277,8 +277,8 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     check_forgotten(cluster)
 
 
-def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
-    """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
+def test_hanging_storage_delays_the_query_only_briefly(cluster, monkeypatch):
+    """The caller hangs in its last write. The query continues, and its files are exchanged when the storage answers."""
     worked(cluster)
     monkeypatch.setattr(forgetting, "MAX_HELD_SECONDS", 0.2)
     monkeypatch.setattr(forgetting, "HOLD_RENEW_SECONDS", 0.05)
@@ -317,7 +317,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
 
 
 def written_record(cluster: Cluster) -> str:
-    """A record that would exchange files, as somebody has left it."""
+    """Write a record that would exchange files, as an interrupted caller leaves it, and return its path."""
     port, paths = Port(cluster), []
 
     def note(run_id: str, hold: str, epoch: int, path: str) -> None:
@@ -378,7 +378,7 @@ def test_the_record_of_the_exchange_goes_with_the_last_version_that_it_is_about(
         cluster.close()
 
 
-def test_what_retention_has_planned_does_not_rely_on_snapshots_that_are_given_up(tmp_path):
+def test_retention_does_not_rely_on_abandoned_snapshots(tmp_path):
     cluster = Grouping(tmp_path, min_versions_to_retain=2, maintenance_interval=1.0)
     try:
         for n in range(1, 9):
@@ -499,7 +499,7 @@ def test_a_hold_that_lapses_while_the_message_waits_for_the_run_is_not_renewed(c
 
 
 class WaitedFor:
-    """A lock that says when somebody asks for it."""
+    """A lock that signals an attempt to acquire it."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -513,7 +513,7 @@ class WaitedFor:
         self.real.__exit__(*error)
 
 
-def test_an_exchange_for_files_that_are_gone_is_not_made(cluster, monkeypatch):
+def test_files_that_are_missing_are_not_exchanged(cluster, monkeypatch):
     """Whatever removes them: the files that an exchange names are there, or all starts again."""
     worked(cluster)
     real, removed = RecordFiles.create, []
@@ -611,7 +611,7 @@ def test_a_task_of_a_batch_begun_before_the_coordinator_fails_once_keys_are_forg
     assert client.get("totals", 3) is None and client.get("totals", 2)["n"] == 2
 
 
-def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
+def test_ended_query_that_is_still_served_forgets(cluster):
     worked(cluster)
     registration = cluster.hosts[0].host.held.registration("run1")
     assert registration is not None
@@ -666,7 +666,7 @@ def test_a_copy_of_a_running_query_forgets_and_the_original_does_not(cluster):
 
 def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_again(cluster):
     worked(cluster)
-    forget_keys(ck(cluster), "totals", [1])  # by whoever has not joined the cluster
+    forget_keys(ck(cluster), "totals", [1])  # by a process that has not joined the cluster
     with pytest.raises(FencedError):
         cluster.batch({2: (7, OTHER)})
     cluster.tasks = []
@@ -678,7 +678,7 @@ def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_a
 
 
 @pytest.mark.parametrize("message", ["hold_query", "adopt_rewritten"])
-def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, message):
+def test_query_that_ends_during_forget_is_treated_as_stopped(cluster, message):
     worked(cluster)
     port, steps = Port(cluster), []
 
@@ -694,7 +694,7 @@ def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, m
     check_forgotten(cluster)
 
 
-def test_a_query_that_stops_with_a_savepoint_is_left_alone(cluster):
+def test_query_that_stops_with_a_savepoint_is_not_touched(cluster):
     worked(cluster)
     cluster.c.trigger_savepoint("request", "name", str(cluster.root / "savepoints"), stop=True)
     with pytest.raises(InvalidRequestError, match=r"Do it after the stop, with the checkpoint location"):

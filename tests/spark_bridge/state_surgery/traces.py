@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def patterns_of(name: str) -> list[bytes]:
-    """The bytes of a name, and what they are in base64, in which descriptors hold small files."""
+    """Return the bytes of a name and their base64 forms: descriptors hold small files in base64."""
     made = [base64.b64encode(bytes(before) + name.encode())[4:-4] for before in range(3)]
     return [name.encode(), *made]
 
 
 def files_with(location: str, name: str) -> list[str]:
-    """The files in which the bytes of a name are."""
+    """Return the files that contain the bytes of a name."""
     patterns = patterns_of(name)
     return [
         str(path.relative_to(location))

@@ -95,7 +95,7 @@ class ArrowTotals(ArrowStatefulProcessor):
 
 
 def run_of(logic: Logic, processor: Any, time_mode: str = "none", num_partitions: int = 1) -> OperatorRun:
-    """An operator with what the processor declares."""
+    """Run an operator with the declarations of the processor."""
     driver = ProcessorState(processor, KEYS, time_mode, None)
     processor.init(driver.handle)
     return OperatorRun(logic, OperatorSchema(driver.declare()), KEYS.names, num_partitions)

@@ -56,7 +56,7 @@ def test_in_columns_state_lives_as_long_as_its_ttl() -> None:
     run = in_arrow(counts, time_mode="processingtime")
     seen = [run.batch(rows(("a", 1)), BatchTimes(t))[0]["n"] for t in (1000, 1999, 2000, 2999)]
     assert seen == [None, 7, None, 7]
-    # What nobody touches is removed as well, in some batch.
+    # State of untouched keys is removed as well, in some batch.
     for t in range(16):
         run.batch(rows(), BatchTimes(5000 + t))
     assert stored(run, "state") == []
@@ -138,7 +138,7 @@ def test_in_columns_one_call_takes_all_that_fits() -> None:
         (ArrowResult(deleted_timers=pa.table({"key_index": [0]})), ["timers has the columns key_index", "expiry_ms"]),
     ],
 )
-def test_in_columns_what_does_not_fit_is_an_error(answer: Any, words: list[str]) -> None:
+def test_in_columns_values_that_do_not_fit_are_an_error(answer: Any, words: list[str]) -> None:
     run = in_arrow(arrow_processor("n long")(lambda _: answer))
     with pytest.raises(StatefulProcessorError) as raised:
         run.batch(rows(("a", 1)), NO_TIME)

@@ -61,7 +61,7 @@ def test_expired_values_are_invisible_at_once_and_go_when_their_key_is_handled(t
     partition.handle([KEY], see_one, timestamp_ms=110)
     partition.handle([KEY, OTHER], see_none, timestamp_ms=115)
     left = {family: len(partition.rows(family)) for family in ("value", "list", "map")}
-    # Heads of what is kept elsewhere go once the sweep has found that it has gone.
+    # Heads of separately stored rows are removed once the sweep has found that these rows are gone.
     assert left["value"] == 0 and max(left["list"], left["map"]) <= 2 * (n > 64)
     # Long lists and large maps lose their rows to the sweep, and their heads then.
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_expired_values_are_invisible_at_once_and_go_when_their_key_is_handled(t
     assert [family for family in families if partition.rows(family)] == []
 
 
-def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
+def test_values_written_over_expired_ones_are_kept(tmp_path: Path) -> None:
     variables = Variables((10, 10, 10))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
 
@@ -85,7 +85,7 @@ def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
             assert len(partition.rows(family)) == 1
 
 
-def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
+def test_expired_rows_are_swept_gradually_except_for_current_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expiry, "SWEPT_ROWS", 125)
@@ -122,7 +122,7 @@ def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
 
 
 def test_a_sweep_leaves_rows_that_have_not_expired(tmp_path: Path) -> None:
-    """Rows of keys that nobody touches, some expired and some not, lie beside each other in each key group."""
+    """Each key group holds expired and unexpired rows of untouched keys, next to each other."""
     variables = Variables((10, 10, 10))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
     keys = [("u", i) for i in range(4 * GROUPS)]
@@ -169,7 +169,7 @@ def test_a_sweep_reads_no_more_rows_however_many_a_key_group_has(
     assert {key for key, _ in partition.rows("value")} == set(alive)
 
 
-def test_what_deleted_variables_held_goes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_deleted_variables_is_swept_gradually(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "SWEPT_ROWS", 30)
     variables = Variables((None, None, None))
     partition = LocalPartition(tmp_path, variables.init)
@@ -191,7 +191,7 @@ def test_what_deleted_variables_held_goes_bit_by_bit(tmp_path: Path, monkeypatch
     assert len(partition.rows("value")) == 50
 
 
-def test_a_variable_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+def test_redeclared_variable_begins_empty(tmp_path: Path) -> None:
     variables = Variables((None, None, None))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
 

@@ -88,7 +88,7 @@ def test_a_large_map_is_read_by_entry_and_bit_by_bit(tmp_path: Path) -> None:
             assert recorder.scanned == 0
             for i in [*range(100, 200), 0, 4999]:
                 assert held.state.getValue((i,)) == (i,)
-            assert len(recorder.reads) < 20  # whoever asks for many gets all at once
+            assert len(recorder.reads) < 20  # many lookups load all entries at once
 
         run_step(state, [OTHER], look)
     assert sorted(s for s in recorder.staged if s[1]) == [("large.-entries", 1), ("large.-entries", 1)]
@@ -115,7 +115,7 @@ def test_heads_of_a_step_are_read_at_once_and_only_if_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("n", [10, 200])
-def test_iterators_show_what_there_was_when_they_were_asked_for(tmp_path: Path, n: int) -> None:
+def test_iterators_show_the_state_at_their_creation(tmp_path: Path, n: int) -> None:
     def init(handle: Any) -> None:
         held["list"] = handle.getListState("list", "x INT")
         held["map"] = handle.getMapState("map", "k INT", "v INT")

@@ -93,7 +93,7 @@ def test_parts_of_a_frame_share_nothing_that_shows() -> None:
     pd.testing.assert_frame_equal(part, frame.iloc[2:5].reset_index(drop=True))
     assert type(part.index) is pd.RangeIndex
     part.index.name, part.columns.name = "row", "column"
-    part["a"] = ["text"] * 3  # another type, in a place of its own
+    part["a"] = ["text"] * 3  # another type, in a separate block
     part.insert(0, "first", 1.5)
     del part["at"]
     assert part.columns.tolist() == ["first", "a", "b", "d"]
@@ -215,7 +215,7 @@ def test_frames_of_any_layout_are_their_rows(names: list[str]) -> None:
         ("map<string,date>", [{"a": pd.NaT}], [[("a", None)]]),
     ],
 )
-def test_what_users_give_is_taken_as_pyspark_takes_it(kind: str, values: Any, kept: list[Any]) -> None:
+def test_values_are_converted_as_in_pyspark(kind: str, values: Any, kept: list[Any]) -> None:
     found = back(codec(f"v {kind}"), pd.DataFrame({"v": values})).column(0).to_pylist()
     assert found == kept
 
@@ -260,7 +260,7 @@ def test_columns_go_by_name_or_position() -> None:
     assert made.to_columns(pd.DataFrame()) == []
 
 
-def test_frames_of_texts_and_times_are_joined() -> None:
+def test_frames_of_strings_and_times_are_joined() -> None:
     texts, local = ["a", None], NOON - dt.timedelta(hours=4)
     frames = [
         pd.DataFrame({"at": pd.to_datetime([UTC_NOON, None], utc=True), "s": texts}),

@@ -80,7 +80,7 @@ def test_running_totals_in_every_form(
     assert in_order(stored(run, "totals")) == in_order(expected)
 
 
-def test_a_task_freezes_what_there_is_unless_somebody_has_and_counts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_freezes_live_objects_once_unless_already_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """To count frozen objects takes 10 ms in a worker process, and a task no longer than 100 ms."""
     monkeypatch.setattr(process_task, "_frozen_by", "nobody")
     count, counts = gc.get_freeze_count, list[int]()
@@ -89,7 +89,7 @@ def test_a_task_freezes_what_there_is_unless_somebody_has_and_counts_it_once(mon
     for _ in range(3):
         with frozen():
             pass
-    assert len(counts) == 1 and count() > 0, "what was frozen before stays so"
+    assert len(counts) == 1 and count() > 0, "objects that were frozen before stay frozen"
     monkeypatch.setattr(process_task, "_frozen_by", "nobody")
     gc.unfreeze()
     try:
@@ -164,7 +164,7 @@ def test_frames_have_ten_thousand_rows_at_most_and_pandas_types() -> None:
         ({"frame_bytes": 1}, [1] * 10),
     ],
 )
-def test_frames_have_as_many_rows_and_bytes_as_the_session_says(limits: dict[str, int], sizes: list[int]) -> None:
+def test_limits_bound_rows_and_bytes_of_frames(limits: dict[str, int], sizes: list[int]) -> None:
     class Sizes(Totals):
         def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Any:
             for frame in rows:
@@ -175,7 +175,7 @@ def test_frames_have_as_many_rows_and_bytes_as_the_session_says(limits: dict[str
 
 
 class Alarms(StatefulProcessor):
-    """Sets a timer ``v`` ms after the batch's time for each row, and says what happens in which order."""
+    """Sets a timer ``v`` ms after the batch's time for each row, and emits the order of events."""
 
     rows_before_timers: list[Any]
 
@@ -242,7 +242,7 @@ def test_event_timers_go_by_the_watermark_and_late_rows_are_dropped() -> None:
     assert [r["n"] for r in run.batch(rows(), later)] == [7002]
 
 
-def test_output_behind_the_watermark_is_an_error() -> None:
+def test_output_older_than_the_watermark_is_an_error() -> None:
     class Echo(Totals):
         def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Any:
             yield from (Row(at=r.ts) for r in rows)
@@ -290,7 +290,7 @@ def test_init_and_close_once_and_no_commit_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_initial_state_is_there_before_the_first_batch(form: str) -> None:
+def test_initial_state_exists_before_the_first_batch(form: str) -> None:
     run = FORMS[form](num_partitions=2)
     processor = {"rows": Totals(), "pandas": PandasTotals(), "arrow": ArrowTotals()}[form]
     first: Logic = (

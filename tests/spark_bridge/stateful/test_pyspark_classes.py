@@ -26,7 +26,7 @@ def test_each_is_of_pysparks_class_and_inherits_no_method(ours: Any) -> None:
     assert [name for name in vars(theirs) if not name.startswith("_") and name not in vars(ours)] == []
 
 
-def test_what_a_processor_gets_is_of_these_classes(tmp_path: Path) -> None:
+def test_processor_receives_objects_of_these_classes(tmp_path: Path) -> None:
     pyspark = pytest.importorskip("pyspark.sql.streaming.stateful_processor", reason="This Spark has no such classes.")
     given: dict[str, Any] = {}
 

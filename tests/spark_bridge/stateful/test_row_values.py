@@ -141,7 +141,7 @@ def test_names_that_no_attribute_can_have() -> None:
         1_585_443_600_000_000,  # summer
         1_603_580_400_000_000,  # 25 October 2020, 01:00 in summer
         1_603_583_999_000_000,  # 02:59:59 in summer
-        1_603_584_000_000_001,  # 02:00:00 in winter: the hour comes again
+        1_603_584_000_000_001,  # 02:00:00 in winter: the hour repeats
         1_603_587_600_000_000,  # 03:00 in winter
         -1_693_706_400_000_000,
         -62_000_000_000_000_000,
@@ -227,7 +227,7 @@ NESTED_IN = {
 @pytest.mark.parametrize("missing", [pd.NaT, pd.NA, np.datetime64("NaT"), np.timedelta64("NaT")], ids=repr)
 @pytest.mark.parametrize("within", NESTED_IN)
 @pytest.mark.parametrize("kind", ["boolean", *list(LEAVES)[1:], "array<int>", "struct<x:int>", "map<string,int>"])
-def test_what_is_missing_is_null_wherever_it_is(kind: str, within: str, missing: Any) -> None:
+def test_missing_values_are_null_at_every_level(kind: str, within: str, missing: Any) -> None:
     codec = RowCodec(of_ddl(within.format(kind)))
     made = NESTED_IN[within]
     assert codec.to_batch([(made(missing),)]).equals(codec.to_batch([(made(None),)]))

@@ -132,7 +132,7 @@ def test_state_changes_by_updates_only(tmp_path: Path) -> None:
     partition.handle([KEY], read)
 
 
-def test_what_was_written_is_what_is_read_whoever_reads_first(tmp_path: Path) -> None:
+def test_each_key_of_a_step_reads_its_own_value(tmp_path: Path) -> None:
     partition, held = partition_of(tmp_path, lambda h: h.getValueState("v", "x INT"))
 
     def write_then_read(key: Any) -> None:
@@ -183,7 +183,7 @@ def test_variables_have_names_that_no_file_can_have(tmp_path: Path, name: str) -
     assert (view.variable.name, view.schema.value.names) == (name, ["x"])
 
 
-def test_a_variable_called_timers_comes_and_goes_beside_the_timers(tmp_path: Path) -> None:
+def test_variable_called_timers_does_not_affect_timers(tmp_path: Path) -> None:
     plain = LocalPartition(tmp_path / "a", lambda handle: None, "processingtime").schema
     both = LocalPartition(tmp_path / "b", lambda handle: handle.getMapState("timers", "k INT", "v INT"), "eventtime")
     schema = dataclasses.replace(both.schema, settings={})
@@ -196,7 +196,7 @@ def test_a_variable_called_timers_comes_and_goes_beside_the_timers(tmp_path: Pat
     assert gone.timers == plain.timers and [v.kind for v in gone.in_use] == ["timers"]
 
 
-def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
+def test_string_is_accepted_for_the_only_field(tmp_path: Path) -> None:
     def init(handle: Any) -> None:
         held["value"] = handle.getValueState("value", "x STRING")
         held["list"] = handle.getListState("list", "x STRING")
@@ -218,7 +218,7 @@ def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
     LocalPartition(tmp_path, init).handle([KEY], use)
 
 
-def test_a_field_that_is_not_nullable_takes_a_null_all_the_same(tmp_path: Path) -> None:
+def test_non_nullable_field_accepts_a_null(tmp_path: Path) -> None:
     """A later schema may add fields, which are null in what was stored before."""
 
     def init(handle: Any) -> None:

@@ -15,7 +15,7 @@ from tests.spark_bridge.stateful.task_runs import NO_TIME, TINY, process, rows
 
 
 class Giving(StatefulProcessor):
-    """Gives what it is told to."""
+    """Emits the given output."""
 
     def __init__(self, answer: Callable[[], Any]) -> None:
         self.answer = answer
@@ -99,7 +99,7 @@ def test_frames_without_rows_or_columns_are_nothing() -> None:
     assert process(Giving(lambda: iter(given)), "pandas").batch(rows(("k", 1)), NO_TIME) == [ONE]
 
 
-def test_what_is_changed_after_it_was_given_is_not_changed_in_the_output() -> None:
+def test_later_changes_to_emitted_objects_do_not_reach_the_output() -> None:
     def growing() -> Iterator[Any]:
         items: list[int] = []
         by_name: dict[str, list[int]] = {"i": items}

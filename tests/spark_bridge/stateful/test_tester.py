@@ -266,8 +266,8 @@ def test_state_expires() -> None:
     assert tester.test("ann", rows("a")) == [Row(key="ann", n=1)]
 
 
-def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -> None:
-    """Nobody handles the key again: only a sweep can remove its rows."""
+def test_expired_state_is_removed_by_any_batch() -> None:
+    """The key is not handled again, so only a sweep can remove its rows."""
     tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
 
     def stored() -> int:
@@ -323,7 +323,7 @@ class Days(StatefulProcessor):
         yield Row(key=key[0], day=pd.NaT, n=pd.NA, days=[pd.NaT], at=(pd.NaT, 1))
 
 
-def test_what_is_missing_is_null_in_state_keys_and_output() -> None:
+def test_missing_values_are_null_in_state_keys_and_output() -> None:
     tester = ProcessorTester(Days(), keySchema="d DATE")
     (row,) = tester.test(pd.NaT, rows("a"))
     assert row == Row(key=None, day=None, n=None, days=[None], at=(None, 1))
@@ -341,7 +341,7 @@ def test_a_key_of_a_schema_without_a_hash() -> None:
     assert tester.test(["ann"], rows("a"))[0].n == 2
 
 
-def test_a_deleted_variable_is_gone_for_the_processor_too() -> None:
+def test_deleted_variable_is_missing_in_the_processor() -> None:
     processor = Visits()
     tester = ProcessorTester(processor)
     tester.test("ann", rows("a"))
@@ -352,7 +352,7 @@ def test_a_deleted_variable_is_gone_for_the_processor_too() -> None:
     assert tester.peekListState("last", "ann") == [("a",)], "the call that failed is kept"
 
 
-def test_what_is_changed_between_calls_is_kept_with_the_next_call() -> None:
+def test_changes_between_calls_are_kept_by_the_next_call() -> None:
     processor = Visits()
     tester = ProcessorTester(processor, timeMode="ProcessingTime")
     with pytest.raises(ProcessorTesterError, match="setGroupingKey"):
@@ -381,7 +381,7 @@ def test_the_handle_knows_its_key_removes_state_and_moves_the_watermark(tester_c
     assert len(tester.setWatermark(20)) == 1
 
 
-def test_what_differs_from_the_tester_of_pyspark() -> None:
+def test_differences_from_the_tester_of_pyspark() -> None:
     """Each of these is in the page of differences."""
     processor = Visits()
     tester = ProcessorTester(processor)
@@ -430,7 +430,7 @@ def test_a_call_that_fails_changes_nothing() -> None:
     assert tester.peekListState("seen", 1) == []
 
 
-def test_mistakes_say_what_to_do() -> None:
+def test_mistakes_raise_errors_with_the_remedy() -> None:
     tester = ProcessorTester(Visits())
     with pytest.raises(
         ProcessorTesterError, match=r"no value state 'pages'; it declares 'count' \(value state\), 'pages' \(map"

@@ -17,7 +17,7 @@ from tests.spark_bridge.stateful.variable_steps import KEYS, Variables
 
 
 class Model:
-    """What the variables should be: per key, values and when they expire."""
+    """The expected variables: values and expiry times per key."""
 
     def __init__(self, ttls: tuple[int | None, int | None, int | None]) -> None:
         self.ttls = ttls
@@ -174,7 +174,7 @@ TTLS = st.tuples(*[st.sampled_from([None, 5, 20])] * 3)
 
 @settings(max_examples=effort(4, 15), deadline=None)
 @given(BATCHES, TTLS)
-def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) -> None:
+def test_variables_match_a_plain_model(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)
 
 
@@ -182,7 +182,7 @@ def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) ->
 @pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(BATCHES, TTLS)
-def test_variables_are_what_a_plain_model_says_of_many_histories(batches: list[Any], ttls: Any) -> None:
+def test_variables_match_a_plain_model_over_many_histories(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)
 
 
@@ -195,7 +195,7 @@ def check_against_model(batches: list[Any], ttls: Any) -> None:
             model.now += elapsed
             run_batch(partition, variables, model, sizes_, work)
             assert_rows_belong_together(partition, model)
-        # Nobody comes any more: what can expire goes, heads after the rows that they are the heads of.
+        # No key is handled any more: all rows with a TTL expire, heads after their rows.
         model.now += 1000
         for _ in range(3):
             model.now += 1
@@ -228,7 +228,7 @@ def run_batch(
 
 
 def assert_rows_belong_together(partition: LocalPartition, model: Model) -> None:
-    """Rows of their own belong to heads, and timers by time are those by key."""
+    """Assert that separate rows belong to heads, and that timers by time equal timers by key."""
     lists = dict(partition.rows("list"))
     for (*key, number), row in partition.rows("list.-chunks"):
         assert number < lists[tuple(key)]["chunks"] or model.ttls[1] is not None

@@ -1,4 +1,4 @@
-"""Steps of a processor's state, and what they read and write."""
+"""Steps of a processor's state, and their reads and writes."""
 
 from __future__ import annotations
 

@@ -57,8 +57,9 @@ class Bank:
         self._random = random.Random(self.seed)
 
     def next_batch(self) -> list[tuple[int, int]]:
-        """Rows of account and amount; the first batch opens the accounts. The balances are noted before the batch
-        can run.
+        """Return rows of account and amount; the first batch opens the accounts.
+
+        The balances are recorded before the batch can run.
         """
         rows = [(account, OPENING) for account in range(ACCOUNTS)] if self.versions == 0 else []
         for _ in range(TRANSFERS if self.versions else 0):
@@ -109,7 +110,7 @@ class Teller:
         self.answers += 1
 
     def report(self) -> None:
-        """Say how many answers there were; it is read meanwhile, and so appears as a whole."""
+        """Write the number of answers, atomically because it is read concurrently."""
         with (self._directory / f"records-{self._seed}.jsonl").open("a") as file:
             file.writelines(self._records)
         self._records.clear()
@@ -141,7 +142,7 @@ class Teller:
 
 
 def teller(directory: Path, seed: int) -> None:
-    """A process of its own: asks until there is a file "stop"."""
+    """Run a teller process that sends requests until there is a file "stop"."""
     from spark_bridge import QueryableStateClient
 
     made = Teller(directory, seed)
@@ -157,7 +158,7 @@ def teller(directory: Path, seed: int) -> None:
 
 @contextmanager
 def tellers(directory: Path, seeds: list[int], ray_address: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Teller processes; what one of them writes to stderr is its verdict."""
+    """Start teller processes; each writes its verdict to stderr."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.spark_bridge.streams.bank", "--teller", str(directory), "--seed", str(seed)],
@@ -202,8 +203,8 @@ def check_history(directory: Path, committed: dict[int, float]) -> int:
     """Raise ``AssertionError`` unless all answers are linearizable at completed versions, and sink and state agree.
 
     A version is completed when Spark commits its batch. An answer is no older than the newest version that was
-    completed before the client asked, and no newer than the newest one when it was answered. What one client sees never
-    goes back. Returns the number of answers.
+    completed before the client asked, and no newer than the newest one when it was answered. The versions that
+    one client sees never decrease. Returns the number of answers.
     """
     balances = [[0] * ACCOUNTS, *map(json.loads, (directory / "history.jsonl").read_text().splitlines())]
     times = [committed[batch] for batch in sorted(committed)]
@@ -242,7 +243,7 @@ class Chaos:
         self.done: dict[str, int] = dict.fromkeys(self.KINDS, 0)
 
     def choose(self) -> str:
-        """What is next."""
+        """Return the next fault."""
         kind = self.random.choice(self.KINDS)
         self.done[kind] += 1
         return kind
@@ -270,14 +271,13 @@ def run_bank(
     pause: float = PAUSE,
     at_least: tuple[int, int] = (0, 0),
 ) -> tuple[int, dict[str, int], int]:
-    """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows,
-    versions seen.
+    """Run transfers, tellers and faults until there are ``answers``, or ``seconds`` have passed.
 
-    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it goes on
-    without blows, which may
-    come faster than what they have hit recovers.
+    Returns the number of answers, the faults by kind, and the highest version seen. A fault strikes every ``pause``
+    seconds. If ``at_least`` (answers, version) is not reached after ``seconds``, the run continues without faults,
+    which may come faster than the processes recover.
 
-    ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
+    ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with a teller's finding.
     """
     import ray
     from ray.exceptions import RayError
@@ -300,7 +300,7 @@ def run_bank(
     end = time.monotonic() + HANG
     address = ray.get_runtime_context().gcs_address
     with tellers(directory, [seed * 100 + i for i in range(TELLERS)], address) as processes:
-        # A client that has never had an answer is told at once that a query is not there.
+        # A client without an earlier answer fails at once if the query does not exist.
         while len(list(directory.glob("answers-*"))) < TELLERS and all(p.poll() is None for p in processes):
             assert time.monotonic() < end, "the tellers could not begin"
             time.sleep(0.1)
@@ -338,7 +338,7 @@ def run_bank(
 
 
 def main() -> None:
-    """A long run, or (``--teller``) one teller of it."""
+    """Start a long run or, with ``--teller``, one teller of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Another driver in a process of its own, on the checkpoint of a test's stream."""
+"""Another driver in a separate process, on the checkpoint of a test's stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ray.shutdown()
 
 
 class Driver:
-    """Another driver in a process of its own, which runs the query of a ``Flow`` on plain local Spark.
+    """Another driver in a separate process, which runs the query of a ``Flow`` on plain local Spark.
 
     ``ray`` is "own" or the "same" cluster as this process's; with ``die_in_batch`` its sink kills it, Spark included,
     when it has that batch. ``with`` ends it, and whatever it has started.

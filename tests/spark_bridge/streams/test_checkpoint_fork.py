@@ -1,4 +1,4 @@
-"""A copied checkpoint in real Spark: refused as it is, and a query of its own once it is forked."""
+"""A copied checkpoint in real Spark is refused until it is forked; then it is an independent query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.spark_bridge.conftest import Stream
 pytestmark = [pytest.mark.spark, pytest.mark.spark42, pytest.mark.thorough]
 
 
-def test_a_fork_goes_on_beside_the_original(make_stream: Callable[..., Stream], spark: Any, tmp_path: Path) -> None:
+def test_fork_and_original_both_continue(make_stream: Callable[..., Stream], spark: Any, tmp_path: Path) -> None:
     stream, base, copy = make_stream(), str(tmp_path / "base"), str(tmp_path / "copy")
     totals = aggregate(stream.read(), by="k", operator="totals", num_partitions=2, n=S.count())
 
@@ -37,7 +37,7 @@ def test_a_fork_goes_on_beside_the_original(make_stream: Callable[..., Stream], 
         stream.add([(1, 1.0)])
         original = run(stream.checkpoint)
         shutil.copytree(stream.checkpoint, copy)
-        stream.add([(1, 1.0)])  # without rows there is no task, which is what says the refusal
+        stream.add([(1, 1.0)])  # the refusal comes from a task, and without rows there is none
         with pytest.raises(Exception, match="statestore checkpoint fork"):
             run(copy)
         forked = fork_checkpoint(copy, base)

@@ -1,4 +1,4 @@
-"""Answers over several partitions are of one version, whatever dies meanwhile; ``bank.py`` makes longer runs."""
+"""Answers over several partitions are of one version, even if processes die; ``bank.py`` makes longer runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWERS = effort(4_000, 20_000)
 SECONDS = effort(7, 45)
 
 
-def test_no_answer_is_ever_broken(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
+def test_every_answer_is_consistent(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
     directory = tmp_path / "tellers"
     directory.mkdir()
     at_least = (1_001, 6)
@@ -40,7 +40,7 @@ def test_no_answer_is_ever_broken(make_stream: Callable[..., Stream], tmp_path: 
         ({"asked": 25.0, "answered": 25.1, "account": 0, "balance": None}, False),
     ],
 )
-def test_the_check_of_histories_finds_what_is_wrong(tmp_path: Path, record: dict[str, Any], is_right: bool) -> None:
+def test_history_check_finds_wrong_answers(tmp_path: Path, record: dict[str, Any], is_right: bool) -> None:
     bank = Bank(tmp_path, 1)
     bank.next_batch()
     bank.balances[0], bank.balances[1] = 900, 1_100

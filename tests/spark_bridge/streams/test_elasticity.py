@@ -29,9 +29,7 @@ def owned() -> dict[str, int]:
     return hosts
 
 
-def test_a_stream_goes_on_and_is_answered_for_while_hosts_come_and_go(
-    spark: Any, make_stream: Callable[..., Stream]
-) -> None:
+def test_stream_continues_and_is_served_while_hosts_come_and_go(spark: Any, make_stream: Callable[..., Stream]) -> None:
     stream = make_stream()
     told: dict[int, list[str]] = {}
     done = 0

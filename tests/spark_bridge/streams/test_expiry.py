@@ -1,4 +1,4 @@
-"""What has expired goes, also of keys that are handled in every batch; what has not is found, also beside it."""
+"""Expired state is removed, even for keys handled in every batch; unexpired state next to it is found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_key_that_is_handled_in_every_batch_does_not_grow(tmp_path: Path) -> N
     assert keys.rows("list.-chunks") == keys.rows("list") == []
 
 
-def test_a_large_map_goes_and_comes_again(tmp_path: Path) -> None:
+def test_large_map_expires_and_is_refilled(tmp_path: Path) -> None:
     states: dict[str, Any] = {}
     keys = partition(tmp_path, states)
     put = lambda key: [states["map"].updateValue((i,), (i,)) for i in range(100)]  # noqa: E731

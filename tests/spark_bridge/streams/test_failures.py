@@ -161,7 +161,7 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
 
 
 def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Another driver, in a process of its own, on plain local Spark with its own Ray."""
+    """Run another driver in a separate process, on plain local Spark with its own Ray."""
     with tempfile.TemporaryDirectory() as scratch:
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *args],
@@ -251,10 +251,10 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
 
 
 @pytest.mark.parametrize("consumed", ["nothing", "part"])
-def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_repaired(
+def test_foreach_batch_that_runs_part_of_the_plan_fails_and_can_be_repaired(
     totals: Totals, client: QueryableStateClient, consumed: str
 ) -> None:
-    """Spark commits the batch all the same; the next one must not go on from state that lacks partitions."""
+    """Spark commits the batch nevertheless. The next batch must not continue from state that lacks partitions."""
     totals.add(2)
     frame = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint)
 
@@ -277,7 +277,7 @@ def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_
     totals.check(client)
 
 
-def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
+def test_coalesce_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, client: QueryableStateClient
 ) -> None:
     totals.add(2)
@@ -289,7 +289,7 @@ def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
     totals.check(client)
 
 
-def test_union_behind_the_operator_is_a_clear_error_and_loses_no_state(
+def test_union_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:
     totals.add(2)

@@ -1,4 +1,4 @@
-"""``forget_keys`` beside a stream on Spark, and behind its end: the stream stays exact, and no byte of a key stays."""
+"""``forget_keys`` on a running and an ended stream on Spark leaves exact results and no byte of a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 USERS = ["Zq8vKw3xTn5bRm1yLd7c", "Hj4sPf9gVt2eWa6kXo0u", "other"]
 
 
-def test_keys_go_beside_a_stream_and_behind_its_end(spark: SparkSession, tmp_path: Path) -> None:
+def test_keys_are_forgotten_during_and_after_a_stream(spark: SparkSession, tmp_path: Path) -> None:
     stream = Stream(spark, tmp_path, "user string, v double")
 
     def add() -> None:

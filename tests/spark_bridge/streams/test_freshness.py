@@ -1,4 +1,4 @@
-"""Whoever asks after Spark has said that a batch is done is answered from that batch or a later one."""
+"""A read after Spark has reported the end of a batch returns that batch or a later one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_short_query_that_has_ended_is_never_answered_from_before_its_batch(
             assert client.get("counts", 2, query=str(query.id)) == {"n": 2}
 
 
-def test_each_batch_is_seen_by_the_time_at_which_spark_says_that_it_is_done(stream: Stream) -> None:
+def test_each_batch_is_visible_once_spark_reports_its_end(stream: Stream) -> None:
     """By a new client after ``processAllAvailable``, and by ``foreachBatch`` in the next batch."""
     seen: list[tuple[int, Any]] = []
 

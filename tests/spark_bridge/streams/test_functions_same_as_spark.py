@@ -59,7 +59,7 @@ def functions() -> dict[str, tuple[AggregateFunction, Column]]:
         if c != "odd":  # Spark keeps every NaN apart in a set
             pairs[f"set_{c}"] = (S.collect_set(c), F.sort_array(F.collect_set(c)))
     pairs |= {
-        # Times are unique, so Spark's choice is no accident.
+        # Times are unique, so Spark's choice is deterministic.
         "first": (S.first("s", by="ts"), F.min_by("s", "ts")),
         "last": (S.last("s", by="ts"), F.max_by("s", "ts")),
         "by_time": (
@@ -128,7 +128,7 @@ def is_same(name: str, ours: Any, sparks: Any) -> bool:
     return bool(ours == sparks)
 
 
-def test_every_function_gives_what_sparks_own_gives(make_stream: Any) -> None:
+def test_every_function_equals_sparks(make_stream: Any) -> None:
     stream: Stream = make_stream(SCHEMA)
     rows = rows_of(7)
     for part in (rows[:100], rows[100:101], rows[101:]):

@@ -129,7 +129,7 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
 
 
 @pytest.mark.spark42
-def test_an_aggregate_behind_a_join_gives_what_sparks_own_gives(sides: Sides) -> None:
+def test_aggregate_after_a_join_equals_sparks(sides: Sides) -> None:
     """Rows that have waited are not late behind the join, and windows come when no more rows can."""
     sides.add(FILES)
     sides.end()
@@ -213,7 +213,7 @@ def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how:
     query = go_on(sides, how, checkpoint, 3, "file", found)
     if how == "inner":
         check_waiting(sides, client, query)
-    # What a batch behind the savepoint gave out would come again.
+    # A batch after the savepoint would repeat its output.
     saved = trigger_savepoint(query, str(tmp_path / "savepoints"), stop=True).result(PATIENCE)
     restored = str(tmp_path / "restored")
     restore_savepoint(saved, restored, num_partitions=1, backend="rocksdb")

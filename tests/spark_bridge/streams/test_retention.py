@@ -92,7 +92,7 @@ def test_commits_alone_are_removed(totals: Totals, client: QueryableStateClient)
     totals.check(client)
 
 
-def test_only_what_spark_can_go_back_to_is_kept(
+def test_only_versions_that_spark_can_go_back_to_are_kept(
     totals: Totals, client: QueryableStateClient, few_batches_kept: int
 ) -> None:
     query = start(totals.frame(), totals.stream)

@@ -60,7 +60,7 @@ def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
 
 
 def described(savepoint: str) -> SavepointMetadata:
-    """What it says of itself."""
+    """Return the description that the savepoint has of itself."""
     info: SavepointInfo = describe_savepoint(savepoint)
     assert info.metadata is not None
     return info.metadata
@@ -154,10 +154,10 @@ def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClien
 def go_on_from(
     flow: Flow, client: QueryableStateClient, checkpoint: str, batch: int, n: int, m: int, provider: str
 ) -> int:
-    """Start the query at a restored location; it must go on behind the savepoint's batch, and end exact.
+    """Start the query at a restored location; it must continue after the savepoint's batch, and end exact.
 
-    Returns how many files Spark read together in the first batch besides the one that it has to itself otherwise: those
-    that it had listed in ``sources`` when the savepoint was made, though not yet in a committed batch.
+    Returns the number of additional files in Spark's first batch, which otherwise has a single file. Spark had listed
+    them in ``sources`` when the savepoint was made, but not yet in a committed batch.
     """
     sink = Sink()
     with backend(provider):
@@ -174,7 +174,7 @@ def go_on_from(
 
 @dataclass
 class Saved:
-    """A savepoint whose query has gone on, and whose checkpoint is gone."""
+    """A savepoint whose query has continued, and whose checkpoint no longer exists."""
 
     flow: Flow
     path: str
@@ -273,7 +273,7 @@ def test_another_program_is_refused_with_the_differences(saved: Saved, tmp_path:
         assert sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts) == before
 
 
-def test_some_of_the_operators_go_on_in_a_program_that_has_only_those(
+def test_savepoint_is_restored_into_a_program_with_fewer_operators(
     saved: Saved, client: QueryableStateClient, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "ck"
@@ -334,7 +334,7 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     time.sleep(0.5)
     assert sink.seen == list(range(batch + 1))
     assert batch < flow.batch_of[-1], "the stream was over before the savepoint: nothing was stopped"
-    # Both go on behind it: the restored one, and the checkpoint itself.
+    # Both the restored query and the checkpoint itself continue after the savepoint.
     restore_savepoint(path, str(tmp_path / "ck"))
     go_on_from(flow, client, str(tmp_path / "ck"), batch, 3, 2, "rocksdb")
     assert go_on_from(flow, client, flow.stream.checkpoint, batch, 3, 2, "rocksdb") == 0
@@ -368,7 +368,7 @@ def test_deleting_a_savepoint_removes_it_and_nothing_else(saved: Saved, tmp_path
         describe_savepoint(str(copies[0]))
     with pytest.raises(Exception, match=copies[0].name):
         restore_savepoint(str(copies[0]), str(tmp_path / "ck"))
-    # What is no savepoint is not deleted.
+    # Other directories are not deleted.
     with pytest.raises(Exception, match=r"(?i)savepoint"):
         delete_savepoint(str(base))
     assert (base / "notes.txt").read_text() == "mine"

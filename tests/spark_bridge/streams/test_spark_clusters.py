@@ -1,4 +1,4 @@
-"""``attach`` on Spark clusters that RayDP did not start: Ray within them, and Ray beside them."""
+"""``attach`` on Spark clusters that RayDP did not start: with Ray inside them, and with a separate Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def counts(tmp_path: Path) -> dict[str, int]:
-    """What the input that lies in ``tmp_path/in`` has."""
+    """Return the counts of the input in ``tmp_path/in``."""
     (tmp_path / "in").mkdir()
     found: Counter[str] = Counter()
     for number in range(3):
@@ -87,7 +87,7 @@ def test_ray_on_spark(tmp_path: Path, counts: dict[str, int]) -> None:
         assert words in refused
 
 
-def test_standalone_spark_beside_ray(tmp_path: Path, counts: dict[str, int]) -> None:
+def test_standalone_spark_with_a_separate_ray(tmp_path: Path, counts: dict[str, int]) -> None:
     with own_head() as head, standalone_spark(tmp_path) as master:
         found = run(tmp_path, "beside", str(tmp_path), master, head.address, RAY_TMPDIR=head.directory)
     assert found["counts"] == counts

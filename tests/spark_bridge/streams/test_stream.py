@@ -194,7 +194,7 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
-def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
+def test_restarted_query_continues_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
         for _ in range(2):
@@ -263,7 +263,7 @@ def test_results_do_not_depend_on_the_number_of_partitions(
 
 @pytest.mark.spark42
 def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Callable[..., Stream]) -> None:
-    """Behind an operator that emits nothing, beside an empty side of a union, and in an empty batch."""
+    """After an operator without output, with an empty side of a union, and in an empty batch."""
     stream, quiet = make_stream(), make_stream()
     df = stream.read().union(quiet.read().where("k < 0"))
     first = aggregate(df, by="k", operator="first", num_partitions=3, v=S.sum("v"))
@@ -281,7 +281,7 @@ def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Call
         assert counted == {"first": 3, "second": 4}, manifest["version"]
 
 
-def test_state_may_lie_elsewhere_than_the_checkpoint(spark: Any, stream: Stream, tmp_path: Path) -> None:
+def test_state_may_be_stored_outside_the_checkpoint(spark: Any, stream: Stream, tmp_path: Path) -> None:
     spark.conf.set("spark.statestore.location", str(tmp_path / "elsewhere"))
     try:
         stream.add([(1, 1.0)])
@@ -352,7 +352,7 @@ def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Pat
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("output_mode", ["update", "complete"])
-def test_an_aggregate_over_all_rows_emits_what_sparks_own_does(stream: Stream, output_mode: str) -> None:
+def test_aggregate_over_all_rows_emits_the_same_as_spark(stream: Stream, output_mode: str) -> None:
     """The first batch and the third have no rows behind the filter."""
     given = stream.read().where("v > 0")
     found: dict[str, list[Any]] = {"ours": [], "spark": []}

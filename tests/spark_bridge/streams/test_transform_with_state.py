@@ -80,7 +80,7 @@ def test_state_of_every_kind_and_type_is_kept_over_batches_and_a_restart(make_st
             (None, None, "m.containsKey", None, "key199"),
             (None, None, "m.removeKey", None, "key0"),
             (None, None, "m.removeKey", None, "nobody"),
-            (None, 1, "v.exists"),  # a key of its own
+            (None, 1, "v.exists"),  # null is a separate key
         )
     )
     five = (composite(5, "five"),)
@@ -147,7 +147,7 @@ def test_state_of_every_kind_and_type_is_kept_over_batches_and_a_restart(make_st
     ("processor", "time_mode"),
     [pytest.param(Commands, "eventTime", id="rows"), only_thorough(PandasCommands, "processingTime", id="pandas")],
 )
-def test_random_commands_give_what_a_plain_model_gives(
+def test_random_commands_match_a_plain_model(
     make_stream: Callable[..., Stream], processor: type, time_mode: str
 ) -> None:
     """On Spark 4.2, ``test_same_as_spark`` compares with Spark itself."""
@@ -169,7 +169,7 @@ def test_random_commands_give_what_a_plain_model_gives(
 # Initial state -----------------------------------------------------------------------------------------------------
 
 
-def test_an_initial_state_is_there_once_and_before_the_first_rows(make_stream: Callable[..., Stream]) -> None:
+def test_initial_state_is_applied_once_before_the_first_rows(make_stream: Callable[..., Stream]) -> None:
     stream, write = make_stream(INPUT), Writer()
     initial = stream.spark.createDataFrame([(7, "a", "x", 1), (95_000, "b", "y", 2), (None, None, None, None)], INITIAL)
     stream.add(write(("a", 1, "l.get"), ("a", 1, "timer.listTimers"), (None, None, "l.get"), ("a", 1, "l.clear")))
@@ -231,7 +231,7 @@ class Count:
 
 
 @pytest.mark.spark42
-def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
+def test_chained_operators_have_separate_state_and_the_event_time(
     make_stream: Callable[..., Stream],
 ) -> None:
     stream = make_stream("k long, v double, t timestamp")
@@ -257,7 +257,7 @@ def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
         num_partitions=2,
     )
     found = process_all(counted, stream)
-    # The watermark of batch 1 is 15 s: the rows of 10 s go on then, and the count behind sees them in the same batch.
+    # The watermark of batch 1 is 15 s: it releases the rows of 10 s, and the next count sees them in the same batch.
     assert [[row[:2] for row in rows] for rows in found] == [[(0, 1), (1, 1)]]
     totals = aggregate(forwarded, by="k", operator="totals", n=S.count(), total=S.sum("total"))
     other = Stream(stream.spark, stream.root / "other", stream.schema)

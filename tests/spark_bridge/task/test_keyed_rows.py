@@ -1,4 +1,4 @@
-"""Rows by key in bounded memory: what is on disk counts like what is in memory, and no key comes twice."""
+"""Rows by key in bounded memory: rows on disk count like rows in memory, and no key comes twice."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_key_comes_once_with_all_its_rows(
     assert len(every) == len(set(expected) | set(without))
 
 
-def test_a_key_with_more_rows_than_a_step_is_carried_on() -> None:
+def test_key_with_more_rows_than_a_step_continues_in_the_next_step() -> None:
     def kept(ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
         order = np.argsort(ids, kind="stable")
         return ids[order], rows.take(pa.array(order))
@@ -95,7 +95,7 @@ def test_slices_of_keys_have_their_rows() -> None:
     assert len(part.slice(0, 99).keys) == 10
 
 
-def test_steps_follow_what_keys_take() -> None:
+def test_step_sizes_follow_the_size_of_keys() -> None:
     size = StepSize(100, bytes_per_step=1000)
     size.seen(10, 5000)
     assert size.keys == 2

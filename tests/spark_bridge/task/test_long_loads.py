@@ -96,7 +96,7 @@ class Loads:
         wait_for(lambda: self.progress().files >= until or not self.progress().load)
 
     def end_with_next_file(self) -> None:
-        """Let the load see that it is to end. It waits for what it reads ahead, too, which are two files."""
+        """Let the load notice its cancellation. It also waits for the two files that it reads ahead."""
         self.world.gate.release(3)
 
     def is_at_rest(self) -> bool:
@@ -162,7 +162,7 @@ def test_a_load_that_advances_completes_however_long_it_takes(loads: Loads, know
     assert len(loads.world.read) == VERSIONS and set(loads.world.read.values()) == {1}
 
 
-def test_a_scan_behind_a_long_load_has_its_whole_time(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_after_a_long_load_has_its_full_timeout(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scan fails once when the load is over: the seconds of the load do not count."""
     loads.clock.on_sleep = slowly(loads, 0.9 * TIMEOUT)
     scan, failed = loads.host.reads.scan, list[object]()
@@ -180,7 +180,7 @@ def test_a_scan_behind_a_long_load_has_its_whole_time(loads: Loads, monkeypatch:
     assert loads.clock.now - begun > 6 * TIMEOUT
 
 
-def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by_the_next_attempt(loads: Loads) -> None:
+def test_stalled_load_ends_and_the_next_attempt_reuses_its_files(loads: Loads) -> None:
     def sleep() -> None:
         loads.clock.now += 0.4 * TIMEOUT
         if loads.progress().files < 3:
@@ -197,13 +197,13 @@ def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by
     assert len(loads.world.read) == VERSIONS and set(loads.world.read.values()) == {1}
 
 
-def test_a_failed_load_is_told_once_and_gone_on_with(loads: Loads) -> None:
+def test_failed_load_is_reported_once_and_resumed(loads: Loads) -> None:
     def sleep() -> None:
         if loads.progress().files < 4:
             loads.let_through(1)
         else:
             loads.world.fails = True
-            loads.world.gate.release(2)  # also for what is read ahead
+            loads.world.gate.release(2)  # also for the files that are read ahead
 
     loads.clock.on_sleep = sleep
     with pytest.raises(StorageError, match="throttled"):
@@ -219,7 +219,7 @@ def test_a_failed_load_is_told_once_and_gone_on_with(loads: Loads) -> None:
     assert max(before.values()) == 1 and sum((loads.world.read - before).values()) == VERSIONS - 4
 
 
-def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loads: Loads) -> None:
+def test_abandoned_load_ends_and_its_files_are_removed_later(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None  # and the task dies
     loads.let_through(3)
     loads.clock.now += ABANDONED_SECONDS + 1
@@ -236,7 +236,7 @@ def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loa
     assert value(loads.opened()) == LAST
 
 
-def test_a_new_attempt_goes_on_with_a_load_that_nobody_waited_for(loads: Loads) -> None:
+def test_new_attempt_resumes_an_abandoned_load(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None
     loads.let_through(3)
     loads.clock.now += ABANDONED_SECONDS + 1
@@ -280,7 +280,7 @@ def test_a_load_of_a_run_that_is_over_ends_and_leaves_nothing(loads: Loads) -> N
     assert not list(loads.tmp_path.glob("local0b/*/run1/**/engine"))
 
 
-def test_what_hangs_in_one_partition_holds_up_nothing_else(loads: Loads) -> None:
+def test_hanging_partition_does_not_block_others(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None
     assert loads.world.arrived.acquire(timeout=PATIENCE)
     done: list[str] = []

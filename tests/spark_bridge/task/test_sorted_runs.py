@@ -40,7 +40,7 @@ def open_files(directory: Path) -> list[str]:
     """Files there that this process has open, also removed ones. What others open or close is not looked at."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed by now
             found.append(str(descriptor.readlink()))
     return [name for name in found if name.startswith(f"{directory}/")]
 
@@ -117,7 +117,7 @@ def test_rows_come_by_key_in_their_order(keys: list[str | None], size: int, limi
         assert sorter.num_rows == len(keys)
 
 
-def test_what_fits_is_sorted_in_memory() -> None:
+def test_rows_that_fit_are_sorted_in_memory() -> None:
     keys: list[str | None] = [f"k{i * 7 % 100}" for i in range(1000)]
     with RowSorter(KEYS, KEY_GROUPS, Limits()) as sorter:
         for start in range(0, 1000, 100):
@@ -127,7 +127,7 @@ def test_what_fits_is_sorted_in_memory() -> None:
         assert sorter.num_spills == 0
 
 
-def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
+def test_rows_beyond_memory_are_spilled_and_merged_few_files_at_a_time() -> None:
     keys: list[str | None] = [f"k{i * 7 % 100}" for i in range(2400)]
     with RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
         for start in range(0, 2400, 50):
@@ -235,7 +235,7 @@ def test_a_spool_gives_back_what_it_took_from_memory_or_disk() -> None:
             assert pa.Table.from_batches(spool.batches()) == pa.Table.from_batches(batches)
 
 
-def test_a_spool_that_is_given_up_leaves_nothing() -> None:
+def test_abandoned_spool_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="gone"), Spool(batch_of([]).schema, 0) as spool:
         spool.add(batch_of(["a"]))
         raise RuntimeError("gone")

@@ -81,7 +81,7 @@ def keys_of(n: int) -> pa.BinaryArray:
     return binary(*(b"\x00\x00%06d" % i for i in range(n)))
 
 
-def test_what_a_task_has_done_is_in_the_history(world: World, served: list[Served], tmp_path: Path) -> None:
+def test_history_records_the_work_of_a_task(world: World, served: list[Served], tmp_path: Path) -> None:
     c = start(world, served, tmp_path)
     write_offsets(world, 0, 7, 1000)
     for p, duplicates in ((0, 3.0), (1, 4.0)):
@@ -94,7 +94,7 @@ def test_what_a_task_has_done_is_in_the_history(world: World, served: list[Serve
     assert [record[name] for name in done] == [20, 10, 4, 2, 7]
 
 
-def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:
+def test_task_reads_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:
     start(world, served, tmp_path)
     write_offsets(world, 0, 7, 1000)
     first, other = store(served, 0), store(served, 0, 1)
@@ -125,7 +125,7 @@ def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_pa
     assert list(again.scan([(b"", None)], "unknown")) == []
 
 
-def test_what_comes_from_a_host_is_aligned(
+def test_buffers_from_a_host_are_aligned(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC puts buffers anywhere, and Arrow's query engine warns about them, or refuses them."""
@@ -232,7 +232,7 @@ def test_a_get_that_opens_finds_the_new_owner(
     assert again.knows_owner
     assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
     again.commit(OperatorFigures())
-    # A host that is asked and is not the owner names whoever is.
+    # A host that is not the owner names the owner.
     asked = Served(world, c, "c", tmp_path)
     served.append(asked)
     asked.host.open = lambda task: OpenReply(successor.address, 1)
@@ -322,7 +322,7 @@ def test_an_attempt_does_not_open_a_second_time_without_saying_so(
 
 
 @pytest.mark.parametrize("lost", [HostUnavailableError("died"), NotOwnerError("moved")])
-def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
+def test_open_is_repeated_if_the_host_is_lost_before_get(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: Exception
 ) -> None:
     start(world, served, tmp_path)
@@ -349,7 +349,7 @@ def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
     assert calls == ["do_exchange", "open", "do_exchange", "do_put"]
 
 
-def test_what_one_task_finds_out_about_a_lost_host_no_other_task_of_the_worker_finds_out_again(
+def test_tasks_of_a_worker_share_the_knowledge_of_a_lost_host(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(world, served, tmp_path)
@@ -369,7 +369,7 @@ def test_what_one_task_finds_out_about_a_lost_host_no_other_task_of_the_worker_f
     for p in (0, 1):
         store(served, 1, p).commit(OperatorFigures())
         assert gone not in {address for address, _ in task_client._owners.values()}
-    assert gone not in called, "a connection of the first batch has shown that nobody answers"
+    assert gone not in called, "a connection of the first batch has shown that the host is gone"
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_rows_that_were_shuffled_by_other_key_groups_are_refused(
     store(served, 0)  # "Make the DataFrame again": its rows are shuffled by the key groups of now
 
 
-def test_a_row_tells_its_partition() -> None:
+def test_row_carries_its_partition() -> None:
     users = pa.record_batch({"user": pa.array(range(100), pa.int64()), "n": pa.array([0] * 100)})
     expected = key_groups(users.select(["user"]), 1024).astype(int) * 3 // 1024
     assert partitions_of(users, ["user"], 1024, 3) == expected.tolist()
@@ -417,7 +417,7 @@ def test_a_task_refuses_rows_of_another_partition() -> None:
             list(work._checked(own, iter([both]), 0))
 
 
-def test_a_scan_goes_on_where_a_host_has_died(
+def test_scan_resumes_where_a_host_has_died(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = start(world, served, tmp_path)
@@ -448,7 +448,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
     assert died and found == [*keys.to_pylist()[50:], *keys.to_pylist()[:20]]
 
 
-def test_changes_beyond_the_budget_are_sent_as_often_as_need_be() -> None:
+def test_changes_beyond_the_budget_can_be_sent_repeatedly() -> None:
     staged = StagedChanges(budget=200)
     for i in range(20):
         staged.add("a" if i % 2 else "b", binary(b"k%02d" % i), binary(b"x" * i if i % 3 else None))
@@ -480,7 +480,7 @@ def test_a_scan_that_is_left_early_is_not_read_to_its_end(
     assert len(sent) < 200
 
 
-def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
+def test_scan_that_never_succeeds_times_out(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(world, served, tmp_path)

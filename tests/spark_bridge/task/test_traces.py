@@ -1,6 +1,6 @@
-"""What a batch, a savepoint, a restart with other partitions and a move show in their traces, over Flight servers.
+"""Traces of a batch, a savepoint, a restart with other partitions and a move, over Flight servers.
 
-The coordinator is in the process of the hosts, so its spans stand below theirs.
+The coordinator runs in the process of the hosts, so its spans are children of theirs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_an_attempt_that_fails_and_the_next_one_are_in_the_same_trace(recorded: 
     stream.register()
     write_offsets(stream.world, 0, 0, 1000)
     with pytest.raises(NotOwnerError):
-        stream.hosts[0].commit(task(0), None, {})  # nobody has opened the partition
+        stream.hosts[0].commit(task(0), None, {})  # no task has opened the partition
     stream.task(0, 0)
     refused, accepted = recorded.named("host.commit")
     assert refused.status.description == "NotOwnerError"
@@ -176,7 +176,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     assert load.context.trace_id == spans.batch("run2", 2).ids[0]
 
 
-def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -> None:
+def test_savepoint_has_its_own_trace(recorded: Recorded, stream: Stream) -> None:
     stream.register()
     stream.batch(0)
     stream.c.batch_committed("run1", 0)
@@ -201,7 +201,7 @@ def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -
     assert ["savepoint", "host.export", "storage.put"] in map(recorded.path, recorded.all())
 
 
-def test_a_partition_that_moves_is_loaded_beside_the_batch(recorded: Recorded, stream: Stream) -> None:
+def test_moving_partition_is_loaded_concurrently_with_the_batch(recorded: Recorded, stream: Stream) -> None:
     stream.register()
     stream.batch(0)
     stream.c.batch_committed("run1", 0)

@@ -1,4 +1,4 @@
-"""What a worker process keeps between tasks is left out of its garbage collections, and still can be imported."""
+"""A worker process excludes objects that outlive tasks from garbage collection, and can still import modules."""
 
 from __future__ import annotations
 

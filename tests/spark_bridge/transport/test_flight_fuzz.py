@@ -82,7 +82,7 @@ class Served:
             self.open_scans -= 1
 
     def still_answers(self) -> None:
-        """A right request, on a connection of its own."""
+        """Send valid requests on a new connection."""
         client = HostClient(self.address, TOKEN, timeout=PATIENCE)
         keys = pa.array([b"k", b"nobody"])
         try:
@@ -93,7 +93,7 @@ class Served:
             client.close()
 
     def figures(self) -> tuple[int, int, int]:
-        """Threads, file descriptors and open scans, once they are no more than they will be."""
+        """Return the numbers of threads, file descriptors and open scans once they have settled."""
         least = (1 << 30,) * 3
         for _ in range(100):
             gc.collect()
@@ -219,7 +219,7 @@ def put(client: flight.FlightClient, rng: random.Random, given: flight.FlightCal
 def _talk(
     rng: random.Random, writer: Any, reader: Any, read: Callable[[], object], schema: pa.Schema | None = None
 ) -> None:
-    """Write some of a stream, perhaps all of it, perhaps with metadata that is no name, and leave at any moment."""
+    """Write some or all of a stream, perhaps with metadata that is not a name, and leave at any moment."""
     try:
         if schema is None and rng.random() < 0.9:
             schema = rng.choice(SCHEMAS)
@@ -270,7 +270,7 @@ CALLS = {"exchanges": exchange, "puts": put, "actions": action, "other calls": o
 
 @pytest.mark.parametrize("call", CALLS)
 @ROUNDS
-def test_whatever_is_called_is_answered_or_refused(served, call, rounds, caplog):
+def test_every_call_is_answered_or_rejected(served, call, rounds, caplog):
     rng = random.Random(f"{call} {rounds}")
 
     def round_of(count: int) -> None:
@@ -311,7 +311,7 @@ def test_no_token_no_answer(served, call):
 
 
 @ROUNDS
-def test_bytes_that_are_no_http2_end_a_connection(served, rounds):
+def test_non_http2_bytes_end_a_connection(served, rounds):
     rng = random.Random(rounds)
     served.still_answers()
     before = served.figures()
@@ -364,7 +364,7 @@ def test_streams_that_stay_half_open_end_with_their_clients(served):
 
 
 def test_changes_of_other_columns_are_refused(served):
-    """Also where keys and values stand in the right places, and the stream is whole."""
+    """Also if keys and values are at the right positions and the stream is complete."""
     commits = served.host.describe()["commits"]
     client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
     command = CommitCommand(task(1, 0), {}, OperatorFigures())
@@ -387,7 +387,7 @@ def test_changes_of_other_columns_are_refused(served):
     "ending", ["the client closes", "the client is gone", "no time is left", "an error of the client"]
 )
 def test_changes_that_break_off_are_not_committed(served, ending):
-    """Flight ends such a stream as any other: once, what had arrived of it was committed."""
+    """Flight ends a broken stream like any other. An earlier version committed the part that had arrived."""
     commits = served.host.describe()["commits"]
     client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
     command = CommitCommand(task(1, 0), {}, OperatorFigures())

@@ -40,7 +40,7 @@ def server(tmp_path: Path) -> Iterator[HostFlightServer]:
     host.close()
 
 
-def test_a_host_that_one_thread_gives_up_goes_on_answering_the_others(server: HostFlightServer) -> None:
+def test_host_given_up_by_one_thread_still_serves_the_others(server: HostFlightServer) -> None:
     address = f"grpc://127.0.0.1:{server.port}"
 
     def ask(_: int) -> None:
@@ -56,7 +56,7 @@ def test_a_host_that_one_thread_gives_up_goes_on_answering_the_others(server: Ho
     forget_client(address, TOKEN)
 
 
-def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(server: HostFlightServer) -> None:
+def test_abandoned_connection_is_closed_after_its_last_call(server: HostFlightServer) -> None:
     address = f"grpc://127.0.0.1:{server.port}"
 
     def is_connected() -> bool:
@@ -66,7 +66,7 @@ def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(ser
 
     client = client_for(address, TOKEN)
     forget_client(address, TOKEN)
-    assert client.describe()["host_id"] == "h0", "who has it already may go on"
+    assert client.describe()["host_id"] == "h0", "its current users may keep it"
     assert client_for(address, TOKEN) is not client
     forget_client(address, TOKEN)
     assert is_connected()
@@ -74,7 +74,7 @@ def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(ser
     wait_until(lambda: not is_connected())
 
 
-def test_a_host_that_was_given_up_is_called_again_once_somebody_takes_connections_there() -> None:
+def test_host_that_accepts_connections_again_is_called_again() -> None:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         address = f"grpc://127.0.0.1:{place.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A machine that is cut off sends no reset: calls to its host are given up because nobody takes connections there."""
+"""A machine that is cut off sends no reset. Calls to its host end because it accepts no connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cable:
         while True:
             client, _ = self._listener.accept()
             if self.cut.is_set():
-                # The queue of connections that nobody takes is full with this one and the next: the kernel drops more.
+                # This connection and the next one fill the accept queue: the kernel drops further ones.
                 self._open.enter_context(client)
                 return
             self.connections += 1
@@ -56,7 +56,7 @@ class Cable:
             return  # closed at the end of the test
 
     def take_out(self) -> None:
-        """Cut it, and wait until nobody takes connections any more."""
+        """Cut the host off, and wait until it accepts no connections."""
         self.cut.set()
         self._open.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE))
         self._accepting.join(PATIENCE)
@@ -70,7 +70,7 @@ class Cable:
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers an action when it is let go on; a commit, as long as somebody sends changes."""
+    """Blocks an action until the test releases it, and a commit for as long as the client sends changes."""
 
     def __init__(self) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -117,7 +117,7 @@ def test_a_call_to_a_host_that_is_cut_off_ends_long_before_its_time(
     client.close()
 
 
-def test_a_call_to_a_host_that_takes_long_is_not_given_up(server: Server, cable: Cable, quick: None) -> None:
+def test_slow_call_to_a_host_is_not_abandoned(server: Server, cable: Cable, quick: None) -> None:
     client = HostClient(f"grpc://127.0.0.1:{cable.port}", "token", timeout=10 * HANG)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.describe)
@@ -153,7 +153,7 @@ def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.M
             listener.accept()
 
 
-def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unanswered_probe_does_not_end_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[tuple[str, int]] = []
     monkeypatch.setattr(flight_client, "shut_down_connections", given_up.append)
     hosts = SilentHosts()

@@ -75,7 +75,7 @@ def served_page(system: System, tokens: Tokens | None = None) -> Iterator[str]:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser, with a profile of its own."""
+    """Start a browser with a fresh profile."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

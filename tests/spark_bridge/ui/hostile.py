@@ -1,4 +1,4 @@
-"""Names and values as somebody who wants to do harm sends them, and what a page must not have then."""
+"""Malicious names and values, and the content that a page must not have because of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = [
     "javascript:alert(1)",
     "x" * 1_500,
 ]
-"""A usual run has those of a kind as one text: each of them ends what it may stand in, wherever it stands."""
+"""A usual run joins the strings of a kind into one: each of them closes any context that surrounds it."""
 ADDRESSES = ("href", "src", "action", "formaction", "data-watch")
 
 

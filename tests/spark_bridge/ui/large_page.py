@@ -1,10 +1,10 @@
-"""A page of 50 queries with 10,000 partitions on 40 hosts, served by a process of its own.
+"""Serve a page of 50 queries with 10,000 partitions on 40 hosts in a separate process.
 
     python -m tests.spark_bridge.ui.large_page DIRECTORY
 
-The overview is renewed without a pause. One of the queries is real, and so is what coordinator and hosts say of it. The
-others are copies of it under names of their own, and each look takes their answers as they come from Ray: pickled.
-Between two looks each query has completed a version. The first line of stdout is the address.
+The overview refreshes without a pause. One query is real, with real replies of the coordinator and hosts. The others
+are copies with different names. Each refresh gets their replies pickled, as from Ray. Each query completes a version
+between two refreshes. The first line of stdout is the address.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LargeCluster:
         return pickle.dumps(coordinator), [pickle.dumps(in_columns(host)) for host in hosts]
 
     def _told(self, run_id: str) -> bytes:
-        """Return the answer to ``checkpoint_stats``: all for whoever asks first, the newest for whoever asks again."""
+        """Return the answer to ``checkpoint_stats``: the whole history the first time, then the newest."""
         is_all = not self._known.mark(run_id)
         first = self._newest - HISTORY + 1
         history = [

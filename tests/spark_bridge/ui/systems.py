@@ -1,4 +1,4 @@
-"""Systems for the page: a model of any size with what goes wrong, and real hosts without Ray."""
+"""Systems for the page: a model of any size with faults, and real hosts without Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOW = 1_763_900_000_000
 
 @dataclass
 class Tokens:
-    """A verifier of three tokens, of which some may be revoked."""
+    """A verifier of three tokens; some may be revoked."""
 
     revoked: set[str] = field(default_factory=set)
 

@@ -51,7 +51,7 @@ def test_without_a_token_nothing_is_sent(path: str) -> None:
 
 
 @ROOTS
-def test_a_session_is_a_cookie_that_scripts_and_other_sites_do_not_get(root: str) -> None:
+def test_session_cookie_is_hidden_from_scripts_and_other_sites(root: str) -> None:
     client = browser(root)
     shown = client.get(f"{root}/signin")
     answer = client.post(f"{root}/signin", data={**Forms(shown.text).hidden, "token": LOOK, "next": "/hosts?from=0"})
@@ -63,7 +63,7 @@ def test_a_session_is_a_cookie_that_scripts_and_other_sites_do_not_get(root: str
     assert left.headers["location"] == f"{root}/signin" and client.get(f"{root}/").status_code == 401
 
 
-def test_the_page_that_was_asked_for_comes_after_signing_in() -> None:
+def test_sign_in_redirects_to_the_requested_page() -> None:
     client = browser()
     shown = client.get("/query?query=q-clicks")
     answer = client.post("/signin", data={**Forms(shown.text).hidden, "token": LOOK})
@@ -73,13 +73,13 @@ def test_the_page_that_was_asked_for_comes_after_signing_in() -> None:
 @pytest.mark.parametrize(
     "hostile", ["//evil.example", "/\\evil.example", "https://evil.example", "/a\r\nX: y", "javascript:1"]
 )
-def test_signing_in_leads_to_no_other_site(hostile: str) -> None:
+def test_sign_in_does_not_redirect_to_other_sites(hostile: str) -> None:
     client = browser()
     fields = {**Forms(client.get("/signin").text).hidden, "token": LOOK, "next": hostile}
     assert client.post("/signin", data=fields).headers["location"] == "/"
 
 
-def test_a_wrong_token_and_that_of_processes_sign_nobody_in() -> None:
+def test_wrong_tokens_and_process_tokens_cannot_sign_in() -> None:
     client = browser()
     hidden = Forms(client.get("/signin").text).hidden
     for token, why in (("wrong", "unknown"), ("", "No token"), (PROCESSES, "token issue --admin")):
@@ -182,7 +182,7 @@ def test_forms_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- headers, and hostile input ----------------------------------------------------------------
 
 
-def test_every_answer_has_the_headers_that_keep_browsers_in_check(look: Look) -> None:
+def test_every_response_has_security_headers(look: Look) -> None:
     client = look(ModelSystem(in_trouble()))
     for path in (*SEEN, "/signin", "/static/page.css", "/static/page.js", "/nothing", "/static/nothing"):
         headers = client.get(path).headers
@@ -192,7 +192,7 @@ def test_every_answer_has_the_headers_that_keep_browsers_in_check(look: Look) ->
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_parameters_are_text(text: str, look: Look) -> None:
+def test_hostile_parameters_are_escaped(text: str, look: Look) -> None:
     client = look(ModelSystem(healthy()))
     names = (
         "operator",

@@ -130,7 +130,7 @@ def test_the_pages_of_a_checkpoint(tab: Open) -> None:
 
 
 @pytest.mark.thorough  # test_pages.py asks for a query that there is not
-def test_a_page_that_there_is_not(model_page: str, tab: Open) -> None:
+def test_page_of_an_unknown_query_is_404(model_page: str, tab: Open) -> None:
     opened = tab(model_page).open("/query?query=nothing")
     assert opened.violations() == [] and "nothing" in opened.page.get_by_role("alert").inner_text()
     while not opened.problems:  # the browser notes the 404
@@ -165,7 +165,7 @@ def test_signing_in_by_keyboard_and_out(model_page: str, tab: Open, viewport: di
 
 
 @pytest.mark.thorough  # test_pages.py follows the links
-def test_from_what_is_wrong_to_its_cause(model_page: str, tab: Open) -> None:
+def test_navigation_from_a_fault_to_its_cause(model_page: str, tab: Open) -> None:
     page = tab(model_page).open("/").page
     fault = page.locator(".fault", has_text="slow-partition")
     assert "What to do" in fault.inner_text()
@@ -187,9 +187,7 @@ def test_a_page_keeps_up_until_it_is_paused(model: ModelSystem, model_page: str,
     assert page.locator("#pause").get_attribute("aria-pressed") == "true"
 
 
-def test_a_page_that_was_opened_before_anything_ran_shows_what_comes(
-    model: ModelSystem, model_page: str, tab: Open
-) -> None:
+def test_page_opened_before_any_query_shows_new_queries(model: ModelSystem, model_page: str, tab: Open) -> None:
     model.shown = Overview("cluster", 0)
     opened = tab(model_page).open("/")
     page = opened.page
@@ -200,7 +198,7 @@ def test_a_page_that_was_opened_before_anything_ran_shows_what_comes(
     assert opened.violations() == []
 
 
-def test_a_page_that_is_open_says_when_it_is_not_up_to_date(model: ModelSystem, tab: Open) -> None:
+def test_open_page_shows_that_it_is_out_of_date(model: ModelSystem, tab: Open) -> None:
     with served_page(model) as address:
         opened = tab(address).open("/")
         page = opened.page
@@ -210,20 +208,18 @@ def test_a_page_that_is_open_says_when_it_is_not_up_to_date(model: ModelSystem, 
         model.problem = None
         page.get_by_text("This is not up to date").wait_for(state="detached")
     page.get_by_text("The server of this page has not answered since").wait_for()
-    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
-    opened.problems.clear()  # the browser notes that nobody answers
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "the known faults stay"
+    opened.problems.clear()  # the browser logs that the server does not answer
 
 
-def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
-    model: ModelSystem, model_page: str, tab: Open
-) -> None:
+def test_open_page_shows_an_error_of_its_server(model: ModelSystem, model_page: str, tab: Open) -> None:
     """As while a service restarts, and where a proxy does not know it any more."""
     opened = tab(model_page).open("/")
     page = opened.page
     page.route("**/", lambda route: route.fulfill(status=503, content_type="text/plain", body="Restarting"))
     page.get_by_text('The server of this page has answered "503 Service Unavailable" since').wait_for()
     assert opened.violations() == []
-    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "the known faults stay"
     page.unroute("**/")
     page.route("**/", lambda route: route.fulfill(status=404, content_type="text/plain", body="No such path"))
     page.get_by_text('has answered "404 Not Found" since').wait_for()
@@ -235,7 +231,7 @@ def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
     page.get_by_role("heading", name="Nothing is wrong").wait_for()
     page.get_by_text("The server of this page has").wait_for(state="detached")
     page.get_by_role("button", name="Pause updates").wait_for()
-    opened.problems.clear()  # the browser notes statuses, and that nobody answers
+    opened.problems.clear()  # the browser logs statuses, and that the server does not answer
 
 
 @BOTH_WIDTHS
@@ -320,7 +316,7 @@ def test_a_savepoint_is_asked_for_and_followed(model: ModelSystem, model_page: s
 
 
 @pytest.mark.thorough  # test_access.py sends what such a browser says
-def test_a_form_of_another_site_is_refused_by_what_the_browser_says(
+def test_cross_site_form_is_rejected_by_browser_headers(
     model: ModelSystem, model_page: str, tab: Open, browser: Any
 ) -> None:
     """The other site is the same machine by another name, so the cookie is another site's too."""
@@ -337,7 +333,7 @@ def test_a_form_of_another_site_is_refused_by_what_the_browser_says(
         evil.close()
 
 
-def test_the_policy_stops_what_is_not_ours(model: ModelSystem, model_page: str, tab: Open) -> None:
+def test_content_policy_blocks_foreign_content(model: ModelSystem, model_page: str, tab: Open) -> None:
     opened = tab(model_page).open("/")
     opened.page.evaluate(
         "() => { const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s);"
@@ -349,7 +345,7 @@ def test_the_policy_stops_what_is_not_ours(model: ModelSystem, model_page: str, 
 
 
 @pytest.mark.thorough  # test_pages.py reads the pages as they are sent
-def test_without_scripts_all_is_there(model: ModelSystem, model_page: str, browser: Any) -> None:
+def test_pages_are_complete_without_scripts(model: ModelSystem, model_page: str, browser: Any) -> None:
     model.shown = replace(model.shown)
     context = browser.new_context(java_script_enabled=False, extra_http_headers={"Authorization": f"Bearer {ACT}"})
     try:
@@ -371,7 +367,7 @@ def long_names() -> Overview:
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_names_break_in_no_word_and_tables_that_are_cut_off_say_so(browser: Any, tab: Open, width: int) -> None:
+def test_names_do_not_break_within_words_and_cut_tables_say_so(browser: Any, tab: Open, width: int) -> None:
     with served_page(ModelSystem(long_names())) as address:
         opened = tab(address, viewport={"width": width, "height": 900}).open("/")
         page = opened.page

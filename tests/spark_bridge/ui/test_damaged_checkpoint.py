@@ -10,7 +10,7 @@ from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.ui.conftest import Look
 
 
-def test_the_newest_manifest_is_damaged_and_again_fine_when_put_back(look: Look, tmp_path: Path) -> None:
+def test_damaged_newest_manifest_is_shown_until_it_is_restored(look: Look, tmp_path: Path) -> None:
     checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
     manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[-1]
     sound = manifest.read_bytes()
@@ -28,7 +28,7 @@ def test_the_newest_manifest_is_damaged_and_again_fine_when_put_back(look: Look,
     assert "Nothing is wrong" in front and "<code>statestore verify</code> reads the files" in front
 
 
-def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp_path: Path) -> None:
+def test_damaged_older_manifest_does_not_hide_intact_versions(look: Look, tmp_path: Path) -> None:
     checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
     manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[0]
     sound = manifest.read_bytes()

@@ -1,4 +1,4 @@
-"""The pages of a model: what is wrong stands first with what to do, names may be anything, and size costs nothing."""
+"""The pages of a model: faults and their remedies come first, any name is safe, and size does not slow a page down."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Links(HTMLParser):
             self.found.append(dict(attrs)["href"] or "")
 
 
-def test_what_is_wrong_stands_first_with_what_to_do(look: Look) -> None:
+def test_faults_come_first_with_their_remedies(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/").text
     assert "2 errors" in text and text.index("2 errors") < text.index("Queries running")
     kinds = ("host-silent", "checkpoint-late", "slow-storage", "slow-partition", "skew")
@@ -77,7 +77,7 @@ def test_what_is_wrong_stands_first_with_what_to_do(look: Look) -> None:
     assert text.index("host-silent") < text.index("slow-storage")  # errors before warnings
 
 
-def test_each_fault_leads_to_its_page_which_has_it_too(look: Look) -> None:
+def test_each_fault_links_to_a_page_that_shows_it(look: Look) -> None:
     client = look(ModelSystem(in_trouble()))
     for fault in in_trouble().faults:
         text = client.get("/").text
@@ -86,12 +86,12 @@ def test_each_fault_leads_to_its_page_which_has_it_too(look: Look) -> None:
         assert fault.kind in client.get(link).text, (fault.subject, link)
 
 
-def test_a_healthy_system_says_so(look: Look) -> None:
+def test_healthy_system_is_shown_as_healthy(look: Look) -> None:
     text = look(ModelSystem(healthy())).get("/").text
     assert "Nothing is wrong" in text and "What to do" not in text
 
 
-def test_what_has_ended_counts_in_no_sum_and_stands_behind_what_runs(look: Look) -> None:
+def test_ended_queries_are_in_no_sum_and_listed_after_running_ones(look: Look) -> None:
     ended = replace(healthy().queries[0], status="ended")
     text = look(ModelSystem(replace(healthy(), queries=(ended, *healthy().queries[1:])))).get("/").text
     only = look(ModelSystem(replace(healthy(), queries=healthy().queries[1:]))).get("/").text
@@ -116,7 +116,7 @@ def test_every_link_leads_somewhere(path: str, look: Look) -> None:
             assert client.get(link).status_code == 200, link
 
 
-def test_a_query_says_where_time_went(look: Look) -> None:
+def test_query_page_shows_where_time_was_spent(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/query?query=q-orders").text
     assert "Where the time of batches went" in text and "changelog_ms" in text
     assert text.count("<g><title>batch") == 60
@@ -130,7 +130,7 @@ def test_a_query_says_where_time_went(look: Look) -> None:
     )
 
 
-def test_a_query_says_what_each_checkpoint_has_asked_of_storage_and_what_that_costs(look: Look) -> None:
+def test_query_page_shows_storage_requests_and_cost_per_checkpoint(look: Look) -> None:
     text = look(ModelSystem(healthy())).get("/query?query=q-clicks").text
     assert "20 put, 10 get, 1 list, 3 delete" in text and "$0.000109" in text and "put=0.005,get=0.0004" in text
     client = TestClient(create_ui(ModelSystem(healthy()), Tokens(), prices=Prices(put=100)))
@@ -151,7 +151,7 @@ def test_an_operator_shows_the_hottest_partitions_first(look: Look) -> None:
     assert "Versions 251 to 300, now" in text and "Versions 201 to 250" in text
 
 
-def test_an_operator_says_how_many_elements_its_limits_have_dropped(look: Look) -> None:
+def test_operator_page_shows_elements_dropped_by_limits(look: Look) -> None:
     of = healthy().queries[0]
     assert "Dropped elements" not in look(ModelSystem(healthy())).get("/operator?query=q-clicks&operator=totals").text
     for dropped, shade in ((1234, "warning"), (0, "")):
@@ -163,14 +163,14 @@ def test_an_operator_says_how_many_elements_its_limits_have_dropped(look: Look) 
         assert ("warning" in text) == bool(shade)
 
 
-def test_hosts_say_what_holds_memory(look: Look) -> None:
+def test_hosts_page_shows_memory_by_use(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/hosts").text
     assert "row cache 320.0 MiB" in text and "1.1 GiB" in text and "79 %" in text and "no answer" in text
     assert text.index("<td>scan</td>") < text.index("<td>get</td>")  # those that fail stand first
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_are_text(name: str, look: Look) -> None:
+def test_hostile_names_are_escaped(name: str, look: Look) -> None:
     of = operator(name, 4, 2, 1, hot=38.0)
     variable = replace(of.variables[0], name=name, key={name: name}, value={f"{name}2": name}, window=None)
     of = replace(of, variables=(variable,), schemas=(replace(of.schemas[0], variables=(variable,), schema_id=name),))
@@ -245,7 +245,7 @@ def test_a_timeline_adds_up() -> None:
     assert steps(checkpoints(9, 1))[0].name == "input_wait"
 
 
-def test_a_strip_ends_at_its_whole() -> None:
+def test_strip_ends_at_its_total() -> None:
     parts = strip({"a": 30.0, "b": 90.0, "c": 5.0}, 100.0)
     assert [(p.kind, p.x, p.width) for p in parts] == [("a", 0.0, 30.0), ("b", 30.0, 70.0)]
     assert strip({"a": 1.0}, 0.0) == []
@@ -272,7 +272,7 @@ class Asked:
         return SharedOverview(self, lambda: self.now)
 
 
-def test_an_overview_is_asked_for_once_a_second() -> None:
+def test_overview_is_requested_once_a_second() -> None:
     asked = Asked()
     shared = asked.shared()
     assert [shared.get().overview.taken_ms for _ in range(5)] == [1] * 5
@@ -281,7 +281,7 @@ def test_an_overview_is_asked_for_once_a_second() -> None:
 
 
 @pytest.mark.parametrize("error", [EnvironmentProblemError("The cluster is gone."), RuntimeError("secret")])
-def test_an_overview_that_fails_leaves_the_last_one_and_says_why(error: Exception, look: Look) -> None:
+def test_failed_overview_keeps_the_last_one_with_the_reason(error: Exception, look: Look) -> None:
     asked = Asked()
     shared = asked.shared()
     shared.get()
@@ -353,7 +353,7 @@ def test_queries_without_new_input_are_idle_and_not_late(look: Look) -> None:
     assert tiles["Longest without checkpoint"] == "3.0 s 1 idle not counted"
 
 
-def test_a_watermark_that_does_not_advance_says_what_it_waits_for(look: Look) -> None:
+def test_stalled_watermark_names_its_cause(look: Look) -> None:
     standing = replace(healthy().queries[1], watermark_rose_ms=healthy().taken_ms - 90_000)
     client = look(ModelSystem(replace(healthy(), queries=(standing,))))
     assert "the watermark waits for newer input" in client.get("/").text
@@ -375,7 +375,7 @@ def test_the_overview_has_backlog_durations_and_latency_of_lookups(look: Look) -
     assert tiles["Input backlog"] == "– no source reports it" and tiles["Lookup latency"] == "– no lookup yet"
 
 
-def test_a_follower_that_is_late_says_so(look: Look) -> None:
+def test_late_follower_is_shown_as_late(look: Look) -> None:
     late = replace(healthy().queries[1], status="ended", lag_ms=90_000)
     client = look(ModelSystem(with_faults(replace(healthy(), queries=(late,), faults=()))))
     assert "followed 1 min 30 s late" in client.get("/").text and "follower-late" in client.get("/").text

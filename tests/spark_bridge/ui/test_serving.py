@@ -41,7 +41,7 @@ def test_the_page_of_a_checkpoint_is_served_by_the_command() -> None:
     assert process.returncode is not None
 
 
-def test_a_location_without_state_is_said_before_anything_is_served() -> None:
+def test_location_without_state_is_rejected_before_serving() -> None:
     outcome = CliRunner().invoke(app, ["ui", "--checkpoint", str(ROOT / "docs")])
     assert outcome.exit_code == 2 and "query.json" in outcome.output
 

@@ -63,7 +63,7 @@ def test_a_key_has_inputs_of_its_types_and_a_value(page: TestClient) -> None:
     assert "The key has nothing" in page.get("/keys", params={"table": TABLE, "key.user": "5000"}).text
 
 
-def test_versions_of_a_key_beside_one_another(page: TestClient) -> None:
+def test_versions_of_a_key_are_shown_side_by_side(page: TestClient) -> None:
     text = page.get("/keys", params={"table": TABLE, "key.user": "5", "versions": "1, 2 3"}).text
     assert cells(text) == ["5", "5", "5", "5", "6", "7", "user 5", "user 5", "user 5"]
     assert text.count('class="changed"') == 1 and "version 2" in text
@@ -81,7 +81,7 @@ def test_versions_of_a_key_beside_one_another(page: TestClient) -> None:
         ({"key.user": "1", "versions": "-1"}, "give up to 6 numbers"),
     ],
 )
-def test_a_key_that_cannot_be_is_refused(given: dict[str, str], why: str, page: TestClient) -> None:
+def test_invalid_key_is_rejected(given: dict[str, str], why: str, page: TestClient) -> None:
     answer = page.get("/keys", params={"table": TABLE, **given})
     assert answer.status_code == 400 and why in answer.text
 
@@ -113,7 +113,7 @@ def test_a_scan_with_filters(page: TestClient) -> None:
         {"version": "77"},
     ],
 )
-def test_a_scan_that_cannot_be_is_refused(wrong: dict[str, str], page: TestClient) -> None:
+def test_invalid_scan_is_rejected(wrong: dict[str, str], page: TestClient) -> None:
     answer = page.get("/scan", params={"table": TABLE, "limit": "5", **wrong})
     assert answer.status_code == 400 and 'role="alert"' in answer.text and "<td" not in answer.text
 
@@ -153,13 +153,13 @@ def test_a_statement_as_csv(page: TestClient) -> None:
         ("select * from read_csv('/etc/passwd')", ""),
     ],
 )
-def test_a_statement_that_cannot_be_is_refused(statement: str, why: str, page: TestClient) -> None:
+def test_invalid_statement_is_rejected(statement: str, why: str, page: TestClient) -> None:
     for path in ("/sql", "/sql.csv"):
         answer = run(page, statement, path)
         assert answer.status_code == 400 and why in answer.text and "root:" not in answer.text
 
 
-def test_a_statement_without_an_end_is_ended(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_statement_times_out(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "select sum(a.range * b.range) from range(1000000) a, range(1000000) b"
     with monkeypatch.context() as changed:
         changed.setattr("spark_bridge.ui.state_pages.SQL_SECONDS", 0.2)
@@ -168,7 +168,7 @@ def test_a_statement_without_an_end_is_ended(page: TestClient, monkeypatch: pyte
     assert run(page, "select 1").status_code == 200
 
 
-def test_a_statement_beyond_its_memory_says_so(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statement_beyond_its_memory_fails_with_the_reason(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.ui.state_pages.PAGE_SQL", SqlLimits(256 << 20, threads=1, temp_bytes=0))
     large = "select a.range * 1000000 + b.range k, count(*) n from range(30000) a, range(30000) b group by all"
     for path in ("/sql", "/sql.csv"):
@@ -185,7 +185,7 @@ def test_an_answer_that_is_too_large_for_a_page_is_refused(page: TestClient) -> 
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_values_are_text(text: str, page: TestClient) -> None:
+def test_hostile_values_are_escaped(text: str, page: TestClient) -> None:
     quoted = text.replace("'", "''").replace("\x00", "")
     shown = run(page, f"select '{quoted}' as \"{quoted[:50].replace(chr(34), '')}\", 1 as n")
     assert shown.status_code == 200 and Forms(shown.text).suspect == []
@@ -228,7 +228,7 @@ def events(address: str, path: str, token: str, ready: threading.Event) -> Itera
                 yield name, json.loads(line[6:])
 
 
-def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> None:
+def test_watched_key_shows_each_version_that_changed_it(tmp_path: Path) -> None:
     made = served(tmp_path)
     made.cluster.batch({1: (1, "a"), 2: (1, "b")})
     tokens = Tokens()
@@ -253,7 +253,7 @@ def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> Non
             tokens.revoked.add(LOOK)
             deadline = time.monotonic() + PATIENCE
             while reading.is_alive():
-                assert time.monotonic() < deadline, "the watch goes on without a token"
+                assert time.monotonic() < deadline, "the watch continues without a token"
                 made.cluster.batch({1: (99 + made.cluster.version, "a")})
                 reading.join(0.05)
             assert told[-1] == ("problem", {"problem": "The token is unknown."})
@@ -263,7 +263,7 @@ def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> Non
         made.cluster.close()
 
 
-def test_a_watch_of_a_checkpoint_tells_what_completes(hosts: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_of_a_checkpoint_shows_completed_versions(hosts: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.state_data.checkpoint_client.WATCH_POLL_SECONDS", 0.01)
     changes = stored(hosts).client().watch("totals", [(5,)], from_version=0)
     told = [next(iterator) for iterator in [iter(changes)] for _ in range(3)]
@@ -352,7 +352,7 @@ def test_a_key_of_a_checkpoint_is_found_in_its_partition_alone(backend: str) -> 
         ("[1, 2]", pa.list_(pa.int64())),
     ],
 )
-def test_typed_values_there_and_back(text: str, kind: pa.DataType) -> None:
+def test_typed_values_round_trip(text: str, kind: pa.DataType) -> None:
     value = parsed(text, kind, "x")
     assert pa.scalar(value, kind).is_valid and parsed(text_of(value), kind, "x") == value
 
@@ -369,6 +369,6 @@ def test_typed_values_there_and_back(text: str, kind: pa.DataType) -> None:
         ("1.234", pa.decimal128(10, 2)),
     ],
 )
-def test_typed_values_that_cannot_be(text: str, kind: pa.DataType) -> None:
+def test_invalid_typed_values_are_rejected(text: str, kind: pa.DataType) -> None:
     with pytest.raises(RequestError, match=r"^x: .* is no "):
         parsed(text, kind, "x")

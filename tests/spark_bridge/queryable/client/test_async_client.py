@@ -235,7 +235,7 @@ def test_each_waits_for_its_own_time(filled: Cluster) -> None:
     run(filled, check, timeout=0.5)
 
 
-def test_nobody_answers_is_a_timeout_for_each() -> None:
+def test_silence_is_a_timeout_for_each_lookup() -> None:
     async def main() -> None:
         client = await AsyncQueryableStateClient.connect(address="127.0.0.1:1", token=TOKEN, timeout=0.2)
         found = await asyncio.gather(*(client.get("totals", k) for k in range(3)), return_exceptions=True)

@@ -158,9 +158,7 @@ def test_lists_and_maps_of_more_keys_than_a_host_allows(tmp_path: Path) -> None:
     flow.close()
 
 
-def test_what_was_answered_before_a_limit_is_not_asked_for_again(
-    filled: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_before_a_limit_are_not_requested_again(filled: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
     monkeypatch.setattr("spark_bridge.queryable.client.lookups.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
@@ -247,7 +245,7 @@ def test_operators_and_description(
     assert described["requests"]["lookup"]["requests"] >= 1
 
 
-def test_errors_say_what_was_asked_and_what_exists(client: QueryableStateClient) -> None:
+def test_errors_name_the_request_and_the_candidates(client: QueryableStateClient) -> None:
     with pytest.raises(UnknownOperatorError, match=r"'nothing'.*'totals'"):
         client.get("nothing", 1)
     with pytest.raises(UnknownOperatorError, match="'other'"):
@@ -293,7 +291,7 @@ def test_addresses() -> None:
             addresses_of(wrong)
 
 
-def test_nobody_answers_is_a_timeout_that_names_the_last_failure() -> None:
+def test_silence_is_a_timeout_that_names_the_last_failure() -> None:
     with QueryableStateClient.connect(address="127.0.0.1:1", token=TOKEN, timeout=0.3) as client:
         failure = r"HostUnavailableError.*127\.0\.0\.1:1"
         with pytest.raises(QueryTimeoutError, match=rf"get\('totals', 1\).*within 0\.3 s.*{failure}"):
@@ -350,7 +348,7 @@ def test_a_killed_host_makes_answers_slower_and_not_wrong(cluster: Callable[...,
 
 
 @pytest.mark.parametrize("given", [(0, 1), (0,)])
-def test_a_client_goes_on_with_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
+def test_client_fails_over_to_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
     """With another given proxy, or with one that the first one has named; a restarted host has another address."""
     c = cluster()
     c.batch(NAMES)
@@ -391,7 +389,9 @@ def test_a_restarted_query_is_found_again_with_other_partitions(
     assert client.count("totals") == 200
 
 
-def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_query_is_an_error_that_names_the_end(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = cluster()
     c.batch(NAMES)
     client = c.client()
@@ -410,7 +410,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
 
 
 def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> None:
-    """A host that has not heard of a version yet asks for it, if the client has seen it."""
+    """A host that does not know a version yet asks the coordinator for it if the client has seen it."""
     c = cluster()
     c.batch(NAMES)
     client = c.client(direct=True)
@@ -418,7 +418,7 @@ def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> 
     for n in range(2, 6):
         c.batch({k: (k + n, "x") for k in keys}, complete=False)
         c.c.batch_committed(c.run, c.version - 1)
-        c.hosts[n % 2].host.heartbeat()  # the other one hears of it later
+        c.hosts[n % 2].host.heartbeat()  # the other host learns of it later
         seen = -1
         for k in [*keys, *keys]:
             version = client.get("totals", k)["n"] - k
@@ -430,7 +430,7 @@ def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> 
         assert client.get("totals", 0)["n"] == n
 
 
-def test_locations_are_refreshed_behind_the_back_of_lookups(
+def test_locations_are_refreshed_in_the_background(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = cluster()
@@ -461,9 +461,7 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
             client.get("nothing", 5)
 
 
-def test_who_has_little_time_waits_for_the_coordinator_no_longer(
-    filled: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_timeout_bounds_the_wait_for_the_coordinator(filled: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.queryable.client.discovery.DISCOVERY_SECONDS", 2 * PATIENCE)
     given: list[float] = []
 
@@ -481,7 +479,7 @@ def test_who_has_little_time_waits_for_the_coordinator_no_longer(
         entry.locate("totals", None, time.monotonic() - 1)
 
 
-def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
+def test_no_operators_without_queries(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
     entry = CoordinatorDiscovery(World(tmp_path).coordinator())
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
@@ -511,8 +509,8 @@ def test_many_threads_share_a_client(filled: Cluster) -> None:
     assert not failures
 
 
-def test_a_process_that_forks_goes_on_with_its_client(filled: Cluster) -> None:
-    """Parent and child ask through one client object, each on connections of its own."""
+def test_forked_process_keeps_using_its_client(filled: Cluster) -> None:
+    """Parent and child use one client object, each with its own connections."""
     code = f"""
 import os
 from spark_bridge import QueryableStateClient

@@ -117,7 +117,7 @@ def test_keys_of_one_column_in_every_form(keys: Any) -> None:
     assert ONE.columns(keys).column(0).equals(pa.array([1, None, 3], pa.int64()))
 
 
-def test_keys_are_what_columns_and_key_groups_make_of_them() -> None:
+def test_keys_match_the_encoding_of_columns_and_key_groups() -> None:
     columns = pa.record_batch([pa.array([5, 7], pa.int64())], names=["user"])
     expected = encode_keys(columns, key_groups(columns, G)).to_pylist()
     assert stored_keys(ONE, [5, 7]) == expected
@@ -251,7 +251,7 @@ def test_columns_of_other_types_are_matched_without_loss() -> None:
         (WINDOWED, [(1, {"start": NINE})], ("start, end",)),
     ],
 )
-def test_what_cannot_be_a_key_is_an_error_that_says_so(of: KeyCodec, keys: Any, words: tuple[str, ...]) -> None:
+def test_invalid_key_is_an_error_that_says_why(of: KeyCodec, keys: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(UnknownKeyOrNamespaceError, match=r"totals|one key|keys must be|dimensions") as caught:
         of.columns(keys)
     for word in words:
@@ -360,12 +360,12 @@ def test_bounds_where_the_window_is_stored_first_become_conditions() -> None:
 @pytest.mark.parametrize(
     ("values", "words"), [(("a", 1, 2), "it has 2"), ({"shard": 1}, "first columns"), (1, "string")]
 )
-def test_bounds_that_are_no_keys(values: Any, words: str) -> None:
+def test_bounds_that_are_not_keys_are_rejected(values: Any, words: str) -> None:
     with pytest.raises(UnknownKeyOrNamespaceError, match=words):
         bound(TWO, values)
 
 
-def test_conditions_are_said_as_json_can_say_them() -> None:
+def test_conditions_are_converted_to_json() -> None:
     types = {"at": pa.timestamp("us", "UTC"), "local": pa.timestamp("us"), "n": pa.int64()}
     there = NINE.astimezone(dt.timezone(dt.timedelta(hours=2)))
     made = comparisons(
@@ -411,7 +411,7 @@ def test_conditions_are_said_as_json_can_say_them() -> None:
         (5, "=", 5),
     ],
 )
-def test_conditions_that_are_none(condition: Any) -> None:
+def test_invalid_conditions_are_rejected(condition: Any) -> None:
     with pytest.raises(RequestError, match="where"):
         comparisons([condition], {})
 
@@ -543,7 +543,7 @@ def test_single_values_are_decoded_as_columns_are() -> None:
     assert [view.decode_one(v) for v in values.to_pylist()] == [{"n": 3, "user": 1.5}, {"n": 0, "user": None}]
 
 
-def test_what_has_expired_is_not_there() -> None:
+def test_expired_values_are_absent() -> None:
     value = pa.schema([("v", pa.string()), (TTL_COLUMN, pa.int64())])
     families = {"seen": StateSchema(pa.schema([("user", pa.int64())]), value)}
     view = state_view("op", OperatorSchema((StateVariable("seen", "value", families, 1000),)), G, None)

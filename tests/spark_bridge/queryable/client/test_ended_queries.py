@@ -52,7 +52,7 @@ def files(c: Cluster) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_all_reads_go_on(cluster: Cluster, direct: bool) -> None:
+def test_all_reads_continue_after_the_end(cluster: Cluster, direct: bool) -> None:
     with cluster.client(direct=direct) as before:
         assert before.get("totals", 3) == {"n": 2, "name": "a"}
         end(cluster)
@@ -67,7 +67,7 @@ def test_all_reads_go_on(cluster: Cluster, direct: bool) -> None:
             assert (of["operator"], of["completed_version"], of["ended"]) == ("totals", 2, True)
 
 
-def test_nothing_of_it_changes_any_more(cluster: Cluster) -> None:
+def test_ended_query_does_not_change(cluster: Cluster) -> None:
     end(cluster)
     before = files(cluster)
     info = cluster.hosts[0].host.info
@@ -86,13 +86,13 @@ def test_nothing_of_it_changes_any_more(cluster: Cluster) -> None:
     assert files(cluster) == before, "snapshots are due, and old versions are no longer kept, but the query has ended"
 
 
-def test_the_last_batch_counts_of_which_nobody_has_told(cluster: Cluster) -> None:
+def test_unreported_last_batch_is_served(cluster: Cluster) -> None:
     cluster.batch({1: (3, "b")}, complete=False)
     end(cluster)
     assert cluster.client().get("totals", 1) == {"n": 3, "name": "b"}
 
 
-def test_partitions_that_nobody_reads_are_unloaded_and_loaded_again(cluster: Cluster) -> None:
+def test_unread_partitions_are_unloaded_and_reloaded(cluster: Cluster) -> None:
     client = cluster.client()
     end(cluster)
     assert loaded(cluster) == cluster.partitions
@@ -110,7 +110,9 @@ def test_partitions_that_nobody_reads_are_unloaded_and_loaded_again(cluster: Clu
 
 
 @pytest.mark.parametrize("driver_first", [False, True])
-def test_a_coordinator_that_starts_anew_is_told_and_writes_nothing(cluster: Cluster, driver_first: bool) -> None:
+def test_restarted_coordinator_learns_of_the_ended_query_and_writes_nothing(
+    cluster: Cluster, driver_first: bool
+) -> None:
     client, last = cluster.client(), registration(cluster)
     end(cluster)
     before = files(cluster)
@@ -128,7 +130,7 @@ def test_a_coordinator_that_starts_anew_is_told_and_writes_nothing(cluster: Clus
     assert cluster.c.registries.runs.current() == [] and files(cluster) == before
 
 
-def test_a_checkpoint_that_was_removed_does_not_come_to_be_again(cluster: Cluster) -> None:
+def test_removed_checkpoint_is_not_recreated(cluster: Cluster) -> None:
     last = registration(cluster)
     end(cluster)
     shutil.rmtree(cluster.root / "ck")
@@ -158,7 +160,7 @@ def test_the_end_of_a_run_that_was_replaced_is_its_end(cluster: Cluster) -> None
     assert [q["run_id"] for q in cluster.c.describe()["queries"]] == ["run2"]
 
 
-def test_it_is_over_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None:
+def test_serving_ends_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None:
     client = cluster.client(timeout=0.5)
     end(cluster)
     assert client.get("totals", 3) == {"n": 2, "name": "a"}
@@ -239,7 +241,7 @@ def test_a_copy_of_a_checkpoint_runs_while_the_original_is_served(tmp_path, has_
 
 
 @pytest.mark.parametrize("query", [None, "name"])
-def test_what_no_waiting_helps_is_said_at_once(cluster: Cluster, query: str | None) -> None:
+def test_permanent_failures_are_reported_at_once(cluster: Cluster, query: str | None) -> None:
     """A client has had answers. Its query is over, and the operator's name is that of several others, or of none."""
     client = cluster.client()
     assert client.get("totals", 3, query=query) is not None

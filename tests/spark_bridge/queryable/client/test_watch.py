@@ -87,7 +87,7 @@ def test_every_version_that_changed_something_comes_once_in_order(cluster: Calla
         next(changes)
 
 
-def test_it_begins_at_what_is_completed_now_or_where_one_left_off(cluster: Callable[..., Cluster]) -> None:
+def test_watch_begins_at_the_completed_or_a_given_version(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     for n in range(1, 4):
         c.batch({1: (n, "a")})
@@ -119,7 +119,7 @@ def test_only_the_changes_of_some_keys(cluster: Callable[..., Cluster], monkeypa
     assert nobody.position == 3
 
 
-def test_wrong_watches_say_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_watches_are_rejected(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.1)
     c = cluster()
     c.batch({1: (1, "a")})
@@ -167,9 +167,7 @@ def model(history: list[dict[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("direct", [only_thorough(True), False])
-def test_none_is_skipped_and_none_comes_twice_while_everything_dies(
-    cluster: Callable[..., Cluster], direct: bool
-) -> None:
+def test_watch_skips_and_repeats_no_version_while_processes_die(cluster: Callable[..., Cluster], direct: bool) -> None:
     rng = random.Random(3)
     c = cluster()
     history: list[dict[int, int]] = []
@@ -206,7 +204,7 @@ def test_none_is_skipped_and_none_comes_twice_while_everything_dies(
     assert max(got) >= 12
 
 
-def test_what_came_whole_is_not_given_again_when_the_rest_broke_off(cluster: Callable[..., Cluster]) -> None:
+def test_complete_versions_are_not_repeated_after_a_broken_stream(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     for n in range(1, 6):
         c.batch({1: (n, "a")})
@@ -236,7 +234,7 @@ def test_what_came_whole_is_not_given_again_when_the_rest_broke_off(cluster: Cal
     assert broken > 0
 
 
-def test_a_query_that_went_back_is_an_error_that_says_so(cluster: Callable[..., Cluster]) -> None:
+def test_watch_of_a_rolled_back_query_is_an_error(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     for n in range(1, 4):
         c.batch({1: (n, "a")})
@@ -252,7 +250,7 @@ def test_a_query_that_went_back_is_an_error_that_says_so(cluster: Callable[..., 
         next(changes)
 
 
-def test_what_is_no_longer_retained_is_an_error_that_names_what_there_is(cluster: Callable[..., Cluster]) -> None:
+def test_unretained_version_is_an_error_that_names_the_retained_ones(cluster: Callable[..., Cluster]) -> None:
     c = cluster(min_versions_to_retain=2, maintenance_interval=1.0)
     for n in range(1, 9):
         c.batch(dict.fromkeys(range(40), (n, "a")))

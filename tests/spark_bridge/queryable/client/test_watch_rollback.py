@@ -42,7 +42,7 @@ def count(change: Any) -> int:
 
 
 @pytest.mark.parametrize("is_located", [False, True])
-def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Cluster, is_located: bool) -> None:
+def test_rewritten_versions_are_never_mixed_into_a_watch(cluster: Cluster, is_located: bool) -> None:
     for n in range(1, 7):
         cluster.batch({1: (n, "a")})
     other = outsider(cluster)
@@ -65,7 +65,7 @@ def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Clu
     assert count(next(again)) == 80
 
 
-def test_who_had_not_seen_what_was_undone_goes_on(cluster: Cluster) -> None:
+def test_watch_that_missed_the_rolled_back_versions_continues(cluster: Cluster) -> None:
     for n in range(1, 6):
         cluster.batch({1: (n, "a")})
     changes = cluster.client(hosts=(outsider(cluster),)).watch("totals", from_version=0)
@@ -96,7 +96,7 @@ def test_the_changes_of_a_replaced_run_are_refused_and_it_is_forgotten(cluster: 
     assert host.host.completed.newest("run1") is None
 
 
-def test_runs_that_a_host_has_no_part_of_are_forgotten_when_nobody_asks(cluster: Cluster) -> None:
+def test_runs_without_local_partitions_are_forgotten_when_unused(cluster: Cluster) -> None:
     cluster.batch({1: (1, "a")})
     other = outsider(cluster)
     for i in (other, 1 - other):
@@ -115,7 +115,7 @@ def test_runs_that_a_host_has_no_part_of_are_forgotten_when_nobody_asks(cluster:
         assert reads.await_completed("run1", 0, 5.0) == 1
 
 
-def test_who_takes_long_over_an_answer_gets_the_rest_in_another_one(cluster: Cluster) -> None:
+def test_slow_watcher_gets_the_rest_in_another_answer(cluster: Cluster) -> None:
     for n in range(1, 6):
         cluster.batch({1: (n, "a")})
     client = cluster.client()

@@ -1,5 +1,5 @@
-"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted
-meanwhile.
+"""A host answers all partitions of a request at one version, whatever is committed, moved or restarted during the
+request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
         assert w.one(7) == (3, 3)
         assert {w.one(k)[1] for k in KEYS} == {3}
         held = exactly(2, held_only=True)
-        assert w.lookup(KEYS, held) == (2, [2] * len(KEYS)), "base of the one, what the other keeps of the past"
+        assert w.lookup(KEYS, held) == (2, [2] * len(KEYS)), "the base of one, a retained version of the other"
         assert w.scan(held) == (2, filled(2))
         assert w.reads[0].count(ScanRequest(w.run, "op")) == (3, len(KEYS))
     w.hosts[0].heartbeat()
@@ -78,7 +78,7 @@ def test_keys_of_several_partitions_come_in_any_order(make, backend):
             assert w.lookup(asked) == (1, [key if key in KEYS else None for key in asked])
 
 
-def test_what_is_completed_is_read_before_anything_of_it_is_applied(make):
+def test_completed_version_is_read_before_it_is_applied(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -91,7 +91,7 @@ def test_what_is_completed_is_read_before_anything_of_it_is_applied(make):
     assert w.one(3) == (2, 2)
 
 
-def test_a_version_that_others_know_of_is_asked_for_at_once_and_once_for_all(make):
+def test_version_known_to_others_is_requested_at_once_and_once(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -166,7 +166,7 @@ def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused
     later.join()
 
 
-def test_the_latest_is_what_was_acknowledged_last_partition_by_partition(make):
+def test_latest_read_returns_the_last_acknowledged_version_per_partition(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2), partitions=[1])
@@ -191,7 +191,7 @@ def test_the_attempt_that_the_coordinator_took_is_read_while_its_answer_is_on_it
     accept = instance.state.attempts.accept
 
     def accepted(version: int, attempt: str) -> None:
-        # Acknowledged, and Spark goes on: the first attempt of this task had an answer.
+        # Acknowledged, and Spark continues: the first attempt of this task had an answer.
         w.complete()
         seen.append((w.lookup(KEYS), w.scan(), instance.state.version))
         accept(version, attempt)
@@ -225,7 +225,7 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     assert writer.is_alive(), "no read has waited for it"
     release.set()
     writer.join(PATIENCE)
-    assert not writer.is_alive(), "a scan that nobody goes on with holds up nobody"
+    assert not writer.is_alive(), "an abandoned scan does not block a commit"
     w.world.put_hook = None
     w.complete()
     assert w.lookup(KEYS) == (3, [3] * len(KEYS))
@@ -243,7 +243,7 @@ def test_values_come_in_the_order_asked_whatever_is_asked(make):
     assert w.lookup(in_order) == (1, [k if k % 2 == 0 else None for k in in_order])
 
 
-def test_what_is_no_key_is_refused(make):
+def test_invalid_key_bytes_are_rejected(make):
     w = make()
     w.batch(filled(1))
     read = w.reads[0]
@@ -264,7 +264,7 @@ def test_what_is_no_key_is_refused(make):
         read.lookup(LookupRequest(w.run, "x"), stored([1]))
 
 
-def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
+def test_waiter_is_woken_by_its_version(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", HANG)
     w = make()
     read = w.reads[0]
@@ -283,7 +283,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
     assert found == [2]
 
 
-def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
+def test_host_without_partitions_learns_of_versions(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
@@ -297,7 +297,7 @@ def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
     assert read.describe("op", None)["operators"][0]["held"] == []
 
 
-def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
+def test_one_waiter_asks_for_all_and_all_learn_of_the_end(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make()
     w.batch(filled(1))
@@ -330,7 +330,7 @@ def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkey
     assert time.monotonic() - begun < PATIENCE
 
 
-def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(make):
+def test_host_whose_partitions_moved_learns_of_versions_by_heartbeat(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -341,7 +341,7 @@ def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(ma
     assert w.hosts[0].completed.newest(w.run).version == 2
 
 
-def test_operators_and_what_a_host_holds_of_them(make):
+def test_operators_and_their_partitions_on_a_host(make):
     w = make()
     w.batch(filled(1))
     (of,) = w.reads[0].operators()
@@ -360,7 +360,7 @@ def test_operators_and_what_a_host_holds_of_them(make):
         w.reads[0].describe("x", None)
 
 
-def test_an_operator_of_a_query_that_has_ended_is_said_to_have_ended(make):
+def test_operator_of_an_ended_query_is_reported_as_ended(make):
     w = make()
     w.batch(filled(1))
     w.c.deactivate_instances(w.run)

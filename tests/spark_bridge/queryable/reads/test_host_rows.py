@@ -44,7 +44,7 @@ def rows_of(answer: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 class Asked:
-    """What one host answers. A test that waits in vain gives less than a slow machine needs to load a partition."""
+    """The answers of one host. Tests that expect a timeout wait less than a slow machine takes to load a partition."""
 
     def __init__(self, query: Query, *, wait_seconds: float = PATIENCE, **given: Any) -> None:
         self.query = query
@@ -157,7 +157,7 @@ class One:
         self.a = handle.getValueState("a", "n LONG")
 
 
-def test_what_is_left_of_a_deleted_variable_is_not_counted(tmp_path):
+def test_rows_of_a_deleted_variable_are_not_counted(tmp_path):
     f = Flow(tmp_path, Two, n=1)
 
     def both(of: Any) -> None:
@@ -214,7 +214,7 @@ def test_changes_are_those_of_the_change_feed_version_by_version(flow, name):
     assert asked.changes(0, flow.version, name, pa.array([], pa.binary())) == []
 
 
-def test_changes_that_are_not_there_are_refused(flow):
+def test_missing_changes_are_rejected(flow):
     asked = Asked(flow, wait_seconds=0.05)
     with pytest.raises(StateVersionError, match=f"Version 99 .*not completed; version {flow.version} is"):
         asked.changes(1, 99, "total")
@@ -222,7 +222,7 @@ def test_changes_that_are_not_there_are_refused(flow):
         asked.changes(3, 2, "total")
 
 
-def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
+def test_watch_of_a_running_query_loads_no_state(tmp_path, monkeypatch):
     f = Flow(tmp_path, n=2)
     asked = Asked(f)
     copies: list[int] = []
@@ -237,7 +237,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
             assert sorted(map(repr, asked.changes(version - 1, version, name))) == sorted(map(repr, expected))
     assert copies == []
     assert asked.changes(0, 5, "total")
-    assert len(copies) == 2, "what is past comes from storage"
+    assert len(copies) == 2, "past versions come from storage"
     loads: list[tuple[int, int]] = []
     load = change_feed.stored_files.load
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
     f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
     asked.changes(5, 6, "total")
-    assert len(copies) == 2 and loads, "the copies go on from where they were"
+    assert len(copies) == 2 and loads, "the copies continue from their last version"
     assert all(behind - before <= 2 for before, behind in loads)
     asked.reads._changes._copies._clock = lambda: 1e12
     f.host.maintenance.do_maintenance()
@@ -265,7 +265,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
 # -- what expires --------------------------------------------------------------------------------
 
 
-def test_what_has_expired_is_no_row(tmp_path):
+def test_expired_state_has_no_row(tmp_path):
     f = Flow(tmp_path, Expiring, n=1)
 
     def write(n: int) -> Any:
@@ -277,7 +277,7 @@ def test_what_has_expired_is_no_row(tmp_path):
 
         return operation
 
-    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with more than fits beside the key
+    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with more entries than are stored with the key
         f.batch(one_key(write(n)))
     f.host.heartbeat()
     now = [5_000]
@@ -380,7 +380,7 @@ def ask(keys: list[str]) -> pa.BinaryArray:
     return stored([(k,) for k in keys], pa.schema([BY_WINDOW.field("k")]))
 
 
-def test_after_a_reload_windows_are_looked_for_anew(tmp_path):
+def test_windows_are_searched_again_after_a_reload(tmp_path):
     q, logic, rows = windowed(tmp_path, BY_WINDOW)
     asked = Asked(q)
     q.process(logic, BY_WINDOW.names, batch_of(rows, [((0, 10), "a", 1.0)]))

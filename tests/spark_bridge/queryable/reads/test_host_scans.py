@@ -36,7 +36,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
     assert [a.version for a in answers] == [3, 2]
 
 
-def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make, monkeypatch):
+def test_scan_of_a_leaving_partition_ends_with_an_error(make, monkeypatch):
     monkeypatch.setattr("spark_bridge.queryable.reads.scans.STREAM_BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))
@@ -117,7 +117,7 @@ def test_comparisons_limits_and_columns(make):
             table(w, **wrong)
 
 
-def test_counting_takes_no_scan_where_the_number_of_keys_is_at_hand(make, monkeypatch):
+def test_count_needs_no_scan_if_the_number_of_keys_is_known(make, monkeypatch):
     w = make()
     w.batch(filled(1))
     w.batch({100: 1, 3: None})

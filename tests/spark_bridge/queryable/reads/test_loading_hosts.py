@@ -1,5 +1,5 @@
-"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered
-meanwhile.
+"""A host with a long load rejects reads of the loading partition with the reason, and answers all other reads during
+the load.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def running(work: Callable[[], object], over: threading.Event) -> Iterator[threa
 
 
 def in_time(ask: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """What is answered or raised, without waiting for ever."""
+    """Return the answer or raise the error of a call, and time out if there is none."""
     answers: list[Any] = []
 
     def run() -> None:
@@ -86,7 +86,7 @@ def loading_anew(state: Any) -> Iterator[None]:
             yield
 
 
-def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:
+def test_long_load_is_awaited_briefly_and_by_few_readers(world: HostWorld) -> None:
     world.hosts[0].unloading.unload(world.instance(0))
     lock = world.hosts[0].loads.lock_of(next(key for key in world.hosts[0].loads._locks if key[2] == 0))
     with lock, pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,7 @@ def test_reads_do_not_wait_for_another_version_to_be_loaded(world: HostWorld) ->
     assert world.lookup(OF[0]) == (6, [6] * len(OF[0]))
 
 
-def test_describing_a_host_that_loads_waits_for_nothing(world: HostWorld) -> None:
+def test_describe_does_not_wait_for_a_load(world: HostWorld) -> None:
     host = world.hosts[0]
     with loading_anew(world.instance(0).state):
         described = in_time(host.describe)
@@ -158,10 +158,10 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     over.set()
     in_time(copies._loads.shutdown)
     assert filled[2:] == [(0, 2)]
-    assert not any(world.hosts[0].files.copies.glob("*")), "what was loaded for nobody is removed"
+    assert not any(world.hosts[0].files.copies.glob("*")), "an unused copy is removed"
 
 
-def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_and_its_errors_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = BackgroundLoads(20.0, max_waiting=5)
     over, calls, waiting = threading.Event(), list[int](), list[int]()
     wait = version_copies.wait

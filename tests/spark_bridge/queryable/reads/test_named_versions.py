@@ -35,7 +35,7 @@ def test_every_retained_version_can_be_read_from_memory_or_storage(make, backend
         w.scan(exactly(1, held_only=True))
 
 
-def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_made_of_it(make):
+def test_named_version_comes_from_its_manifest_not_from_local_state(make):
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -47,7 +47,7 @@ def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_m
     current = run.assignment.current
     moves = type(current).of(99, current.generation, current.hosts, dict.fromkeys(run.tasks(), "h1"))
     run.assignment.change(moves, {})
-    w.hosts[1].grants.forget(w.run)  # as a host that begins anew
+    w.hosts[1].grants.forget(w.run)  # as on a restarted host
     task = w.task(moved)
     assert w.hosts[1].open(task).redirect is None
     w.hosts[1].commit(task, changes_of(filled(3), moved, 4), {})
@@ -80,7 +80,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     for thread in threads:
         thread.start()
     assert begun.wait(PATIENCE)
-    assert w.lookup(KEYS) == (9, [9] * len(KEYS)), "the latest is there meanwhile"
+    assert w.lookup(KEYS) == (9, [9] * len(KEYS)), "the latest version can be read during the load"
     go_on.set()
     for thread in threads:
         thread.join()
@@ -103,7 +103,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     w.c.deactivate_instances(w.run)
     w.hosts[0].heartbeat()
     assert copies._held == {}
-    assert sum(b.num_rows for b in unfinished[2].batches) == len(KEYS), "what was begun is read to its end"
+    assert sum(b.num_rows for b in unfinished[2].batches) == len(KEYS), "a scan that has begun reads all its rows"
     unfinished[3].batches.close()
     assert not any(w.hosts[0].files.copies.glob("*"))
 

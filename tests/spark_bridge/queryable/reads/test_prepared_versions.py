@@ -1,4 +1,4 @@
-"""Once Spark has committed a batch, no answer is older, though nobody has told the host of the commit."""
+"""Once Spark has committed a batch, no answer is older, even if the host was not notified of the commit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_host_that_misses_every_message_answers_from_the_batch_that_spark_has_
     assert w.scan() == (3, filled(3))
 
 
-def test_of_several_hosts_each_finds_out_for_itself(make):
+def test_each_host_detects_a_missed_commit_itself(make):
     w = make(hosts=3, n=6)
     for version in (1, 2):
         committed_unheard(w, version)
@@ -72,8 +72,8 @@ def test_of_several_hosts_each_finds_out_for_itself(make):
             assert w.scan(i=i)[0] == version
 
 
-def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
-    """Its predecessor had accepted the version; neither it nor the coordinator has heard of the commit."""
+def test_restarted_host_is_not_behind_spark(make):
+    """Its predecessor had accepted the version. Neither the host nor the coordinator knows of the commit."""
     w = make()
     w.batch(filled(1))
     committed_unheard(w, 2)
@@ -85,8 +85,8 @@ def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
 
 
 @pytest.mark.parametrize("has_coordinator_restarted", [False, True])
-def test_a_host_that_begins_anew_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
-    """Its predecessor had accepted changes, and the host itself accepts none: nobody tells it of the commit."""
+def test_host_restarted_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
+    """Its predecessor had accepted changes. The host itself accepts none, so it is not notified of the commit."""
     w = make(hosts=2)
     w.batch(filled(1))
     of_predecessor = [owner.host_id for owner in w.reads[0].locate("op", None).owners].index("h0")
@@ -117,14 +117,14 @@ def test_a_version_that_spark_has_not_committed_is_not_seen(make):
 
 
 def looked(w: HostWorld) -> list[str]:
-    """Return the list to which each look at Spark's commits is added from now on."""
+    """Return a list that records each later read of Spark's commit log."""
     paths: list[str] = []
     w.world.exists_hook = lambda path: paths.append(path) if path.startswith("commits/") else None
     return paths
 
 
 class Silence:
-    """The way to a coordinator that nobody reaches."""
+    """A port to an unreachable coordinator."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any, **__: Any) -> Any:
@@ -133,8 +133,8 @@ class Silence:
         return call
 
 
-def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make):
-    """Behind a cut cable it hears of nothing, and other hosts own its partitions."""
+def test_host_without_a_lease_answers_until_spark_continues_without_it(make):
+    """Its network is cut: it receives no message, and other hosts own its partitions."""
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -151,7 +151,7 @@ def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make)
             read(w)
 
 
-def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
+def test_commit_log_is_read_only_while_a_commit_may_be_missing(make):
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -177,7 +177,7 @@ def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
     assert paths == [], "the version is known to be completed"
 
 
-def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
+def test_host_declared_dead_is_not_behind_spark(make):
     """A task of the batch has opened a partition at it, and another host has made the changes."""
     w = make(hosts=2, n=4)
     w.batch(filled(1))
@@ -186,7 +186,7 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
     w.ahead += GRANT_SECONDS
     w.write(filled(2), partitions=[p for p in range(4) if p != late])
     assert lost.open(w.task(late)).redirect is None
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
@@ -201,13 +201,13 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
 
 
 @pytest.mark.parametrize("heartbeats", [1, 2, 3])
-def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, heartbeats):
-    """Others have made a version meanwhile, and the coordinator has not heard yet that Spark has committed it."""
+def test_host_declared_dead_and_registered_again_is_not_behind_spark(make, heartbeats):
+    """Other hosts have made a version since, and the coordinator does not know yet that Spark has committed it."""
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     lost, other = w.hosts
     here = next(p for p in range(4) if w.instance(p) is not None)
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
@@ -223,7 +223,7 @@ def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, h
     lost.close()
 
 
-def test_a_host_that_is_known_again_is_sure_once_it_has_a_part_in_a_version(make):
+def test_reregistered_host_is_current_once_it_takes_part_in_a_version(make):
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -253,7 +253,7 @@ def test_a_part_in_a_version_that_was_sent_before_a_host_registered_again_makes_
     assert paths == ["commits/2"], "another host may have made the next version"
 
 
-def test_of_a_query_that_has_ended_nobody_makes_a_version(make):
+def test_ended_query_gets_no_new_version(make):
     w = make()
     w.batch(filled(1))
     w.hosts[0].held.note_ended([w.run])
@@ -274,7 +274,7 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n,
     lost, other = (w.hosts[int(h)] for h in ("01" if owners[0] == "h0" else "10"))
     w.ahead += GRANT_SECONDS
     w.write(filled(2), partitions=[0])
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
@@ -291,7 +291,7 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n,
     lost.close()
 
 
-def test_one_look_serves_all_who_wait_for_it(make):
+def test_one_read_of_the_commit_log_serves_all_waiters(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -329,7 +329,7 @@ def test_storage_that_hangs_costs_one_thread_and_an_error_until_it_is_back(make)
         with pytest.raises(HostUnavailableError, match=r"whether Spark has committed batch 1 of query name"):
             w.one(3)
     assert len(paths) == 1
-    # Whoever comes when the look hangs already is refused at once, however long a reader may wait.
+    # If the read of the commit log already hangs, a new reader is refused at once, however long it may wait.
     w.reads[0]._reader.wait_seconds = HANG
     prepared = w.hosts[0].prepared._prepared[w.run]
     with pytest.raises(HostUnavailableError, match="no answer within"):
@@ -355,7 +355,7 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
     assert w.one(3) == (2, 2)
 
 
-def test_a_look_is_paced(make, monkeypatch):
+def test_reads_of_the_commit_log_are_paced(make, monkeypatch):
     monkeypatch.setattr(versions, "PREPARED_LOOK_SECONDS", HANG)
     w = make()
     w.batch(filled(1))
@@ -366,4 +366,4 @@ def test_a_look_is_paced(make, monkeypatch):
         w.one(3)
     w.complete()
     w.reads[0]._reader.wait_seconds = HANG
-    assert w.one(3, COMPLETED) == (2, 2), "who hears of it need not look"
+    assert w.one(3, COMPLETED) == (2, 2), "a host that was notified does not read storage"

@@ -1,4 +1,4 @@
-"""Reads of partitions that move between hosts, are loaded, or are closed meanwhile."""
+"""Reads of partitions that move between hosts, load, or close during the read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.spark_bridge.queryable.host_world import partitions_of
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
 
 
-def test_a_partition_that_nobody_has_opened_since_a_restart_is_loaded(make):
+def test_partition_unopened_since_a_restart_is_loaded(make):
     w = make()
     for value in (1, 2, 3):
         w.batch(filled(value))
@@ -37,7 +37,7 @@ def test_a_partition_that_nobody_has_opened_since_a_restart_is_loaded(make):
     assert again.describe()["loads"] == loads
 
 
-def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
+def test_partition_is_loaded_at_a_newer_version_than_noted_for_the_others(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -65,7 +65,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     for _ in range(5):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             w.lookup(KEYS)
-    assert w.port.calls["open_for_read"] <= calls + 2, "it is believed for a moment"
+    assert w.port.calls["open_for_read"] <= calls + 2, "the answer is cached for a moment"
     assert w.scan()[1].keys() == set(mine), "a scan without partitions is of what the host owns"
     with pytest.raises(NotOwnerError):
         w.scan(partitions=[0, 1, 2, 3])
@@ -103,7 +103,7 @@ def test_a_version_without_a_head_of_a_loaded_partition_is_another_hosts(make):
             read()
 
 
-def test_a_partition_that_lacks_what_was_completed_is_loaded_anew(make):
+def test_partition_without_the_completed_version_is_reloaded(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -144,7 +144,7 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
         w.reads[0].await_completed(old, 3, 0.2)
 
 
-def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make, monkeypatch):
+def test_replaced_coordinator_learns_of_the_run_from_a_reader(make, monkeypatch):
     w = make()
     w.batch(filled(1))
     w.port.c = w.c = w.world.coordinator(0)
@@ -176,7 +176,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     assert len(calls) == 1
 
 
-def test_a_partition_whose_write_ended_midway_is_loaded_anew(make, monkeypatch):
+def test_partition_with_an_interrupted_write_is_reloaded(make, monkeypatch):
     world = make(backend="rocksdb")
     monkeypatch.setattr(rocksdb_files, "WRITE_ROWS", 2)
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)

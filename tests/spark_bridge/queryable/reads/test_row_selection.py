@@ -191,7 +191,7 @@ def test_lists_can_be_compared_with_null() -> None:
     assert found(Comparison("many", "is not null"), Comparison("i", "<", [100])) == [1]
 
 
-def test_the_position_comes_first_under_a_name_of_its_own() -> None:
+def test_position_comes_first_under_a_unique_name() -> None:
     selection = RowSelection.of(ROWS, ["s", "k"], (), with_position=True)
     assert selection.schema.names == ["position", "s", "k"]
     schema = OperatorSchema.of_rows(

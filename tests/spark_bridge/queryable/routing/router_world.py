@@ -29,7 +29,7 @@ def stored(users: Sequence[int]) -> pa.BinaryArray:
 
 
 def numbers(values: pa.BinaryArray) -> list[int | None]:
-    """What the first column of stored values says."""
+    """Return the first column of stored values."""
     n = TOTALS.decode_values(values).column(0)
     return [x if there else None for x, there in zip(n.to_pylist(), values.is_valid().to_pylist(), strict=True)]
 

@@ -17,8 +17,9 @@ from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToke
 
 
 class Lagging(MemoryReads):
-    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the
-    version.
+    """A host that learns of versions late and holds the last two.
+
+    The value of every key, and every row, is the version.
     """
 
     def __init__(self, coordinator: list[int]) -> None:
@@ -73,7 +74,7 @@ class Lagging(MemoryReads):
 
 
 class Memory:
-    """Servers of what is in memory, one per host, the partitions among them by turns."""
+    """In-memory servers, one per host, with the partitions assigned round-robin."""
 
     def __init__(self, reads: Sequence[Any], partitions: int = 6, **limits: Any) -> None:
         self.reads = reads

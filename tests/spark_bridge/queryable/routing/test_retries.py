@@ -1,4 +1,4 @@
-"""Which failures are tried again, how long, and what is said in the end."""
+"""Which failures are retried, for how long, and the final error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FINAL = (AccessDeniedError, RequestError, StateVersionError, ValueError, QueryTi
 
 
 class Time:
-    """A clock that only moves while somebody sleeps."""
+    """A clock that advances only during a sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -65,7 +65,7 @@ def attempts(clock: Time, seconds: float = 10.0, **changes: Any) -> Attempts:
 
 
 @pytest.mark.parametrize("kind", [*HELPED, *BUSY])
-def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
+def test_transient_errors_are_retried(kind: type[Exception]) -> None:
     clock, relocated = Time(), []
     failures = [kind("no"), kind("no"), kind("no")]
 
@@ -81,7 +81,7 @@ def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", FINAL)
-def test_what_does_not_pass_is_raised_at_once(kind: type[Exception]) -> None:
+def test_permanent_errors_are_raised_at_once(kind: type[Exception]) -> None:
     clock = Time()
 
     def call() -> None:
@@ -94,7 +94,7 @@ def test_what_does_not_pass_is_raised_at_once(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", [QueryEndedError, UnknownOperatorError])
-def test_a_query_that_ended_is_waited_for_by_those_who_have_had_answers(kind: type[Exception]) -> None:
+def test_ended_query_is_awaited_by_clients_with_earlier_answers(kind: type[Exception]) -> None:
     clock = Time()
 
     def call() -> None:
@@ -108,7 +108,7 @@ def test_a_query_that_ended_is_waited_for_by_those_who_have_had_answers(kind: ty
     assert sum(clock.slept) > 9, "it may come back until the deadline"
 
 
-def test_in_the_end_it_is_said_what_was_asked_how_long_and_what_failed_last() -> None:
+def test_final_error_has_the_request_duration_and_last_failure() -> None:
     clock = Time()
 
     def call() -> None:
@@ -146,12 +146,12 @@ def test_delays_are_random_by_half() -> None:
     assert len({Attempts("x", clock() + 9, clock=clock).delay(NotOwnerError("no")) for _ in range(20)}) > 10
 
 
-def test_errors_are_what_they_were_before_they_crossed_the_network() -> None:
+def test_errors_keep_their_class_across_the_network() -> None:
     for kind in (NotOwnerError, RetiredRunError, StateVersionError):
         rebuilt = rebuilt_error(kind.__name__, "it says this")
         assert (type(rebuilt), str(rebuilt)) == (kind, "it says this")
     ended = rebuilt_error("QueryEndedError", "over")
-    assert type(ended) is QueryEndedError, "ours, whoever raised it"
+    assert type(ended) is QueryEndedError, "our class, wherever it was raised"
     for name in ("KeyError", "os", "rebuilt_error", "__builtins__", "annotations"):
         unknown = rebuilt_error(name, "m")
         assert (type(unknown), str(unknown)) == (SparkBridgeError, f"{name}: m")

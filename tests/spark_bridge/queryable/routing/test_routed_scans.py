@@ -96,7 +96,7 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
             next(answer.batches)
         eventually(lambda: all(r.taken >= 2 for r in reads))
         time.sleep(0.3)
-        assert all(r.taken < 40 for r in reads), "what the sockets hold, and no more"
+        assert all(r.taken < 40 for r in reads), "as many as the sockets buffer"
         assert pa.total_allocated_bytes() - before < 20 << 20
         answer.close()
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
@@ -116,7 +116,7 @@ def test_a_quick_host_does_not_wait_for_a_slow_one(connections: KvConnections) -
     go_on = threading.Event()
 
     class Slow(MemoryReads):
-        """Begins, for nobody knows the columns before, and goes on when it is told."""
+        """Sends its first batch, as the columns are unknown before, and the rest when the test says so."""
 
         def _rows(self) -> Iterator[pa.RecordBatch]:
             for i, batch in enumerate(super()._rows()):
@@ -172,7 +172,7 @@ def relayed(memory: Memory, stack: ExitStack) -> tuple[list[Relay], OperatorLoca
 
 
 @pytest.mark.parametrize("seed", range(effort(3, 8)))
-def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
+def test_scan_resumes_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
     rng = random.Random(seed)
     with ExitStack() as stack:
         memory = Memory([Partitioned(rng) for _ in range(3)])
@@ -190,7 +190,7 @@ def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvCo
             rng.shuffle(owners)  # partitions move, too
             return replace(location, owners=tuple(owners))
 
-        # A proxy that has them all, in the order in which it is asked.
+        # A proxy that has all of them, in the requested order.
         via = relays[0].address if seed % 2 else None
         router = StateRouter(connections, via=via, sleep=lambda seconds: None)
         for limit in (None, 3000):
@@ -212,7 +212,7 @@ def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvCo
             assert errors, "nothing has broken"
 
 
-def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connections: KvConnections) -> None:
+def test_scan_resumes_at_the_new_owners_of_a_dead_host(tmp_path: Path, connections: KvConnections) -> None:
     cluster = Cluster(tmp_path, hosts=2, partitions=6)
     users = 60_000
     cluster.batch(dict.fromkeys(range(users), (1, "a" * 50)))
@@ -244,7 +244,7 @@ def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connect
         assert moves and {o.host_id for o in located(cluster).owners} == {"h0"}
 
 
-def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
+def test_unresumable_scan_is_an_error(connections: KvConnections) -> None:
     with ExitStack() as stack:
         memory = Memory([Partitioned(random.Random(1)) for _ in range(2)])
         stack.callback(memory.close)

@@ -1,4 +1,4 @@
-"""One version of many hosts: what a router asks again, and what it never answers."""
+"""One version across many hosts: which requests a router repeats, and which answers it never gives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.spark_bridge.queryable.routing.router_world import (
 from tests.spark_bridge.queryable.routing.slow_hosts import Lagging, Memory
 
 
-def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
+def test_hosts_with_different_latest_versions_give_one_answer(
     cluster: Cluster, router: StateRouter, connections: KvConnections
 ) -> None:
     location = located(cluster)
@@ -48,7 +48,7 @@ def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
         cluster.batch(dict.fromkeys(users, (version, "b")), complete=False)
         ahead = cluster.hosts[version % 2]
         cluster.c.batch_committed(cluster.run, version - 1)
-        ahead.host.heartbeat()  # the other one has not heard of it
+        ahead.host.heartbeat()  # the other one does not know it
         found, values = router.lookup(location, FAMILY, stored(users), COMPLETED, soon())
         if version > 2:  # else what the first batch has written, which is one number per user
             assert set(numbers(values)) == {found}
@@ -61,20 +61,20 @@ def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
         assert router.completed_version(cluster.run) == answer.version
 
 
-def test_at_most_one_more_question_levels_the_versions(cluster: Cluster, connections: KvConnections) -> None:
+def test_one_more_request_at_most_aligns_the_versions(cluster: Cluster, connections: KvConnections) -> None:
     router, other = StateRouter(connections), StateRouter(connections)
     location = located(cluster)
     cluster.batch(dict.fromkeys(range(1000), (2, "b")), complete=False)
     cluster.c.batch_committed(cluster.run, 1)
     cluster.hosts[1].host.heartbeat()
-    # As a host that has begun anew since its tasks have committed: it does not look for Spark's commit by itself.
+    # As a host that has restarted since its tasks committed: it does not look for Spark's commit by itself.
     cluster.hosts[0].host.prepared._prepared.clear()
     before = asked(cluster, "lookup")
     version, values = router.lookup(location, FAMILY, stored(range(1000)), COMPLETED, soon())
     assert (version, numbers(values)) == (1, list(range(1000)))
     # Only the host that is ahead is asked again. (A request is counted after its answer.)
     eventually(lambda: np.subtract(asked(cluster, "lookup"), before).tolist() == [1, 2])
-    # Who has seen version 2 gets nothing older from a host that has not heard of it.
+    # A client that has seen version 2 gets nothing older from a host that does not know it.
     user = owned_by(cluster, 1)[0]
     assert other.lookup_one(location, FAMILY, stored([user])[0].as_py(), COMPLETED, soon())[0] == 2
     eventually(lambda: np.subtract(asked(cluster, "lookup"), before).tolist() == [1, 3])
@@ -101,7 +101,7 @@ def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRoute
     assert router.completed_version(cluster.run) <= 3
 
 
-def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connections: KvConnections) -> None:
+def test_answer_has_one_version_while_versions_advance_on_distant_hosts(connections: KvConnections) -> None:
     coordinator = [1]
     reads = [Lagging(coordinator) for _ in range(3)]
     memory = Memory(reads)
@@ -112,7 +112,7 @@ def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connecti
     try:
         with pytest.raises(StateVersionError, match="77"):
             router.lookup(memory.location, FAMILY, keys, At("version", 77), soon())
-        with pytest.raises(HostUnavailableError, match="77"):  # somebody has shown it, so it is asked again
+        with pytest.raises(HostUnavailableError, match="77"):  # a client has seen it, so the router asks again
             router.lookup(memory.location, FAMILY, keys, At("completed", 77), soon())
         with pytest.raises(StateVersionError, match="77"):
             router.scan(memory.location, ScanRequest("", "totals", at=At("version", 77)), soon())
@@ -178,8 +178,9 @@ def test_many_requests_of_one_call_are_of_one_version(
 
 
 class Racing(Lagging):
-    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from
-    storage.
+    """A host that makes three new versions on each request for one, ``races`` times.
+
+    Versions that it does not hold come from storage.
     """
 
     def __init__(self, races: int) -> None:
@@ -202,7 +203,7 @@ class Racing(Lagging):
 
 
 @pytest.mark.parametrize("races", [2, 100])
-def test_parts_that_take_long_begin_anew_rather_than_read_storage(
+def test_slow_parts_restart_instead_of_reading_storage(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch, races: int
 ) -> None:
     keys = stored(range(35))
@@ -241,10 +242,10 @@ def test_parts_that_take_long_begin_anew_rather_than_read_storage(
             memory.close()
 
 
-def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not_know(
+def test_completed_read_never_names_a_version_unknown_to_a_host(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator does not answer the host that lags. What was asked can be asked again."""
+    """The coordinator does not answer the host that lags. The client may repeat the request."""
     memory = Memory([Lagging([5]), Lagging([1])])
     keys = stored(range(100))
     try:
@@ -283,9 +284,9 @@ def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not
         memory.close()
 
 
-def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: KvConnections) -> None:
+def test_completed_scan_never_uses_an_invented_version(connections: KvConnections) -> None:
     class Ignorant(Lagging):
-        """Has not heard of the run, and could not ask the coordinator."""
+        """Does not know the run, and cannot reach the coordinator."""
 
         def await_completed(self, run_id: str, after: int, seconds: float) -> int:
             return -1
@@ -297,7 +298,7 @@ def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: 
         local = StateRouter(connections, local=(memory.servers[0].server_address, memory.reads[0]))
         with pytest.raises(HostUnavailableError, match="knows no completed version"):
             local.scan(memory.location, ScanRequest("", "totals"), soon())
-        # What came with the location is completed, even if the owner that is asked has not heard of it.
+        # The version that came with the location is completed, even if the owner does not know it yet.
         memory.reads[1].version = 4
         location = replace(memory.location, completed_version=5, owners=memory.location.owners[::-1])
         assert StateRouter(connections).scan(location, ScanRequest("", "totals"), soon()).version == 5

@@ -104,7 +104,7 @@ def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router:
     assert (list(answer.batches), answer.schema.names[0]) == ([], "position")
 
 
-def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> None:
+def test_invalid_stored_keys_are_rejected(cluster: Cluster, connections: KvConnections) -> None:
     router = StateRouter(connections)
     location = located(cluster)
     for wrong in (b"", b"\x00", b"\xff\xff123"):
@@ -213,7 +213,7 @@ def test_errors_come_as_they_are_and_leave_good_connections(cluster: Cluster, co
     assert numbers(router.lookup(location, FAMILY, stored(mine), COMPLETED, soon())[1]) == mine
 
 
-def test_a_proxy_may_be_chosen_anew_for_every_question(cluster: Cluster, connections: KvConnections) -> None:
+def test_proxy_may_change_with_every_request(cluster: Cluster, connections: KvConnections) -> None:
     addresses = iter([cluster.hosts[0].address, cluster.hosts[1].address, cluster.hosts[0].address])
     router = StateRouter(connections, via=lambda: next(addresses))
     for _ in range(3):

@@ -74,14 +74,14 @@ def runs_asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def begun(cluster: Cluster, *, direct: bool) -> tuple[StateScan, list[pa.RecordBatch]]:
-    """A scan of which some rows have been given."""
+    """Return a scan and the rows that it has already given."""
     scan = cluster.client(direct=direct).scan("totals")
     return scan, [next(scan)]
 
 
 def break_off(cluster: Cluster, incarnation: str) -> None:
-    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears
-    of what has happened.
+    """Kill the second host with its connections and restart it. The first host, which may be the proxy, learns of
+    the restart.
     """
     cluster.hosts[1].kill()
     cluster.replace_host(1, incarnation)
@@ -105,7 +105,7 @@ def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool, runs_asked:
 
 
 @pytest.mark.parametrize("direct", [True, only_thorough(False)])
-def test_a_version_that_was_made_anew_is_refused(cluster: Cluster, direct: bool) -> None:
+def test_rewritten_version_is_rejected(cluster: Cluster, direct: bool) -> None:
     scan, _ = begun(cluster, direct=direct)
     go_back(cluster, 1, "run2")
     cluster.batch(dict.fromkeys(range(USERS), (20, WIDE)))
@@ -140,7 +140,9 @@ def test_a_query_that_does_not_come_back_is_waited_for(cluster: Cluster, direct:
 
 
 @pytest.mark.parametrize("direct", [only_thorough(True), False])
-def test_a_query_that_has_ended_and_comes_back_goes_on(cluster: Cluster, direct: bool, runs_asked: set[str]) -> None:
+def test_scan_of_an_ended_query_continues_after_its_restart(
+    cluster: Cluster, direct: bool, runs_asked: set[str]
+) -> None:
     scan, batches = begun(cluster, direct=direct)
     cluster.c.deactivate_instances(cluster.run)
     break_off(cluster, "b")
@@ -171,8 +173,8 @@ def test_a_proxy_leaves_it_to_the_client_to_wait_for_the_next_run(cluster: Clust
             list(frames)
 
 
-def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the next run has made the version anew, a host that knows nothing of it cannot say."""
+def test_unresponsive_coordinator_is_awaited(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that does not know the version cannot tell whether the next run has rewritten it."""
     cluster.start("run2")
     reads = [HostReads(h.host, wait_seconds=0.2) for h in cluster.hosts]
     monkeypatch.setattr(VersionRequests, "completed_version", lambda *_: None)
@@ -182,7 +184,7 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
             r.scan(ScanRequest("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
 
 
-def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
+def test_only_the_rest_of_a_version_comes_from_another_run(cluster: Cluster) -> None:
     with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
         request = ScanRequest(cluster.run, "totals", at=At("completed"), previous_run="run0")
         list(connections.stream(cluster.hosts[0].address, request))

@@ -46,7 +46,7 @@ class Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody is connected any more, and nobody can be."""
+        """Close all connections and refuse new ones."""
         for s in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)

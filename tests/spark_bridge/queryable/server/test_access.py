@@ -1,4 +1,4 @@
-"""Who is let in where: the cluster's token everywhere, read-only ones at the query port, nobody else anywhere."""
+"""The cluster's token opens every port, a read-only token the query port, and anything else is rejected."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_an_expired_token_is_refused(cluster: Cluster) -> None:
         cluster.connect(token)
 
 
-def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster) -> None:
+def test_host_without_a_revocation_list_says_so(cluster: Cluster) -> None:
     token = cluster.tokens.issue_token("dashboard")
     assert not cluster.verifier.verify(SECRET).read_only
     with pytest.raises(HostUnavailableError, match="ask again soon"):

@@ -1,4 +1,4 @@
-"""Proxies over real hosts: each answers for all, however these move, die, and come again."""
+"""Proxies over real hosts: each answers for all hosts while these move, die and restart."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def patiently(call: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     return retrying(call, Attempts("A test", soon(seconds), had_answer=True))
 
 
-def test_every_proxy_answers_for_all_and_only_if_it_is_told_to(cluster: Cluster, connections: KvConnections) -> None:
+def test_every_proxy_answers_for_all_hosts_if_forwarding_is_on(cluster: Cluster, connections: KvConnections) -> None:
     for host in cluster.hosts:
         address = host.address
         reply, body = connections.request(
@@ -125,7 +125,7 @@ def test_every_proxy_answers_for_all_and_only_if_it_is_told_to(cluster: Cluster,
         assert msgspec.json.decode(body, type=OperatorLocation) == located(cluster)
 
 
-def test_partitions_are_scanned_in_the_order_asked_whoever_owns_them(
+def test_partitions_are_scanned_in_the_requested_order_across_owners(
     cluster: Cluster, connections: KvConnections
 ) -> None:
     def users(host: int, partitions: list[int], limit: int | None = None) -> list[int]:
@@ -247,9 +247,7 @@ def test_a_proxy_whose_host_has_nothing_of_the_query_gives_no_old_answers(
         (idle,) = [h for h in cluster.hosts if h.host.info.host_id not in owners]
         router = StateRouter(connections, via=idle.address)
         reply, _ = connections.request(idle.address, AwaitRequest(cluster.run, 0, 0.0))
-        assert type(reply) is CountReply and reply.count <= 1, (
-            "from now on it knows a version, and nobody tells it of others"
-        )
+        assert type(reply) is CountReply and reply.count <= 1, "from now on it knows one version and learns of no other"
         for version in range(2, 6):
             cluster.batch(dict.fromkeys(USERS, (version, "b")), complete=False)
             cluster.c.batch_committed(cluster.run, version - 1)
@@ -270,7 +268,7 @@ def test_a_proxy_whose_host_has_nothing_of_the_query_gives_no_old_answers(
         cluster.close()
 
 
-def test_what_is_forwarded_is_not_forwarded_again(cluster: Cluster, connections: KvConnections) -> None:
+def test_forwarded_requests_are_not_forwarded_again(cluster: Cluster, connections: KvConnections) -> None:
     requests: list[Any] = []
 
     class Recording(MemoryReads):
@@ -301,7 +299,7 @@ def test_what_is_forwarded_is_not_forwarded_again(cluster: Cluster, connections:
         other.shutdown()
 
 
-def test_a_host_that_comes_again_at_another_port_is_found(cluster: Cluster, connections: KvConnections) -> None:
+def test_restarted_host_is_found_at_its_new_port(cluster: Cluster, connections: KvConnections) -> None:
     assert look_up(connections, cluster, 0) == (1, {1})
     cluster.hosts[2].kill()
     with pytest.raises((HostUnavailableError, ConnectionClosedError, NotOwnerError)):
@@ -340,7 +338,7 @@ class Away:
         return call
 
 
-def test_what_is_known_serves_while_the_coordinator_is_replaced(
+def test_cached_locations_serve_while_the_coordinator_is_replaced(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(location_cache, "MAX_AGE_SECONDS", 0.02)
@@ -365,7 +363,7 @@ def test_what_is_known_serves_while_the_coordinator_is_replaced(
         assert patiently(lambda host=host: look_up(connections, cluster, host, version=2)) == (2, {2})
 
 
-def test_a_query_that_has_ended_is_said_to_have_ended(cluster: Cluster, connections: KvConnections) -> None:
+def test_ended_query_is_reported_as_ended(cluster: Cluster, connections: KvConnections) -> None:
     for host in range(3):
         look_up(connections, cluster, host)
     cluster.c.deactivate_instances(cluster.run)
@@ -414,7 +412,7 @@ def test_a_query_that_is_restarted_is_located_again(
         assert oracle is not None and (oracle.run_id, oracle.num_partitions("totals")) == ("run2", partitions)
 
 
-def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvConnections) -> None:
+def test_unknown_runs_and_operators(cluster: Cluster, connections: KvConnections) -> None:
     with pytest.raises(RetiredRunError, match="run-x is not running"):
         look_up(connections, cluster, 0, run="run-x")
     look_up(connections, cluster, 0)
@@ -424,7 +422,7 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
         )
 
 
-def test_what_all_hosts_say_of_an_operator(
+def test_operator_description_of_all_hosts(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_bridge.queryable.server.proxy.DESCRIBE_SECONDS", PATIENCE)

@@ -247,7 +247,7 @@ def no_more(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @ROUNDS
-def test_whatever_is_sent_is_answered_or_refused(server, kind, rounds):
+def test_every_request_is_answered_or_rejected(server, kind, rounds):
     made, reads = server
     say(made, HELLO)
     before = figures(made, reads)
@@ -328,7 +328,7 @@ def test_no_bytes_break_the_decoders(data):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=40))))
-def test_what_is_packed_is_unpacked(values):
+def test_packed_values_round_trip(values):
     array = pa.array(values, pa.binary())
     for given_, expected in ((array, values), (pa.concat_arrays([array, array])[len(array) :], values)):
         packed = pack_bytes(given_)

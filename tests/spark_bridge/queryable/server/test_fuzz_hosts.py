@@ -193,7 +193,7 @@ def last_of(client: RawClient) -> Any:
 
 
 @ROUNDS
-def test_hosts_know_what_is_wrong_with_a_request(cluster, rounds, caplog):
+def test_hosts_name_the_error_of_a_request(cluster, rounds, caplog):
     odd = Odd(f"hosts {rounds}", stored_keys(cluster))
     clients = [RawClient(h.address, token=TOKEN) for h in cluster.hosts]
     answered: dict[str, int] = {}
@@ -217,7 +217,7 @@ def test_hosts_know_what_is_wrong_with_a_request(cluster, rounds, caplog):
         client.close()
 
 
-def test_a_proxy_does_not_believe_in_versions_that_a_client_makes_up(cluster):
+def test_proxy_ignores_versions_invented_by_a_client(cluster):
     """Once, it asked the hosts for them ever after."""
     client = RawClient(cluster.hosts[0].address, token=TOKEN)
     ahead = At("completed", 1 << 40)

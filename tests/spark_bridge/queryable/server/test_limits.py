@@ -1,4 +1,4 @@
-"""What a server allows, and the queue of those who wait."""
+"""The limits of a server, and its queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.spark_bridge.queryable.memory_reads import eventually
         {"max_buffered_bytes": 1 << 20},
     ],
 )
-def test_limits_under_which_nothing_works_are_refused(given):
+def test_unusable_limits_are_rejected(given):
     with pytest.raises(InvalidStateStoreArgument, match=next(iter(given))):
         RequestLimits(**given)
 
@@ -40,7 +40,7 @@ def test_limits_have_defaults_and_take_whole_seconds():
     assert RequestLimits(scan_seconds=5).scan_seconds == 5
 
 
-def test_who_came_first_is_served_first():
+def test_requests_are_served_in_order_of_arrival():
     limiter = AdmissionLimiter(1, "lookups")
     limiter.acquire(0)
     order = []
@@ -76,7 +76,7 @@ def test_waiting_has_an_end_and_frees_the_place_in_the_queue():
     large.start()
     eventually(lambda: limiter._waiting or got)  # or this machine has stood still until it gave up
     limiter.acquire(PATIENCE, 3)  # behind the large one, and has its place when that gives up
-    assert not limiter._waiting  # not before it: nobody overtakes
+    assert not limiter._waiting  # not before it: no request overtakes
     large.join()
     assert len(got) == 1 and limiter.taken == 9
     with pytest.raises(TooManyRequestsError, match="11 more"):
@@ -129,7 +129,7 @@ def test_one_after_the_other_until_patience_ends():
     may_end.set()
     for thread in threads:
         thread.join()
-    # All of it has been given back, and no more than that.
+    # Exactly the amount taken has been returned.
     slot._patience = HANG
     most.clear()
     may_end.clear()
@@ -144,7 +144,7 @@ def test_one_after_the_other_until_patience_ends():
         thread.join()
 
 
-def test_one_who_stays_keeps_only_one_other_waiting():
+def test_long_holder_blocks_only_one_waiter():
     slot, may_end = ComputeSlot(patience=HANG), threading.Event()
 
     def stay() -> None:

@@ -1,4 +1,4 @@
-"""The location cache of a proxy: who fetches a location, when that is done again, what is said of unknown queries."""
+"""The location cache of a proxy: which request fetches a location, when it refreshes, and errors of unknown queries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.server.oracle_source import Source, oracle_of
 
 
-def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
+def test_oracle_in_use_is_refreshed_in_the_background() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1", "ip:1")
@@ -26,12 +26,12 @@ def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
         assert oracles.location("r1", "op") is first and source.fetched == 1
         source.running["q1"] = oracle_of("r1", "ip:2")
         now[0] += 0.2
-        assert oracles.location("r1", "op") is first, "nobody waits for it"
+        assert oracles.location("r1", "op") is first, "no request waits for the refresh"
         eventually(lambda: oracles.location("r1", "op").owners[0].query_address == "ip:2")
         assert source.fetched == 2
         now[0] += 50
         time.sleep(0.15)
-        assert source.fetched == 2, "what nobody uses is not looked at"
+        assert source.fetched == 2, "an unused location is not refreshed"
         same = oracles.location("r1", "op")
         eventually(lambda: source.fetched == 3)
         time.sleep(0.02)
@@ -40,7 +40,7 @@ def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
         oracles.stop()
 
 
-def test_oracles_that_are_started_again_are_looked_at_again() -> None:
+def test_restarted_oracles_are_refreshed() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
@@ -57,7 +57,7 @@ def test_oracles_that_are_started_again_are_looked_at_again() -> None:
         oracles.stop()
 
 
-def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
+def test_concurrent_users_of_a_stale_oracle_fetch_it_once() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
@@ -75,13 +75,13 @@ def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
     assert source.fetched == 2
 
 
-def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
+def test_unknown_query_gives_the_coordinators_error() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
     oracles = LocationCache(source, lambda: now[0])
     assert oracles.location("r1", "op", with_schema=True).operator.schema == "schema"
-    # It does not answer, and then does not know the query: what is known goes on serving.
+    # It does not answer, and then does not know the query: the cached location stays in use.
     for source.away in (True, False):
         del source.running["q1"]
         now[0] += 1
@@ -106,7 +106,7 @@ def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
     with pytest.raises(RetiredRunError, match="replaced by run r2"):
         oracles.location("r1", "op")
     assert oracles.location("r2", "op").run_id == "r2"
-    # Nothing is known, and nobody answers.
+    # Nothing is cached, and the coordinator does not answer.
     fresh = LocationCache(source, lambda: now[0])
     source.away = True
     with pytest.raises(HostUnavailableError, match="away"):

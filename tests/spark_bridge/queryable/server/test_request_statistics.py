@@ -57,7 +57,7 @@ def test_a_percentile_is_never_above_the_slowest():
     assert middle_of(bucket_of(0.001024)) > 0.001024
 
 
-def test_deltas_are_what_came_since():
+def test_deltas_count_requests_since_the_last_report():
     statistics = RequestStatistics()
     statistics.observe("totals", "lookup", 5.0)
     statistics.observe("totals", "scan", 1.0, failed=True)

@@ -56,7 +56,7 @@ NOTHING = [Comparison("n", "=", [-1])]
 
 
 class Stopped(Exception):
-    """Nobody wants the answer any more."""
+    """The client no longer wants the answer."""
 
 
 class Watch:
@@ -113,7 +113,7 @@ def endless(world, monkeypatch) -> dict[str, int]:
 # -- scans that find nothing -----------------------------------------------------------------------
 
 
-def test_who_waits_for_a_rare_row_hears_that_there_is_work_and_may_leave(world, endless):
+def test_client_waiting_for_a_rare_row_gets_empty_replies_and_may_leave(world, endless):
     scan = ScanRequest(world.run, "op", where=NOTHING)
     with serving(world.reads[0], max_scans=1) as (served, _):
         with RawClient(served.server_address) as client:
@@ -151,7 +151,7 @@ def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: C
         eventually(lambda: endless["iterators"] == 0)
 
 
-def test_who_leaves_is_not_counted_for_and_a_revoked_token_counts_nothing(world, endless, monkeypatch):
+def test_count_stops_for_a_gone_client_and_a_revoked_token(world, endless, monkeypatch):
     for module in (framed_socket, request_handler):
         monkeypatch.setattr(module, "TOKEN_SECONDS", 0.05)
     count = CountRequest(ScanRequest(world.run, "op", start=b"\x00"))
@@ -186,7 +186,7 @@ def test_rows_that_are_dropped_are_checked_for_everywhere():
 # -- strings ---------------------------------------------------------------------------------------
 
 
-def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, monkeypatch):
+def test_unknown_runs_cost_neither_memory_nor_coordinator_calls(world, monkeypatch):
     host, reads = world.hosts[0], world.reads[0]
     host.version_requests._asking = BoundedDict(10)
     for i in range(30):
@@ -216,7 +216,7 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
         ScanRequest("r", "o", where=NOTHING * 1025),
     ],
 )
-def test_no_name_is_longer_than_names_are(request_):
+def test_overlong_names_are_rejected(request_):
     with pytest.raises(msgspec.ValidationError, match="length"):
         decode_request(msgspec.msgpack.encode(request_))
 
@@ -233,7 +233,7 @@ def keys(*given: bytes) -> bytes:
     return pack_bytes(pa.array(given, pa.binary()))
 
 
-def test_who_reads_the_rows_of_keys_slowly_holds_up_no_lookup():
+def test_slow_reader_of_key_rows_does_not_block_lookups():
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (served, _), RawClient(served.server_address) as slow:
@@ -249,7 +249,7 @@ def test_who_reads_the_rows_of_keys_slowly_holds_up_no_lookup():
     assert running is not None and running.admission.slow.taken == running.admission.lookups.taken == 0
 
 
-def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
+def test_wait_for_an_old_version_does_not_block_lookups(world, monkeypatch):
     for n in range(8):
         world.batch({1: n})
     loading, go_on = threading.Event(), threading.Event()
@@ -315,7 +315,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
         world.reads[0].lookup(lookup, stored(range(4)))
 
 
-def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_took(monkeypatch):
+def test_oversized_answer_is_rejected_and_releases_its_memory(monkeypatch):
     class Reads(MemoryReads):
         chunks = 0
 
@@ -336,7 +336,7 @@ def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_t
 # -- what the coordinator is asked -----------------------------------------------------------------
 
 
-def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypatch):
+def test_coordinator_is_asked_once_for_equal_requests(world, monkeypatch):
     reads, calls = world.reads[0], world.port.calls
     for _ in range(20):
         assert reads.locate("op", None).operator.name == "op"
@@ -353,7 +353,7 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
 # -- connections -----------------------------------------------------------------------------------
 
 
-def test_who_says_nothing_keeps_nobody_out(monkeypatch):
+def test_silent_connections_do_not_keep_clients_out(monkeypatch):
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     monkeypatch.setattr(server, "REFUSED_AT_ONCE", 1)
     asked = (LookupRequest("run", "totals"), keys(b"k1"))

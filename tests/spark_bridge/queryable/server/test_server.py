@@ -1,4 +1,4 @@
-"""``KvStateServer`` over a store in memory: what it answers, what it refuses, and that nothing is left behind."""
+"""``KvStateServer`` over an in-memory store: its answers, its refusals, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_large_batches_are_sent_in_frames_of_bounded_size():
         assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches([batch]))
 
 
-def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch):
+def test_scan_without_matches_sends_empty_replies(monkeypatch):
     now = 1000.0
 
     class Slow(MemoryReads):
@@ -136,7 +136,7 @@ def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch)
         assert [b.num_rows for b in pa.ipc.open_stream(b"".join(bodies))] == [1, 0, 0, 0, 1]
 
 
-def test_an_error_midway_is_a_failure_and_the_connection_goes_on():
+def test_error_midway_fails_the_request_and_keeps_the_connection():
     for request in (SCAN, KeyRowsRequest("run", "totals")):
         reads = MemoryReads()
         reads.fail_after = 1
@@ -237,7 +237,7 @@ def test_a_frame_that_is_too_large_is_refused_unread():
                 assert client.is_closed()
 
 
-def test_who_still_sends_reads_why_it_was_refused():
+def test_client_that_still_sends_can_read_the_error():
     with serving(max_request_bytes=10_000) as (server, _), client_of(server) as client:
         client.socket.sendall(frame_bytes(LOOKUP, b"x" * (8 << 20)))
         failed_with(client.hear()[0], "RequestLimitError")
@@ -252,7 +252,7 @@ def test_lengths_that_make_no_sense_end_the_connection(lengths):
         assert client.is_closed()
 
 
-def test_malformed_requests_are_refused_and_the_connection_goes_on():
+def test_malformed_requests_are_rejected_and_the_connection_stays():
     def framed(header: bytes, body: bytes = b"") -> bytes:
         return FRAME_PREFIX.pack(len(header) + len(body), len(header)) + header + body
 
@@ -301,7 +301,7 @@ def test_an_answer_that_is_too_large_is_refused():
         assert unpack_bytes(client.ask(LOOKUP, keys(b"other", b"other"))[1]).to_pylist() == [None, None]
 
 
-def test_errors_of_ours_travel_and_others_say_nothing(caplog):
+def test_own_errors_are_sent_and_others_are_hidden(caplog):
     with serving() as (server, _), client_of(server) as client:
         assert "'nothing'" in failed_with(client.ask(LocateOperatorRequest("nothing"))[0], "UnknownOperatorError")
         # of a host that a proxy asked: not the end of this connection
@@ -338,7 +338,7 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
         began = time.monotonic()
         server.shutdown()
         server.shutdown()
-        assert time.monotonic() - began < PATIENCE, "nobody has waited for the clients"
+        assert time.monotonic() - began < PATIENCE, "the shutdown has not waited for clients"
         assert query_threads() == [] and reads.open_iterators == 0 and server.num_connections == 0
         for client in (idle, silent):
             assert client.is_closed()
@@ -394,7 +394,7 @@ def test_the_version_asked_for_reaches_the_store():
         assert not isinstance(reply, Failure)
 
 
-def test_the_port_goes_on_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_stays_open_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, errors = KvStateServer._accept_one, [KeyError("a"), MemoryError("no more threads")]
 
     def failing(self: KvStateServer, *args: Any) -> None:

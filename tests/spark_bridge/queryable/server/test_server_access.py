@@ -57,7 +57,7 @@ def test_no_token_no_answer(sent):
         assert server.statistics.snapshot()[""]["hello"]["failures"] == 1
 
 
-def test_who_says_nothing_is_sent_away(monkeypatch):
+def test_silent_connection_is_closed(monkeypatch):
     monkeypatch.setattr(server_module, "HELLO_SECONDS", 0.1)
     with serving() as (server, _):
         for sent in (b"", b"\x10", frame_bytes(Hello(PROTOCOL, "right-token"))[:-1]):
@@ -126,7 +126,7 @@ def test_connections_can_be_encrypted(monkeypatch):
             eventually(lambda: server.num_connections == 1)
             began = time.monotonic()
             server.shutdown()
-            assert time.monotonic() - began < PATIENCE, "nobody has waited for the handshake"
+            assert time.monotonic() - began < PATIENCE, "the shutdown has not waited for the handshake"
 
 
 def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
@@ -162,4 +162,4 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
         assert has_woken.wait(PATIENCE)
         may_go_on.set()
         stopping.join(PATIENCE)
-        assert not stopping.is_alive(), "nobody waits for the handshake"
+        assert not stopping.is_alive(), "the shutdown does not wait for the handshake"

@@ -1,4 +1,4 @@
-"""What a ``KvStateServer`` holds for its clients: scans that are left or read slowly, requests at once, memory."""
+"""Resources of a ``KvStateServer``: abandoned scans, slow readers, concurrent requests, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_client_that_leaves_within_a_scan_releases_it():
         assert server.statistics.snapshot()["totals"]["scan"]["failures"] == 0
 
 
-def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
+def test_slow_reader_holds_a_scan_for_a_bounded_time(monkeypatch):
     ahead = 0.0
     monkeypatch.setattr(framed_socket, "SEND_TICK_SECONDS", 0.05)
     monkeypatch.setattr(framed_socket, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
@@ -80,7 +80,7 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
         eventually(lambda: server.num_connections == 0)
 
 
-def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
+def test_slow_but_steady_reader_gets_all_rows(monkeypatch):
     monkeypatch.setattr("spark_bridge.queryable.server.framed_socket.SEND_TICK_SECONDS", 0.01)
     reads = MemoryReads({b"big": random.Random(1).randbytes(20 << 20)}, batches=[rows(0, 15_000, 1000)] * 2)
     with serving(reads) as (server, _), client_of(server) as client:
@@ -95,7 +95,7 @@ def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
         assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches(reads.batches))
 
 
-def test_what_is_no_generator_is_closed_too():
+def test_non_generator_iterators_are_closed_too():
     class Batches:
         closed = 0
 
@@ -119,7 +119,7 @@ def test_what_is_no_generator_is_closed_too():
         assert reads.given.closed == 1
 
 
-def test_a_scan_that_takes_too_long_says_so():
+def test_scan_that_takes_too_long_times_out():
     reads = MemoryReads(batches=[rows(0, 1)] * 50)
     reads.pause = 0.02
     with serving(reads, scan_seconds=0.2) as (server, _), client_of(server) as client:
@@ -159,7 +159,7 @@ def test_requests_that_wait_too_long_are_refused():
         assert second.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
 
 
-def test_forwarded_requests_have_turns_of_their_own():
+def test_forwarded_requests_have_separate_turns():
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (server, _), client_of(server) as first, client_of(server) as second:
@@ -176,7 +176,7 @@ def test_forwarded_requests_have_turns_of_their_own():
             holding.go_on.set()
 
 
-def test_one_connection_too_many_is_told_so():
+def test_one_connection_too_many_gets_an_error():
     with serving(max_connections=2) as (server, _):
         with client_of(server), client_of(server) as second:
             with RawClient(server.server_address, token=None) as third:
@@ -201,7 +201,7 @@ def test_idle_connections_are_closed_and_slow_requests_refused():
         eventually(lambda: server.num_connections == 0)
 
 
-def test_large_requests_share_what_memory_they_may_have():
+def test_large_requests_share_a_memory_budget():
     limits = {"max_request_bytes": 1 << 20, "max_buffered_bytes": (2 << 20) + 4096, "wait_seconds": 0.05}
     with serving(**limits) as (server, _), client_of(server) as first, client_of(server) as second:
         sent = frame_bytes(LOOKUP, keys(*[bytes(1000)] * 1000))
@@ -240,7 +240,7 @@ def test_waiting_for_a_version_takes_no_turn(monkeypatch):
             one.close()
 
 
-def test_nobody_waits_for_a_version_for_ever(monkeypatch):
+def test_wait_for_a_version_times_out(monkeypatch):
     monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.1)
     with serving() as (server, _), client_of(server) as client:
         assert client.ask(AwaitRequest("run", 7, 1e300))[0] == CountReply(7, 7)

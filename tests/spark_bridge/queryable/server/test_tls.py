@@ -143,7 +143,7 @@ def test_a_client_without_tls_is_not_answered_by_hosts_with_it(files: Files) -> 
         ask_query(address, None)
 
 
-def test_a_client_with_tls_is_told_that_hosts_have_none(files: Files) -> None:
+def test_client_with_tls_learns_that_hosts_have_none(files: Files) -> None:
     with query_server(None) as address, pytest.raises(TlsError, match="Do the hosts use TLS"):
         ask_query(address, TlsConf(files.ca))
 
@@ -167,7 +167,7 @@ def test_the_remedies_of_connections_work(files: Files) -> None:
             assert ask_query(address, remedied)
 
 
-def test_flight_with_tls_needs_to_be_told_whom_to_trust() -> None:
+def test_flight_with_tls_needs_a_trusted_authority() -> None:
     with pytest.raises(TlsError, match="which certificates to trust"):
         HostClient("grpc+tls://127.0.0.1:1", SECRET)
 

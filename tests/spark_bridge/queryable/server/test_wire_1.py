@@ -37,7 +37,7 @@ class OldReply(Struct, frozen=True, array_like=True, tag="values"):
     version: int
 
 
-def test_a_client_of_protocol_1_reads_an_answer_that_says_its_lag() -> None:
+def test_client_of_protocol_1_reads_an_answer_with_a_lag() -> None:
     class Late(MemoryReads):
         def lag_ms(self, run_id: str) -> int:
             return 12_345
@@ -51,7 +51,7 @@ def test_a_client_of_protocol_1_reads_an_answer_that_says_its_lag() -> None:
     assert decode_reply(header) == LookupReply(7, 12_345)
 
 
-def test_todays_client_says_what_a_host_of_protocol_1_understood() -> None:
+def test_current_client_sends_requests_that_protocol_1_understands() -> None:
     said = {one.what: one.said for one in exchanges()}
     assert frame_bytes(Hello(PROTOCOL, TOKEN)) == said["hello"]
 

@@ -169,7 +169,7 @@ class Memory:
 
     @property
     def scans(self) -> list[Asked]:
-        """What was asked for rows."""
+        """Return the requests for rows."""
         return [a for a in self.asked if a.limit != 0]
 
 

@@ -1,6 +1,4 @@
-"""SQL over state: what is pushed down, what a statement sees, which names there are. On an in-memory client that
-does what it is asked.
-"""
+"""SQL over state, on an in-memory client: pushdown, the versions that a statement sees, and names."""
 
 from __future__ import annotations
 
@@ -180,7 +178,7 @@ def test_only_one_statement_that_reads(statement: str) -> None:
         sql(memory(), statement)
 
 
-def test_what_is_explained_changes_nothing_for_later_statements() -> None:
+def test_explain_does_not_change_later_statements() -> None:
     for change in (
         "create macro avg(x) as 42",
         "create or replace macro sum(x) as 43",
@@ -232,7 +230,7 @@ def test_a_connection_of_the_users_has_its_own_tables_too_and_keeps_nothing() ->
             connection.sql("select * from users")
 
 
-def test_without_duckdb_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_duckdb_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(EnvironmentProblemError, match=r"ray-statestore\[sql\]"):
         sql(memory(), "select 1")
@@ -240,7 +238,7 @@ def test_without_duckdb_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 @dataclass
 class Endless(Memory):
-    """A table of many rows that is made as it is read; ``alive`` counts batches that nobody has let go of."""
+    """A table of many rows that is made as it is read; ``alive`` counts batches that are still referenced."""
 
     total: int = 2_000
     given: int = 0
@@ -270,7 +268,7 @@ LARGE = "select k, count(*) from (select a.range * 1000000 + b.range k from rang
 SMALL = SqlLimits(memory_bytes=128 << 20, threads=1, temp_bytes=0)
 
 
-def test_a_statement_beyond_its_memory_says_so_and_others_go_on() -> None:
+def test_statement_beyond_its_memory_fails_and_others_continue() -> None:
     client = two_versions()
     other = sql(client, "select a.user from a order by 1", limits=SMALL).to_arrow_reader(1)
     with pytest.raises(RequestLimitError, match=r"more than the 128 MiB .*SqlLimits.*sql_memory_bytes.*--sql-memory"):
@@ -326,7 +324,7 @@ def test_temporary_files_are_private_bounded_and_gone_afterwards(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_database_is_used_again_only_when_its_statement_is_gone() -> None:
+def test_database_is_reused_only_after_its_statement_is_released() -> None:
     client = two_versions()
     duckdb_connections._idle.clear()
     first = sql(client, "select a.user from a order by 1", limits=SMALL)
@@ -351,7 +349,7 @@ def rows_of(client: Any, statement: str, **given: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fail_after", [None, 0, 3])
-def test_a_scan_that_fails_is_an_error_and_no_shorter_answer(fail_after: int | None) -> None:
+def test_failing_scan_raises_instead_of_truncating(fail_after: int | None) -> None:
     client = memory(failure=QueryTimeoutError("no answer within 30 s"), fail_after=fail_after)
     for statement in ("select sum(n) from users", "from users"):
         with pytest.raises(QueryTimeoutError, match="no answer within 30 s"):
@@ -378,7 +376,7 @@ def test_a_process_reads_one_version_of_each_query() -> None:
     assert {asked.version for asked in client.scans} == {None, 4} or {asked.version for asked in client.scans} == {4}
 
 
-def test_a_process_is_used_again_and_another_one_after_it_was_ended() -> None:
+def test_process_is_reused_and_replaced_after_its_end() -> None:
     statement_process.end_idle_processes()
     pids = []
     for statement in ("select 1", "select nothing", "select 2", "select sum(range) from range(1000000000000)"):
@@ -444,6 +442,6 @@ def test_a_row_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wrong", [{"memory_bytes": 1000}, {"threads": 0}, {"temp_bytes": -1}, {"threads": 1.5}])
-def test_limits_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_limits_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=next(iter(wrong))):
         SqlLimits(**wrong)

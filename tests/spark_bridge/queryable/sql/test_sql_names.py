@@ -63,7 +63,7 @@ def test_names_are_resolved() -> None:
         resolve(("web",), known)
 
 
-def test_windows_are_no_part_of_the_key_that_is_looked_up() -> None:
+def test_windows_are_not_part_of_a_looked_up_key() -> None:
     state = {"name": "default", "kind": "rows", "key": {"user": "int64", "window": "struct<...>"}, "window": "window"}
     operator = {"query_name": None, "query_id": "q", "run_id": "r", "operator": "o", "state": [state]}
     (of,) = catalog_tables(operator)
@@ -95,7 +95,7 @@ def test_tables_by_all_their_names(statement: str, rows: list[tuple[Any, ...]]) 
     assert sql(several(), statement).fetchall() == rows
 
 
-def test_unclear_and_unknown_names_say_what_there_is() -> None:
+def test_ambiguous_and_unknown_names_list_the_candidates() -> None:
     with pytest.raises(
         UnknownOperatorError, match=r"users can be any of \"my\.q\"\.users, clicks\.users; write which one"
     ):

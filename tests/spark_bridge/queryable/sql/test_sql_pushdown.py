@@ -66,7 +66,7 @@ def test_an_expression_can_be_taken_apart() -> None:
     assert columns_read(tree) == {"a", "s"}
 
 
-def test_an_expression_of_another_form_is_an_error_of_its_own() -> None:
+def test_expression_of_another_form_has_its_own_error() -> None:
     with pytest.raises(UnknownExpressionError):
         parse_expression(pc.field(0) > 3)
     assert push_down(pc.field(0) > 3, ["n"], FLIGHTS.schema, ["tail"]) == ScanPushdown(None)
@@ -98,7 +98,7 @@ def test_values_go_through_json(value: pa.Scalar) -> None:
     assert pa.scalar(plain).cast(value.type).equals(value)
 
 
-def test_values_that_json_cannot_say_stay() -> None:
+def test_values_without_a_json_form_are_not_converted() -> None:
     assert as_json(pa.scalar(b"\xff")) is None
     assert as_json(pa.scalar([1])) is None
 
