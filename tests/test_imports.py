@@ -36,7 +36,7 @@ def test_no_module_imports_from_a_test_module() -> None:
     sources = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.rglob("*.py")}
     modules = [Path(path).stem for path in sources if Path(path).stem.startswith("test_")]
     assert len(modules) > 100
-    # Few modules so much as name a test module; only those are parsed.
+    # Only a few modules name a test module; only those are parsed.
     names_one = re.compile(rf"\b(?:{'|'.join(modules)})\b")
     found = {path: modules_imported_from(source) for path, source in sources.items() if names_one.search(source)}
     assert {path: names for path, names in found.items() if names} == {}

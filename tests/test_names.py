@@ -13,7 +13,7 @@ EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "run", "scan", "sql"}
 have their names, as ``hosts``, ``scan``, ``sql``, and ``run``, which is a subject of traces, too.
 """
 HTTP_MODELS = Path("deploy/state_http/models.py")
-"""Its classes are schemas of the OpenAPI description, where they stand under the names of what they describe."""
+"""Its classes are schemas of the OpenAPI description, which names each schema after the object that it describes."""
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
@@ -52,4 +52,4 @@ def test_no_two_modules_define_the_same_name() -> None:
     assert len(modules) > 200
     del modules[HTTP_MODELS]
     shared = shared_names(modules)
-    assert shared == {}, f"Give each thing a name that says what it is; these names stand in several modules: {shared}"
+    assert shared == {}, f"Several modules define these names; give each thing a descriptive name: {shared}"

@@ -46,7 +46,7 @@ def test_parts_of_a_step_run_side_by_side_and_have_their_names_before_their_line
 def test_a_part_and_what_it_starts_keep_to_their_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     ask = "import os; print('==', *sorted(os.sched_getaffinity(0)))"
-    # Nobody says when the process is told: it looks until it has been, and a child of it after that.
+    # The process gets its core some time after its start: it polls until then, and starts its child afterwards.
     told = "import os, subprocess, sys, time\nuntil = time.monotonic() + 120\n"
     told += "while len(os.sched_getaffinity(0)) > 1 and time.monotonic() < until: pass\n"
     told += f"subprocess.run([sys.executable, '-c', {ask!r}])"

@@ -1,4 +1,4 @@
-"""What is given on the command line, and that the comparisons are whole."""
+"""Arguments of the command line, and completeness of the comparisons."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_another_format_is_refused() -> None:
 
 def test_what_is_kept_in_the_project_can_be_read() -> None:
     kept = load(Path(__file__).parents[2] / "benchmarks/results")
-    assert "queries" in kept and "locality" not in kept, "others keep figures of their own there"
+    assert "queries" in kept and "locality" not in kept, "other programs keep their figures there"
 
 
 def test_a_part_replaces_only_that_of_its_environment(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What of Spark's progress counts for which batch, and what of it is compared."""
+"""How Spark's progress is assigned to batches, and which batches are compared."""
 
 from __future__ import annotations
 

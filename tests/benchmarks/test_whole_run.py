@@ -1,4 +1,4 @@
-"""``RESULTS.md`` says whether all comparisons were measured in one go, of which commit, and how long that took."""
+"""``RESULTS.md`` says whether one run measured all comparisons, the commit it measured, and how long it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream over machines: hosts stand beside its executors, on every machine that has some, also behind a loss."""
+"""A stream over machines: each machine with an executor has a state host, also after a machine is lost."""
 
 from __future__ import annotations
 

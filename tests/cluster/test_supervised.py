@@ -1,4 +1,4 @@
-"""``statestore run`` on a machine that stays, while the head loses its power: the stream goes on by itself, exact."""
+"""``statestore run`` on a machine that stays, while the head loses power: the stream recovers by itself, exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of the state as JSON and in paths: there and back, and what is refused."""
+"""Keys and values of the state as JSON and in paths: round trips and rejected values."""
 
 from __future__ import annotations
 

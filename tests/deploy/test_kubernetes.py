@@ -124,7 +124,7 @@ def test_manifests_are_valid_and_a_misspelt_field_is_not(path: Path) -> None:
     count = 0
     for document in documents(path.read_text()):
         check(document)
-        # A usual run tries each third field: a model that lets unknown fields pass does so for all of its own.
+        # A usual run tries each third field: a model that accepts one unknown field accepts all of them.
         for field, wrong in islice(misspelt(document), 0, None, effort(3, 1)):
             with pytest.raises((*REFUSED, KeyError)):
                 check(wrong)

@@ -317,7 +317,7 @@ def test_no_client_yet_is_503_and_all_wait_for_the_same_attempt(
         # The attempt is over when all of them need it.
         await asyncio.wait_for(together.all.wait(), PATIENCE)
         if not is_there:
-            raise HostUnavailableError("There is no coordinator yet.")
+            raise HostUnavailableError("The coordinator has not started.")
         return memory
 
     async def ask() -> list[int]:

@@ -1,4 +1,4 @@
-"""What the HTTP service allows: sizes, rows, times, requests at once, and callers that leave."""
+"""Limits of the HTTP service: sizes, rows, times, concurrent requests, and callers that disconnect."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_too_many_at_once() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
 
             async def statuses(requests: list[Awaitable[httpx.Response]]) -> list[int]:
-                """What is let in is not answered before all others have been refused."""
+                """Answer an admitted request only after all others have been refused."""
                 together = memory.together = Together(len(requests))
 
                 async def status(request: Awaitable[httpx.Response]) -> int:

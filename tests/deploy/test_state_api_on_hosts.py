@@ -317,4 +317,4 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _nobody() -> Any:
-    raise HostUnavailableError("There is nobody.")
+    raise HostUnavailableError("No host runs.")

@@ -1,4 +1,4 @@
-"""A watch over HTTP, on real hosts: server-sent events, signs of life, and going on behind the last event."""
+"""A watch over HTTP, on real hosts: server-sent events, keep-alive comments, and resumption after the last event."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def served(cluster: Cluster, tokens: Tokens | None = None, **limits: Any) -> Ite
 
 @contextmanager
 def events(url: str, headers: dict[str, str] | None = None, **params: Any) -> Iterator[Iterator[dict[str, str]]]:
-    """The blocks of a stream, as they come; ``"comment"`` stands in those that are no events."""
+    """Yield the blocks of a stream as they arrive; a block that is a comment has the key ``"comment"``."""
     given = {**BEARER, **(headers or {})}
     with httpx.Client(timeout=PATIENCE) as client, client.stream("GET", url, headers=given, params=params) as answer:
         assert answer.status_code == 200, answer.read()

@@ -1,4 +1,4 @@
-"""What the pages name exists: files, modules and tests of the repository, commands and their options, and links."""
+"""The pages name only existing files, modules, tests, commands, options and links."""
 
 from __future__ import annotations
 

@@ -57,8 +57,9 @@ class Bank:
         self._random = random.Random(self.seed)
 
     def next_batch(self) -> list[tuple[int, int]]:
-        """Rows of account and amount; the first batch opens the accounts. The balances are noted before the batch
-        can run.
+        """Return rows of account and amount; the first batch opens the accounts.
+
+        The balances are written to the history before the batch can run.
         """
         rows = [(account, OPENING) for account in range(ACCOUNTS)] if self.versions == 0 else []
         for _ in range(TRANSFERS if self.versions else 0):
@@ -109,7 +110,7 @@ class Teller:
         self.answers += 1
 
     def report(self) -> None:
-        """Say how many answers there were; it is read meanwhile, and so appears as a whole."""
+        """Write the number of answers; readers poll the file, so a rename replaces it as a whole."""
         with (self._directory / f"records-{self._seed}.jsonl").open("a") as file:
             file.writelines(self._records)
         self._records.clear()
@@ -141,7 +142,7 @@ class Teller:
 
 
 def teller(directory: Path, seed: int) -> None:
-    """A process of its own: asks until there is a file "stop"."""
+    """The program of a teller process: asks until there is a file "stop"."""
     from spark_bridge import QueryableStateClient
 
     made = Teller(directory, seed)
@@ -157,7 +158,7 @@ def teller(directory: Path, seed: int) -> None:
 
 @contextmanager
 def tellers(directory: Path, seeds: list[int], ray_address: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Teller processes; what one of them writes to stderr is its verdict."""
+    """Start teller processes; the stderr of each is its verdict."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.spark_bridge.streams.bank", "--teller", str(directory), "--seed", str(seed)],
@@ -201,9 +202,9 @@ def commit_times(checkpoint: str) -> dict[int, float]:
 def check_history(directory: Path, committed: dict[int, float]) -> int:
     """Raise ``AssertionError`` unless all answers are linearizable at completed versions, and sink and state agree.
 
-    A version is completed when Spark commits its batch. An answer is no older than the newest version that was
-    completed before the client asked, and no newer than the newest one when it was answered. What one client sees never
-    goes back. Returns the number of answers.
+    A version is completed when Spark commits its batch. The version of an answer is at least the newest one that was
+    completed before the request, and at most the newest one at the time of the answer. The versions that one client
+    sees never decrease. Returns the number of answers.
     """
     balances = [[0] * ACCOUNTS, *map(json.loads, (directory / "history.jsonl").read_text().splitlines())]
     times = [committed[batch] for batch in sorted(committed)]
@@ -242,7 +243,7 @@ class Chaos:
         self.done: dict[str, int] = dict.fromkeys(self.KINDS, 0)
 
     def choose(self) -> str:
-        """What is next."""
+        """Choose the kind of the next fault."""
         kind = self.random.choice(self.KINDS)
         self.done[kind] += 1
         return kind
@@ -270,14 +271,13 @@ def run_bank(
     pause: float = PAUSE,
     at_least: tuple[int, int] = (0, 0),
 ) -> tuple[int, dict[str, int], int]:
-    """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows,
-    versions seen.
+    """Run transfers, tellers and faults until there are ``answers`` answers, or ``seconds`` have passed.
 
-    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it goes on
-    without blows, which may
-    come faster than what they have hit recovers.
+    Returns the number of answers, the number of faults of each kind, and the newest version that a teller has seen.
+    A fault comes every ``pause`` seconds, which may be less than the time to recover from it. If there are then fewer
+    answers than the first number of ``at_least``, or no version up to the second, the run continues without faults.
 
-    ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
+    ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with the report of a teller.
     """
     import ray
     from ray.exceptions import RayError
@@ -300,7 +300,7 @@ def run_bank(
     end = time.monotonic() + HANG
     address = ray.get_runtime_context().gcs_address
     with tellers(directory, [seed * 100 + i for i in range(TELLERS)], address) as processes:
-        # A client that has never had an answer is told at once that a query is not there.
+        # A client that has never had an answer gets the error at once that a query is not there.
         while len(list(directory.glob("answers-*"))) < TELLERS and all(p.poll() is None for p in processes):
             assert time.monotonic() < end, "the tellers could not begin"
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Another driver in a process of its own, on the checkpoint of a test's stream."""
+"""Another driver in its own process, on the checkpoint of a test's stream."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ ray.shutdown()
 
 
 class Driver:
-    """Another driver in a process of its own, which runs the query of a ``Flow`` on plain local Spark.
+    """Another driver in its own process, which runs the query of a ``Flow`` on plain local Spark.
 
-    ``ray`` is "own" or the "same" cluster as this process's; with ``die_in_batch`` its sink kills it, Spark included,
-    when it has that batch. ``with`` ends it, and whatever it has started.
+    ``ray`` is "own" or the "same" cluster as this process's. With ``die_in_batch``, the sink kills the process, Spark
+    included, when it gets that batch. ``with`` ends the process and all that it has started.
     """
 
     def __init__(

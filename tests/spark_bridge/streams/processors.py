@@ -1,8 +1,8 @@
-"""Processors for tests of ``transform_with_state``, and a plain model of what they must give.
+"""Processors for tests of ``transform_with_state``, and a plain model of their expected output.
 
-A processor here has no base class of its own: ``based_on`` puts one under it, so that the same code runs on
-this package's processor API and on PySpark's. Its rows are commands to its state variables and timers
-(``Command``), and what they find is its output, so that a test is a list of commands and what they answer.
+A processor here has no base class: ``based_on`` adds one, so that the same code runs on this package's processor API
+and on PySpark's. Its input rows are commands to its state variables and timers (``Command``), and its output rows are
+the results, so that a test is a list of commands and results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row
 from pyspark.sql.streaming import StreamingQuery
 
-# The workers cannot import the tests: what is in this module travels with the query.
+# The workers cannot import the tests: the query carries the definitions of this module by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 INPUT = "seq long, k long, op string, g string, n long, s string, ts timestamp"
@@ -81,7 +81,7 @@ def composite(n: int | None, s: str | None) -> tuple[Any, ...]:
 
 
 def shown(found: Any) -> str:
-    """What was found as text; much of it by its size and digest."""
+    """Return the ``repr`` of a result; a long one is replaced by its beginning, size and digest."""
     text = repr(found)
     return text if len(text) < 400 else f"{text[:40]}... {len(text)} {hashlib.md5(text.encode()).hexdigest()}"
 
@@ -149,7 +149,7 @@ class Commands:
         return f"expired {expiry} at {times.getCurrentWatermarkInMs()} {listed} {found}"
 
     def do(self, op: str, n: int | None, s: str | None, times: Any) -> Iterator[str]:
-        """Run one command; what it finds is an output."""
+        """Run one command, and yield its result, if it has one."""
         name, method = op.split(".")
         found = self._timer(method, n, times) if name == "timer" else self._variable(name, method, n, s)
         if found is not None:
@@ -315,7 +315,7 @@ class Expired(NamedTuple):
 
 
 class Model:
-    """What a stream of ``Commands`` must give, by a handle over dicts, one per key.
+    """The expected output of a stream of ``Commands``, from a handle over dicts, one per key.
 
     A batch's processing time is its number in steps of a minute: between ``BRIEF_MS`` and ``LASTING_MS``.
     """
@@ -416,7 +416,7 @@ def at(seconds: float) -> dt.datetime:
 
 
 def ordered(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows as tuples in an order of their own: a micro-batch has none."""
+    """Return rows as sorted tuples, since a micro-batch has no order."""
     return sorted((tuple(r) for r in rows), key=repr)
 
 

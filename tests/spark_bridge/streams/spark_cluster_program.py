@@ -1,6 +1,6 @@
 """A stream on a Spark cluster that RayDP did not start: ``python spark_cluster_program.py ray-on-spark|beside ROOT``.
 
-``ROOT/in`` has the input. Prints one line of JSON: the counts by key, and what was refused before.
+``ROOT/in`` has the input. Prints one line of JSON: the counts by key, and the errors of the calls that were refused.
 """
 
 from __future__ import annotations

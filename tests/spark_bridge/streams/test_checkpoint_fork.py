@@ -1,4 +1,4 @@
-"""A copied checkpoint in real Spark: refused as it is, and a query of its own once it is forked."""
+"""A copied checkpoint in real Spark: rejected until it is forked, then a separate query."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_fork_goes_on_beside_the_original(make_stream: Callable[..., Stream], 
         stream.add([(1, 1.0)])
         original = run(stream.checkpoint)
         shutil.copytree(stream.checkpoint, copy)
-        stream.add([(1, 1.0)])  # without rows there is no task, which is what says the refusal
+        stream.add([(1, 1.0)])  # a task raises the error, and without rows there is no task
         with pytest.raises(Exception, match="statestore checkpoint fork"):
             run(copy)
         forked = fork_checkpoint(copy, base)

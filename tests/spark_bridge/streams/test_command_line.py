@@ -61,7 +61,7 @@ def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: S
         return [rows, sums, changed[0]["after"], kinds, old]
 
     def looks(*where: str) -> list[Any]:
-        """What the commands that look at the whole say of a running stream and of a checkpoint alike."""
+        """Return the output of the overview commands that is the same for a running stream and for a checkpoint."""
         named = () if where else ("cli",)
         stat = next(
             q for q in statestore("status", *where, code=None)["queries"] if q["state_location"].endswith(state)

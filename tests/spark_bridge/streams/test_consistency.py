@@ -1,4 +1,4 @@
-"""Answers over several partitions are of one version, whatever dies meanwhile; ``bank.py`` makes longer runs."""
+"""Answers over several partitions are of one version, whichever process dies; ``bank.py`` makes longer runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/explanation/differences.md says of batches and time, beside Spark's own operators on the same files."""
+"""Check docs/explanation/differences.md on batches and time, against Spark's own operators on the same files."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_rows_are_late_and_keys_forgotten_one_batch_later(
 
 
 def random_files(seed: int, files: int) -> list[Rows]:
-    """A key has one row in a file, so that Spark's choice among rows is no accident."""
+    """Each key has one row in a file, so that Spark's choice among rows is deterministic."""
     rng = np.random.default_rng(seed)
     made = []
     for n in range(files):
@@ -207,7 +207,7 @@ def test_the_watermark_advances_for_two_operators_with_the_same_keys(stream_of_k
 
 @pytest.mark.parametrize("mode", ["update", only_thorough("complete")])
 def test_a_restart_with_one_new_file_waiting_gives_its_batch(stream_of_keys: Stream, mode: str) -> None:
-    """By the time at which ``processAllAvailable`` returns, as Spark's own query does; at last in the other mode."""
+    """It has ended when ``processAllAvailable`` returns, as in Spark's own query; the last run changes the mode."""
     df = stream_of_keys.read().withWatermark("t", "1 hour")  # no row is late
     sparks = df.groupBy(F.window("t", "5 seconds"), "k").agg(F.count("*").alias("n"))
     by = [S.window("t", "5 seconds"), "k"]

@@ -1,4 +1,4 @@
-"""What has expired goes, also of keys that are handled in every batch; what has not is found, also beside it."""
+"""Expired state is removed, also that of keys in every batch; state that has not expired is found, also next to it."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
 
 
 def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Another driver, in a process of its own, on plain local Spark with its own Ray."""
+    """Another driver, in its own process, on plain local Spark with its own Ray."""
     with tempfile.TemporaryDirectory() as scratch:
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *args],
@@ -254,7 +254,7 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
 def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_repaired(
     totals: Totals, client: QueryableStateClient, consumed: str
 ) -> None:
-    """Spark commits the batch all the same; the next one must not go on from state that lacks partitions."""
+    """Spark commits the batch all the same; the next one must not start from state that lacks partitions."""
     totals.add(2)
     frame = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint)
 

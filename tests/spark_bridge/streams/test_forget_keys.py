@@ -1,4 +1,4 @@
-"""``forget_keys`` beside a stream on Spark, and behind its end: the stream stays exact, and no byte of a key stays."""
+"""``forget_keys`` during a stream on Spark and after it: the stream stays exact, and no byte of a key is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever asks after Spark has said that a batch is done is answered from that batch or a later one."""
+"""After Spark has reported a batch as done, clients are answered from that batch or a later one."""
 
 from __future__ import annotations
 

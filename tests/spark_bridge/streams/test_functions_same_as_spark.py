@@ -59,7 +59,7 @@ def functions() -> dict[str, tuple[AggregateFunction, Column]]:
         if c != "odd":  # Spark keeps every NaN apart in a set
             pairs[f"set_{c}"] = (S.collect_set(c), F.sort_array(F.collect_set(c)))
     pairs |= {
-        # Times are unique, so Spark's choice is no accident.
+        # Times are unique, so Spark's choice is deterministic.
         "first": (S.first("s", by="ts"), F.min_by("s", "ts")),
         "last": (S.last("s", by="ts"), F.max_by("s", "ts")),
         "by_time": (

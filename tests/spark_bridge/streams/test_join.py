@@ -213,7 +213,7 @@ def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how:
     query = go_on(sides, how, checkpoint, 3, "file", found)
     if how == "inner":
         check_waiting(sides, client, query)
-    # What a batch behind the savepoint gave out would come again.
+    # A batch after the savepoint would emit its rows a second time.
     saved = trigger_savepoint(query, str(tmp_path / "savepoints"), stop=True).result(PATIENCE)
     restored = str(tmp_path / "restored")
     restore_savepoint(saved, restored, num_partitions=1, backend="rocksdb")

@@ -167,8 +167,9 @@ def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
 def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(
     make_stream: Callable[..., Stream], tmp_path: Path
 ) -> None:
-    """Sinks fail, hosts, the coordinator, executors and their Python workers are killed, and the query that is looked
-    up goes on meanwhile.
+    """Sinks fail; hosts, the coordinator, executors and their Python workers are killed.
+
+    The query that is looked up runs all the time.
     """
     rng = random.Random(11)
     looked_up, stream = make_stream(), make_stream("k long, w double")

@@ -123,7 +123,7 @@ def test_wrong_declarations(declare: Declare, time_mode: str, kind: type[Excepti
         declare(state.handle)
     for word in words:
         assert word in str(caught.value)
-    # Whoever catches wrong operators, values or PySpark's runtime errors catches this as well.
+    # Code that catches wrong operators, values or PySpark's runtime errors catches this as well.
     assert isinstance(caught.value, InvalidOperatorError)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RuntimeError)

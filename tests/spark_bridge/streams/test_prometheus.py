@@ -27,7 +27,7 @@ pytestmark = [
 
 RULES = Path(__file__).parents[3] / "deploy/prometheus/statestore.rules.yml"
 FAULTS = {"Tasks tried again, checkpoints given up", "Requests that failed"}
-"""Panels of what goes wrong in a stream. The tests of alerts look at them, where it does (``alerts/``)."""
+"""Panels of problems of a stream. The tests of alerts, which cause such problems, check them (``alerts/``)."""
 
 
 @pytest.fixture

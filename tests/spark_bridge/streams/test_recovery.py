@@ -1,4 +1,4 @@
-"""Processes die at random, two drivers meet on one checkpoint, a driver is gone for good: the state stays exact."""
+"""The state stays exact when processes die at random, two drivers share a checkpoint, or a driver never returns."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Killer:
 def test_kills_at_random_change_nothing(
     flow: Flow, client: QueryableStateClient, spark: SparkSession, tmp_path: Path, seed: int
 ) -> None:
-    """One kind of process after the other, in an order of the seed's own, at moments of its own."""
+    """Kill one kind of process after the other; the seed determines the order and the moments."""
     killer = Killer(seed, tmp_path)
     kinds = effort(("executor", "everything"), Killer.KINDS)  # the others die in the next test too
     strikes = killer.random.sample(kinds, len(kinds))
@@ -147,7 +147,7 @@ def test_kills_at_random_change_nothing(
     progressed(query, 0)
     for kind in strikes:
         before = int(query.lastProgress["batchId"])
-        while flow.batch_of[-1] < before + 3:  # enough for the second in which it strikes
+        while flow.batch_of[-1] < before + 3:  # enough batches for the second within which it strikes
             flow.add()
         killer.strike(kind)
         progressed(query, before + 1)
@@ -161,7 +161,7 @@ def test_kills_at_random_change_nothing(
 def test_no_task_fails_when_state_processes_die(
     flow: Flow, client: QueryableStateClient, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Coordinator, a host, and all of them: tasks wait and go on."""
+    """Kill the coordinator, a host, and all of them: tasks wait and continue."""
     killer = Killer(7, tmp_path)
     flow.add(6)
     slow = noted(tmp_path, 0.15)
@@ -204,7 +204,7 @@ def test_of_two_drivers_on_one_checkpoint_the_newer_wins(
     flow.add(2)
     wait_until(lambda: Path(flow.stream.checkpoint, "offsets", "2").exists())
     with Driver(flow.stream, tmp_path, ray=cluster) as newer:
-        # It repeats the batch in which the older one is, and runs the next.
+        # It repeats the batch that the older one is running, and runs the next.
         client_of_newer = newer.wait_until_ready()
         flow.check(client_of_newer, older)
         gate.touch()
@@ -213,7 +213,7 @@ def test_of_two_drivers_on_one_checkpoint_the_newer_wins(
         message = str(older.exception())
         assert re.search(r"has been replaced by run|has been taken over", message), message
         flow.check(client_of_newer, older)
-        # And goes on as if nothing had been.
+        # The newer run continues as usual.
         flow.add()
         wait_until(lambda: Path(flow.stream.checkpoint, "commits", "4").exists())
         wait_until(
@@ -238,7 +238,7 @@ def actors_of(namespace: str) -> list[str]:
 
 @pytest.mark.thorough  # otherwise: leases and idleness in coordinator_actor/test_coordinator.py, test_demo.py
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
-    """Its hosts go with it, its leases run out, and the coordinator that nobody needs any more ends."""
+    """Its hosts end with it, its leases expire, and the unused coordinator ends."""
     namespace = "left-behind"
     leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 20.0}
     flow.add(2)

@@ -34,7 +34,7 @@ def flow(make_stream: Callable[..., Stream]) -> Flow:
 
 
 def layouts(stream: Stream, operator: str) -> set[int]:
-    """The partition counts of which there is state, in files of partitions or in groups of a host's changelogs."""
+    """Return the partition counts that have state, in files of partitions or in groups of a host's changelogs."""
     storage = CheckpointStorage.open(str(Path(stream.checkpoint, "statestore")))
     paths = [path.split("/") for path, _ in storage.list("operators")]
     groups = [(path, size) for path, size in storage.list(GROUPS_DIRECTORY) if path.endswith(SUFFIX)]
@@ -73,7 +73,7 @@ def test_another_partition_count_or_backend_or_both_at_each_restart(flow: Flow, 
     run(flow, client, (1, 5), "file")
     run(flow, client, (3, 5), "rocksdb", batches=1)
     run(flow, client, (16, 1), "file", batches=1)
-    # Nobody has removed a layout that users may go back to.
+    # Layouts that users may return to are still there.
     assert layouts(flow.stream, "per_key") == {4, 1, 3, 16}
     assert layouts(flow.stream, "per_s") == {2, 5, 1}
 
@@ -154,7 +154,7 @@ def test_the_first_batch_of_a_rescaled_query_is_not_committed(
 def test_the_session_dies_before_the_first_batch_of_a_rescaled_query_is_committed(
     flow: Flow, client: QueryableStateClient, tmp_path: Path
 ) -> None:
-    """The driver, its hosts and its Ray cluster are gone from one moment to the next; another session goes on."""
+    """The driver, its hosts and its Ray cluster die at once; another session takes over."""
     run(flow, client, (4, 2))
     flow.add()
     with Driver(flow.stream, tmp_path, ray="own", partitions=(3, 3), die_in_batch=2) as driver:
@@ -189,7 +189,7 @@ def test_rebalancing_on_demand_disturbs_nothing(flow: Flow, client: QueryableSta
     assert sink.seen == list(range(6))
 
     def is_balanced() -> bool:
-        # Once more: a machine that stands still loses its hosts' leases for a moment, and their shares with them
+        # Repeat it: a machine that stalls loses its hosts' leases for a moment, and with them their partitions.
         rebalance()
         held = owners(query).values()
         return sum(held) == 6 and max(held) - min(held) <= 1

@@ -80,7 +80,7 @@ def test_random_commands(make_stream: Callable[..., Stream], native: None, tmp_p
     processor, time_mode, starts = CASES[case]
     stream = make_stream(INPUT)
     pandas = processor is PandasCommands
-    # Spark's pandas form takes every row with a null number in its key for a key of its own: NaN is not NaN.
+    # Spark's pandas form treats each row with a null number in its key as a different key: NaN is not NaN.
     start_rows = random_starts(time_mode, null_keys=not pandas) if starts else []
     initial = stream.spark.createDataFrame(start_rows, INITIAL) if starts else None
 
@@ -130,7 +130,7 @@ def test_random_commands(make_stream: Callable[..., Stream], native: None, tmp_p
         assert ours == theirs, f"batch {number} of seed {SEED}"
     assert len(found["package"]) == len(found["spark"]) == BATCHES
     assert sum(map(len, found["spark"])) > 20 * BATCHES
-    # The model that stands in for Spark where there is no transformWithState is right too.
+    # The model that replaces Spark where there is no transformWithState is right too.
     model = Model(time_mode)
     model.start_with(start_rows)
     assert found["spark"] == [model.run(batch) for batch in batches], f"the model is wrong for seed {SEED}"

@@ -60,7 +60,7 @@ def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
 
 
 def described(savepoint: str) -> SavepointMetadata:
-    """What it says of itself."""
+    """Return the metadata of a savepoint."""
     info: SavepointInfo = describe_savepoint(savepoint)
     assert info.metadata is not None
     return info.metadata
@@ -154,10 +154,10 @@ def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClien
 def go_on_from(
     flow: Flow, client: QueryableStateClient, checkpoint: str, batch: int, n: int, m: int, provider: str
 ) -> int:
-    """Start the query at a restored location; it must go on behind the savepoint's batch, and end exact.
+    """Start the query at a restored location; it must resume after the savepoint's batch, and end exact.
 
-    Returns how many files Spark read together in the first batch besides the one that it has to itself otherwise: those
-    that it had listed in ``sources`` when the savepoint was made, though not yet in a committed batch.
+    Returns the number of additional files that Spark read in the first batch. A batch otherwise has one file; these
+    were already listed in ``sources`` when the savepoint was made, though not yet in a committed batch.
     """
     sink = Sink()
     with backend(provider):
@@ -174,7 +174,7 @@ def go_on_from(
 
 @dataclass
 class Saved:
-    """A savepoint whose query has gone on, and whose checkpoint is gone."""
+    """A savepoint whose query has run later batches, and whose checkpoint is deleted."""
 
     flow: Flow
     path: str
@@ -334,7 +334,7 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     time.sleep(0.5)
     assert sink.seen == list(range(batch + 1))
     assert batch < flow.batch_of[-1], "the stream was over before the savepoint: nothing was stopped"
-    # Both go on behind it: the restored one, and the checkpoint itself.
+    # Both the restored query and the checkpoint itself resume after it.
     restore_savepoint(path, str(tmp_path / "ck"))
     go_on_from(flow, client, str(tmp_path / "ck"), batch, 3, 2, "rocksdb")
     assert go_on_from(flow, client, flow.stream.checkpoint, batch, 3, 2, "rocksdb") == 0
@@ -368,7 +368,7 @@ def test_deleting_a_savepoint_removes_it_and_nothing_else(saved: Saved, tmp_path
         describe_savepoint(str(copies[0]))
     with pytest.raises(Exception, match=copies[0].name):
         restore_savepoint(str(copies[0]), str(tmp_path / "ck"))
-    # What is no savepoint is not deleted.
+    # A directory that is not a savepoint is not deleted.
     with pytest.raises(Exception, match=r"(?i)savepoint"):
         delete_savepoint(str(base))
     assert (base / "notes.txt").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""``serve_state`` beside a running query, behind its end, and of a savepoint: the same clients, no Spark."""
+"""``serve_state`` during a query, after its end, and of a savepoint: the same clients, no Spark."""
 
 from __future__ import annotations
 

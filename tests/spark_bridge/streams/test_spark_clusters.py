@@ -1,4 +1,4 @@
-"""``attach`` on Spark clusters that RayDP did not start: Ray within them, and Ray beside them."""
+"""``attach`` on Spark clusters that RayDP did not start: Ray within them, and Ray next to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def counts(tmp_path: Path) -> dict[str, int]:
-    """What the input that lies in ``tmp_path/in`` has."""
+    """Write the input to ``tmp_path/in``, and return the count of each key."""
     (tmp_path / "in").mkdir()
     found: Counter[str] = Counter()
     for number in range(3):

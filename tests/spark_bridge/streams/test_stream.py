@@ -263,7 +263,7 @@ def test_results_do_not_depend_on_the_number_of_partitions(
 
 @pytest.mark.spark42
 def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Callable[..., Stream]) -> None:
-    """Behind an operator that emits nothing, beside an empty side of a union, and in an empty batch."""
+    """After an operator that emits nothing, with an empty side of a union, and in an empty batch."""
     stream, quiet = make_stream(), make_stream()
     df = stream.read().union(quiet.read().where("k < 0"))
     first = aggregate(df, by="k", operator="first", num_partitions=3, v=S.sum("v"))

@@ -95,7 +95,7 @@ def test_an_error_of_the_processor_ends_the_query_and_changes_nothing(make_strea
     stream.add([(1, 13), (2, 1), (3, 1)])
     error = error_of(totals_on(stream, bad=13), stream)
     assert "ValueError: Not 13 again." in error
-    # Mended and started again, it goes on from the batch that failed.
+    # Once the program is repaired, a restart resumes at the failed batch.
     (found,) = process_all(totals_on(stream, bad=None), stream)
     assert [(k, seen) for k, seen in found] == [
         (1, "({'total': 5, 'last': '5'}, [])"),

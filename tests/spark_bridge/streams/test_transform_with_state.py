@@ -80,7 +80,7 @@ def test_state_of_every_kind_and_type_is_kept_over_batches_and_a_restart(make_st
             (None, None, "m.containsKey", None, "key199"),
             (None, None, "m.removeKey", None, "key0"),
             (None, None, "m.removeKey", None, "nobody"),
-            (None, 1, "v.exists"),  # a key of its own
+            (None, 1, "v.exists"),  # a separate key
         )
     )
     five = (composite(5, "five"),)
@@ -257,7 +257,7 @@ def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
         num_partitions=2,
     )
     found = process_all(counted, stream)
-    # The watermark of batch 1 is 15 s: the rows of 10 s go on then, and the count behind sees them in the same batch.
+    # The watermark of batch 1 is 15 s: it emits the rows of 10 s, and the next operator counts them in the same batch.
     assert [[row[:2] for row in rows] for rows in found] == [[(0, 1), (1, 1)]]
     totals = aggregate(forwarded, by="k", operator="totals", n=S.count(), total=S.sum("total"))
     other = Stream(stream.spark, stream.root / "other", stream.schema)

@@ -183,7 +183,7 @@ def test_event_time_goes_on_under_another_name(typed: Stream) -> None:
 
 
 def test_a_restart_with_another_time_mode_is_refused_by_name(make_stream: Callable[..., Stream]) -> None:
-    """A time mode brings a source, of which Spark only asserts that the checkpoint has as many."""
+    """A time mode adds a source, and Spark only asserts that the checkpoint has the same number of sources."""
     stream = make_stream("k long, v double")
 
     def start(time_mode: str, output_mode: str = "update") -> Any:

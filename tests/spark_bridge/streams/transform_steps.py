@@ -49,7 +49,7 @@ def process_all(df: DataFrame, stream: Stream) -> list[list[tuple[Any, ...]]]:
 
 
 def error_of(df: DataFrame, stream: Stream) -> str:
-    """The error with which a query ends."""
+    """Run a query that must fail, and return its error."""
     with pytest.raises(Exception) as raised:
         process_all(df, stream)
     return str(raised.value)
