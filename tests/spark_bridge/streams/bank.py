@@ -274,8 +274,9 @@ def run_bank(
     """Run transfers, tellers and faults until there are ``answers`` answers, or ``seconds`` have passed.
 
     Returns the number of answers, the number of faults of each kind, and the newest version that a teller has seen.
-    A fault comes every ``pause`` seconds, which may be less than the time to recover from it. If there are then fewer
-    answers than the first number of ``at_least``, or no version up to the second, the run continues without faults.
+    A fault comes every ``pause`` seconds, which may be less than the time to recover from it. ``at_least`` has the
+    least number of answers and the least version seen: until both are reached, the run continues, after ``seconds``
+    without faults.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with the report of a teller.
     """
