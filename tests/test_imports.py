@@ -24,7 +24,7 @@ def modules_imported_from(source: str) -> set[str]:
     return {part for name in imported(source) for part in name.split(".") if part.startswith("test_")}
 
 
-def test_what_is_found() -> None:
+def test_imports_of_test_modules_are_found() -> None:
     source = (
         "import a.test_b\nfrom . import test_c\ndef f():\n    from .test_d import World\n"
         "from tests.effort import effort"

@@ -40,7 +40,7 @@ def shared_names(modules: dict[Path, str]) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_what_counts() -> None:
+def test_names_that_count() -> None:
     first = "import x\nif x:\n    LIMIT, OTHER = 1, 2\nError = x.Error\n_own = log = 0\ndef f():\n    inner = 1\n"
     second = "LIMIT: int = 3\nclass Error: ...\ndef inner(): ...\n_own = log = 1\n"
     assert shared_names({Path("a.py"): first, Path("b.py"): second}) == {"LIMIT": ["a.py", "b.py"]}

@@ -61,7 +61,7 @@ def seen() -> dict[tuple[str, str], tuple[str, str | None, str | None]]:
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)
-def test_a_public_name_is_what_it_says(
+def test_a_public_name_is_its_definition(
     package: str, name: str, seen: dict[tuple[str, str], tuple[str, str | None, str | None]]
 ) -> None:
     kind, own_name, module = seen[package, name]

@@ -68,7 +68,7 @@ def test_a_smoke_run_takes_the_first_environment() -> None:
     assert COMPARISONS["provider"].runs_in("full", VENV42) == []
 
 
-def test_what_the_project_aims_at_is_judged() -> None:
+def test_the_targets_of_the_project_are_judged() -> None:
     limits = {(c.name, t.limit) for c in COMPARISONS.values() for t in c.targets}
     assert {
         ("throughput", 2.5),

@@ -19,7 +19,7 @@ KEYS = np.arange(100)
 
 
 @pytest.mark.parametrize("version", [0, 1, 13, 40])
-def test_what_keys_have_is_what_their_rows_say(version: int) -> None:
+def test_state_of_keys_follows_from_their_rows(version: int) -> None:
     rows = np.arange(version * SHAPE.rows)
     keys = rows * STEP % SHAPE.keys
     counts, sums = SHAPE.totals(KEYS, version)

@@ -260,7 +260,7 @@ def test_means_of_decimals_are_rounded_half_up() -> None:
         assert results(states)[0].to_pylist() == [Decimal(expected)]
 
 
-def test_of_rows_with_the_same_time_the_greatest_value_wins_in_whatever_batch() -> None:
+def test_of_rows_with_the_same_time_the_greatest_value_wins_in_any_batch() -> None:
     def batch(value: str | None) -> pa.RecordBatch:
         rows = {"key": 0, "s": value, "ts": EPOCH}
         return pa.RecordBatch.from_pylist([rows], schema=pa.schema([ROWS.field(c) for c in rows]))

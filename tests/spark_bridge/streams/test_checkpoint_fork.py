@@ -17,7 +17,7 @@ from tests.spark_bridge.conftest import Stream
 pytestmark = [pytest.mark.spark, pytest.mark.spark42, pytest.mark.thorough]
 
 
-def test_a_fork_goes_on_beside_the_original(make_stream: Callable[..., Stream], spark: Any, tmp_path: Path) -> None:
+def test_a_fork_and_the_original_both_continue(make_stream: Callable[..., Stream], spark: Any, tmp_path: Path) -> None:
     stream, base, copy = make_stream(), str(tmp_path / "base"), str(tmp_path / "copy")
     totals = aggregate(stream.read(), by="k", operator="totals", num_partitions=2, n=S.count())
 

@@ -29,7 +29,7 @@ def owned() -> dict[str, int]:
     return hosts
 
 
-def test_a_stream_goes_on_and_is_answered_for_while_hosts_come_and_go(
+def test_a_stream_runs_and_is_readable_while_hosts_join_and_leave(
     spark: Any, make_stream: Callable[..., Stream]
 ) -> None:
     stream = make_stream()

@@ -44,7 +44,7 @@ def test_a_key_that_is_handled_in_every_batch_does_not_grow(tmp_path: Path) -> N
     assert keys.rows("list.-chunks") == keys.rows("list") == []
 
 
-def test_a_large_map_goes_and_comes_again(tmp_path: Path) -> None:
+def test_a_large_map_is_removed_and_added_again(tmp_path: Path) -> None:
     states: dict[str, Any] = {}
     keys = partition(tmp_path, states)
     put = lambda key: [states["map"].updateValue((i,), (i,)) for i in range(100)]  # noqa: E731

@@ -277,7 +277,7 @@ def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_
     totals.check(client)
 
 
-def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
+def test_coalesce_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, client: QueryableStateClient
 ) -> None:
     totals.add(2)
@@ -289,7 +289,7 @@ def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
     totals.check(client)
 
 
-def test_union_behind_the_operator_is_a_clear_error_and_loses_no_state(
+def test_union_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:
     totals.add(2)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 USERS = ["Zq8vKw3xTn5bRm1yLd7c", "Hj4sPf9gVt2eWa6kXo0u", "other"]
 
 
-def test_keys_go_beside_a_stream_and_behind_its_end(spark: SparkSession, tmp_path: Path) -> None:
+def test_keys_are_forgotten_during_a_stream_and_after_its_end(spark: SparkSession, tmp_path: Path) -> None:
     stream = Stream(spark, tmp_path, "user string, v double")
 
     def add() -> None:

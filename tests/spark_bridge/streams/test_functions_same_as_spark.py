@@ -128,7 +128,7 @@ def is_same(name: str, ours: Any, sparks: Any) -> bool:
     return bool(ours == sparks)
 
 
-def test_every_function_gives_what_sparks_own_gives(make_stream: Any) -> None:
+def test_every_function_gives_the_results_of_spark(make_stream: Any) -> None:
     stream: Stream = make_stream(SCHEMA)
     rows = rows_of(7)
     for part in (rows[:100], rows[100:101], rows[101:]):

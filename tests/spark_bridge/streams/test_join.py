@@ -129,7 +129,7 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
 
 
 @pytest.mark.spark42
-def test_an_aggregate_behind_a_join_gives_what_sparks_own_gives(sides: Sides) -> None:
+def test_an_aggregate_after_a_join_gives_the_rows_of_spark(sides: Sides) -> None:
     """Rows that have waited are not late behind the join, and windows come when no more rows can."""
     sides.add(FILES)
     sides.end()

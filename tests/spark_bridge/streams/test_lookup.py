@@ -41,7 +41,9 @@ def totals_of(stream: Stream) -> Any:
 
 
 @pytest.mark.spark42
-def test_a_batch_reads_its_version_again_though_the_other_query_went_on(make_stream: Callable[..., Stream]) -> None:
+def test_a_retried_batch_reads_its_recorded_version(
+    make_stream: Callable[..., Stream],
+) -> None:
     looked_up, stream = make_stream(), make_stream("k long, w double")
     looked_up.add([(k, 1.0) for k in range(10)])
     query = totals_of(looked_up)
@@ -99,7 +101,7 @@ def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
 
 
 @pytest.mark.spark42_only
-def test_state_as_of_is_what_a_client_was_answered_then(
+def test_state_as_of_a_version_equals_a_clients_answer_at_that_time(
     make_stream: Callable[..., Stream], spark: SparkSession, client: QueryableStateClient
 ) -> None:
     looked_up = make_stream()
@@ -163,8 +165,8 @@ def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
     return run
 
 
-@pytest.mark.thorough  # the usual run has test_a_batch_reads_its_version_again_though_the_other_query_went_on
-def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(
+@pytest.mark.thorough  # the usual run has test_a_retried_batch_reads_its_recorded_version
+def test_every_attempt_reads_the_recorded_version_whichever_process_dies(
     make_stream: Callable[..., Stream], tmp_path: Path
 ) -> None:
     """Sinks fail; hosts, the coordinator, executors and their Python workers are killed.

@@ -117,7 +117,7 @@ def flow(make_stream: Callable[..., Stream]) -> Flow:
     return Flow(make_stream(SCHEMA))
 
 
-def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
+def test_a_savepoint_while_batches_run(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     flow.add(7)
     sink = Sink(0.1)
     query = start(flow.frame(), flow.stream.checkpoint, sink, name="flow")
@@ -273,7 +273,7 @@ def test_another_program_is_refused_with_the_differences(saved: Saved, tmp_path:
         assert sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts) == before
 
 
-def test_some_of_the_operators_go_on_in_a_program_that_has_only_those(
+def test_a_program_with_some_of_the_operators_restores_only_those(
     saved: Saved, client: QueryableStateClient, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "ck"

@@ -18,7 +18,7 @@ from tests.spark_bridge.conftest import Stream, settle, wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 
 
-def test_state_is_served_beside_the_query_behind_its_end_and_of_a_savepoint(stream: Stream, tmp_path: Path) -> None:
+def test_state_is_served_during_a_query_after_its_end_and_of_a_savepoint(stream: Stream, tmp_path: Path) -> None:
     stream.add([(k, 1.0) for k in range(100)])
     frame = aggregate(stream.read(), by="k", operator="served", n=S.count(), num_partitions=3)
     writer = frame.writeStream.outputMode("append").option("checkpointLocation", stream.checkpoint)

@@ -87,7 +87,7 @@ def test_ray_on_spark(tmp_path: Path, counts: dict[str, int]) -> None:
         assert words in refused
 
 
-def test_standalone_spark_beside_ray(tmp_path: Path, counts: dict[str, int]) -> None:
+def test_standalone_spark_next_to_ray(tmp_path: Path, counts: dict[str, int]) -> None:
     with own_head() as head, standalone_spark(tmp_path) as master:
         found = run(tmp_path, "beside", str(tmp_path), master, head.address, RAY_TMPDIR=head.directory)
     assert found["counts"] == counts

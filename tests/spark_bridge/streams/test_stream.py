@@ -194,7 +194,7 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
-def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
+def test_a_restarted_query_resumes_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
         for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
     assert set(versions) == {1, 2, 3, 4, 5, 6}
 
 
-def test_a_stopped_query_is_answered_on_until_it_runs_again(stream: Stream, client: QueryableStateClient) -> None:
+def test_a_stopped_query_is_readable_until_it_runs_again(stream: Stream, client: QueryableStateClient) -> None:
     stream.add([(1, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="stays", n=S.count()), stream)
     settle(query)
@@ -281,7 +281,7 @@ def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Call
         assert counted == {"first": 3, "second": 4}, manifest["version"]
 
 
-def test_state_may_lie_elsewhere_than_the_checkpoint(spark: Any, stream: Stream, tmp_path: Path) -> None:
+def test_state_may_be_outside_of_the_checkpoint(spark: Any, stream: Stream, tmp_path: Path) -> None:
     spark.conf.set("spark.statestore.location", str(tmp_path / "elsewhere"))
     try:
         stream.add([(1, 1.0)])
@@ -352,7 +352,7 @@ def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Pat
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("output_mode", ["update", "complete"])
-def test_an_aggregate_over_all_rows_emits_what_sparks_own_does(stream: Stream, output_mode: str) -> None:
+def test_an_aggregate_over_all_rows_emits_the_rows_of_spark(stream: Stream, output_mode: str) -> None:
     """The first batch and the third have no rows behind the filter."""
     given = stream.read().where("v > 0")
     found: dict[str, list[Any]] = {"ours": [], "spark": []}

@@ -231,7 +231,7 @@ class Count:
 
 
 @pytest.mark.spark42
-def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
+def test_chained_operators_each_have_their_state_and_the_event_time(
     make_stream: Callable[..., Stream],
 ) -> None:
     stream = make_stream("k long, v double, t timestamp")

@@ -113,14 +113,14 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"initial_state": 5}, "initial_state=5"),
     ],
 )
-def test_what_the_arguments_show(typed: Stream, arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_are_wrong_by_themselves(typed: Stream, arguments: dict[str, Any], message: str) -> None:
     given = {"by": "k", "processor": Counts(), "output_schema": OUTPUT, "operator": "wrong", **arguments}
     for form in (transform_with_state, transform_with_state_in_pandas):
         with pytest.raises(InvalidOperatorError, match=f"(?s){message}"):
             form(typed.read(), **given)
 
 
-def test_what_init_raises_is_raised(typed: Stream) -> None:
+def test_an_error_of_init_is_raised(typed: Stream) -> None:
     with pytest.raises(OSError, match="no such host"):
         transform_with_state(typed.read(), "k", Broken(), OUTPUT, operator="o")
 
@@ -138,7 +138,7 @@ def test_a_batch_dataframe_has_no_state(spark: Any) -> None:
         transform_with_state(spark.range(3), "id", Counts(), OUTPUT, operator="o")
 
 
-def test_columns_that_cannot_be_told_apart(typed: Stream) -> None:
+def test_columns_with_ambiguous_names(typed: Stream) -> None:
     twice = typed.read().select("k", "s", F.col("k").alias("s"))
     with pytest.raises(InvalidOperatorError, match="several columns named 's'"):
         transform_with_state(twice, "k", Counts(), OUTPUT, operator="o")
@@ -165,7 +165,7 @@ def test_the_processor_itself_is_left_as_it_is(typed: Stream) -> None:
     assert vars(processor) == {}
 
 
-def test_event_time_goes_on_under_another_name(typed: Stream) -> None:
+def test_event_time_continues_under_another_name(typed: Stream) -> None:
     marked = typed.read().withWatermark("t", "10 seconds")
     arguments: dict[str, Any] = {"operator": "o", "time_mode": "eventTime"}
     output = "k long, at timestamp, n long"

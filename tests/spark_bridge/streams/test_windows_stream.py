@@ -180,7 +180,7 @@ def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Ca
         ),
     ],
 )
-def test_what_is_wrong_with_windows_is_said_while_building(
+def test_wrong_windows_are_refused_when_the_query_is_built(
     make_stream: Callable[..., Stream], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidOperatorError, match=message):
@@ -203,7 +203,7 @@ def test_a_session_window_without_the_watermark_is_refused(make_stream: Callable
         ("k", "ten minutes", "withWatermark"),
     ],
 )
-def test_what_is_wrong_with_deduplication_is_said_while_building(
+def test_wrong_deduplication_is_refused_when_the_query_is_built(
     make_stream: Callable[..., Stream], by: Any, within: str | None, message: str
 ) -> None:
     df = make_stream(SCHEMA).read()
