@@ -1,8 +1,8 @@
-"""The benchmark suite: runs each comparison of ``comparisons/`` in a process of its own, and writes ``RESULTS.md``.
+"""The benchmark suite: runs each comparison of ``comparisons/`` in its own process, and writes ``RESULTS.md``.
 
     python benchmarks/bench.py                              all of them at full size; hours
     python benchmarks/bench.py throughput --keys 100000     one by name, with its sizes; replaces its part of RESULTS.md
-    python benchmarks/bench.py --smoke                      small sizes: equality, and what has become slower
+    python benchmarks/bench.py --smoke                      small sizes: equality, and ratios that are now slower
     python benchmarks/bench.py --smoke --keep               the same, and keep the figures for later comparison
     python benchmarks/bench.py --list                       names and sizes
     python benchmarks/bench.py --render                     RESULTS.md again from the kept figures
@@ -16,8 +16,8 @@ instance because results were not equal.
 Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the
 environment that STATESTORE_VENV42 names.
 
-``remarks/<comparison>.md`` is written by hand: it says what stands in the way of a target. ``RESULTS.md`` has it below
-the figures.
+``remarks/<comparison>.md`` is written by hand and explains targets that are missed. ``RESULTS.md`` has it below the
+figures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[
     """Return the suite's own options, and the sizes: all other arguments that begin with two dashes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="comparisons (default all)")
-    parser.add_argument("--smoke", action="store_true", help="small sizes; compare with what is kept")
+    parser.add_argument("--smoke", action="store_true", help="small sizes; compare with kept figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures of a smoke run")
     parser.add_argument("--environment", choices=tuple(ENVIRONMENTS), help="only in this one")
     parser.add_argument("--minutes", type=float, help="how long each may take, instead of its usual limit")
@@ -132,10 +132,10 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
                     unknown.append(f"{comparison.name} on {ENVIRONMENTS[environment]}")
                 suspect = slower(before, Result(comparison.name, {environment: part}))
                 if suspect:
-                    console.print(f"{len(suspect)} ratios are worse than kept: once more, to tell that from noise")
+                    console.print(f"{len(suspect)} ratios are worse than kept: measuring them again, to rule out noise")
                     again = runner.run(comparison, environment, kind, size, console)
                     if again.failure is not None:
-                        failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}, once more: {again.failure}")
+                        failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}, second run: {again.failure}")
                     suspect = in_both(suspect, slower(before, Result(comparison.name, {environment: again})))
                 found += suspect
             if kind == "full" or (options.keep and part.failure is None):
@@ -166,7 +166,7 @@ def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> in
     whole_run.save(RESULTS, run)
     write_results()
     console.print(run.sentence(), markup=False)
-    console.print("[bold]Once more at smoke size[/], for later smoke runs to compare with")
+    console.print("[bold]Measuring again at smoke size[/], for later smoke runs to compare with")
     options.keep = True
     return status | measure([c for c in chosen if c.in_smoke], "smoke", options, {})
 

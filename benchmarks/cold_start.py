@@ -1,11 +1,11 @@
-"""How long a query with state takes to start anew on object storage, with hosts that hold nothing.
+"""How long a cold start of a query with state takes on object storage, with hosts that hold nothing.
 
     python benchmarks/cold_start.py                    200 partitions on 4 hosts, 50 ms a request
     python benchmarks/cold_start.py --local /dev/shm   with the hosts' local files in memory
 
-A played stream (``played_stream.py``) runs ``--batches`` batches with snapshots. Then another coordinator takes the
-query up with other hosts, each in a process of its own. ``start``: until the query is registered. ``first batch``: from
-its first task's start to its last one's end, so that every partition has been loaded. Requests are those of both,
+A played stream (``played_stream.py``) runs ``--batches`` batches with snapshots. Then another coordinator takes over
+the query with other hosts, each in its own process. ``start``: until the query is registered. ``first batch``: from the
+start of its first task to the end of its last one, so that every partition has been loaded. Requests are those of both,
 counted by the proxy. ``snapshots``: from the end of a later batch until all partitions have their first snapshot, which
 opens their databases for writing.
 """
@@ -27,7 +27,7 @@ BUCKET = "cold"
 
 @dataclass(frozen=True)
 class ColdStart:
-    """What a cold start took, in seconds, and its requests to storage by kind. ``snapshots``: 0 if none were made."""
+    """The seconds of a cold start, and its requests to storage by kind. ``snapshots``: 0 if none were made."""
 
     start: float
     first_batch: float
@@ -56,7 +56,7 @@ def grown(
 def started(
     root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3, *, with_snapshots: bool = False
 ) -> tuple[ColdStart, PlayedStream]:
-    """Start a stream that has ended anew, with other hosts. Return what that took, and the new one, which has ended."""
+    """Restart a stream that has ended, with other hosts. Return the costs, and the new stream, which has ended too."""
     with played_cluster(root, earlier.shape.hosts) as cluster:
         s3.traffic(bucket)
         began = time.perf_counter()

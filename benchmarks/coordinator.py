@@ -1,4 +1,4 @@
-"""What a large cluster costs its coordinator: 200 simulated hosts, 10,000 partitions, one checkpoint a second.
+"""The load of a coordinator in a large cluster: 200 simulated hosts, 10,000 partitions, one checkpoint a second.
 
     python benchmarks/coordinator.py                    the coordinator's class in this process; a minute
     python benchmarks/coordinator.py --actor            a real actor, in a Ray cluster started for it
@@ -6,8 +6,8 @@
 
 Every simulated host asks for its part of a batch, acknowledges the changes of its partitions in one message, sends two
 heartbeats a second (``--heartbeat``), and uploads the snapshots of its partitions once per maintenance interval. The
-driver sends one heartbeat a second, and a message for each batch that is committed. Small files in ``offsets/`` and
-``commits/`` stand for Spark's. Changelogs are named, but not written: the coordinator does not read them.
+driver sends one heartbeat a second, and a message for each committed batch. Small files in ``offsets/`` and
+``commits/`` replace Spark's. Changelogs have names, but are not written: the coordinator does not read them.
 
 CPU is that of the coordinator's process (``--actor``), or of the calls to its class. Without ``--actor``, memory
 includes the simulated cluster, and there is one thread, so that a checkpoint takes the sum of all its messages.
@@ -171,7 +171,7 @@ def actor(namespace: str) -> Iterator[InActor]:
 
 @dataclass
 class PlayedHost:
-    """A simulated host, and what it was last told; ``heads`` are its partitions' changelogs at the last version."""
+    """A simulated host with the last reply it got; ``heads`` are its partitions' changelogs at the last version."""
 
     info: HostInfo
     assignment: int = 0
@@ -181,7 +181,7 @@ class PlayedHost:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Return the arguments with which most messages begin."""
+        """Return the first arguments of most messages."""
         return self.info.host_id, self.info.incarnation
 
     def take(self, grant: BatchGrant, batch: int) -> None:
@@ -350,7 +350,7 @@ class Measured:
 
 
 def play(cluster: Cluster, link: Link, options: argparse.Namespace) -> Measured:
-    """Run a checkpoint every interval, and all that goes on beside it."""
+    """Run a checkpoint every interval, together with all other messages."""
     taken, late, peak = [], 0, link.resident()
     beats = max(1, round(options.interval / options.heartbeat))
     before, cpu, started = Counter(cluster.messages), link.cpu_seconds(), time.perf_counter()
@@ -398,7 +398,7 @@ def locate(cluster: Cluster, link: Link) -> tuple[float, float]:
 def show(
     cluster: Cluster, measured: Measured, located: tuple[float, float], oracle: float, interval: float, where: str
 ) -> bool:
-    """Print the figures beside the limits; return whether all limits are kept."""
+    """Print the figures next to the limits; return whether all limits are kept."""
     hosts, partitions, count = len(cluster.hosts), sum(cluster.sizes.values()), len(measured.checkpoints)
     # Per interval, not per second: a coordinator that makes fewer checkpoints than it should would look idle.
     manifests, cores = cluster.manifest_bytes(), measured.cpu / count / interval

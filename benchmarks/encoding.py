@@ -3,8 +3,8 @@
     python benchmarks/encoding.py                     a million rows of every case, the best and median of 5
     python benchmarks/encoding.py --rows 100000 --rounds 9 --only string
 
-Everything is milliseconds per million rows: the best, and the median behind it. All cases come from one seed, in
-one batch each, and what is decoded is compared with what was encoded before anything is timed. A tenth of the
+All figures are milliseconds per million rows: the best, then the median. All cases come from one seed, in one batch
+each, and the decoded columns are compared with the originals before anything is timed. A tenth of the
 strings have a zero byte in them, which keys must escape, and a tenth are not ASCII; "nulls" are a tenth of each
 column. "sort" is what a store does with keys that do not come in order.
 """

@@ -35,9 +35,9 @@ BATCH_TIMEOUT = 600.0
 LOOK_EVERY = 0.1
 SPARK_4 = 4
 POLLING = "spark.sql.streaming.pollingDelay"
-"""3 s for all contestants, so that idle ones do not look into their directories a hundred times a second meanwhile.
+"""3 s for all contestants, so that idle ones do not list their directories a hundred times a second.
 
-Each look starts some processes (Hadoop's, where its native library is missing). The time of a batch begins after it.
+Each listing starts some processes (Hadoop's, if its native library is missing). The time of a batch begins after it.
 """
 
 

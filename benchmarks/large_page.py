@@ -3,9 +3,9 @@
     python benchmarks/large_page.py                 40 requests of each page, one after the other
     python benchmarks/large_page.py --rounds 10
 
-The page is served by a process of its own (``tests.spark_bridge.ui.large_page``), with real hosts behind keys and scan.
-The overview behind the pages is renewed without a pause, in the same process. Prints the median and the 95th percentile
-of the times from the request to the last byte of the answer, and the load of the machine.
+A separate process (``tests.spark_bridge.ui.large_page``) serves the page, with real hosts that answer keys and scans.
+It also renews the overview of the pages without a pause. Prints the median and the 95th percentile of the times from
+the request to the last byte of the answer, and the load of the machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a state task costs whose partition is on another machine, and whether tasks of a partition stay on a machine.
+"""The cost of a state task on another machine than its partition, and whether tasks of a partition stay on a machine.
 
     python benchmarks/locality.py             five minutes, root; writes benchmarks/results/locality.json
     python benchmarks/locality.py --batches 6 --no-write
 
 On the lab of the tests: a head and three machines with an executor and a state host each, which run the bank of the
-tests in 6 partitions. Between any two machines a packet takes 0, 1 and 10 ms (a round trip twice that), in turns. Each
-state task has the time that Spark gives for it, and the machines of its executor and of its partition's owner.
+tests in 6 partitions. Between any two machines a packet takes 0, 1 and 10 ms (a round trip twice that), in turns. Of
+each state task, the result has Spark's time and the machines of its executor and of its partition's owner.
 """
 
 from __future__ import annotations

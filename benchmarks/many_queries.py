@@ -1,4 +1,4 @@
-"""What many queries cost one coordinator: 50 queries, 1,000 partitions, 100 simulated hosts, a real actor, 10 minutes.
+"""The load of many queries on one coordinator: 50 queries, 1,000 partitions, 100 simulated hosts, an actor, 10 minutes.
 
     python benchmarks/many_queries.py                ten minutes; writes benchmarks/results/many-queries*
     python benchmarks/many_queries.py --seconds 30 --queries 5 --partitions 100 --hosts 10 --no-write
@@ -8,9 +8,9 @@ batch, acknowledge, and upload a snapshot of each partition once per maintenance
 a second about all runs it holds. The driver renews the leases of all its runs and sends a heartbeat for each, once a
 second, and says which batches are committed; a client locates an operator of each query every 10 s. Every answer is
 checked, and its latency kept: from the call to the answer in the process that plays the cluster, whose threads wait for
-each other as real hosts do not. An empty actor that is called beside shows what Ray, this process and the machine take
-of that. CPU and memory are those of the coordinator's process; the state that a query keeps grows up to ``--retain``
-versions.
+each other as real hosts do not. Calls of an empty actor at the same time show the share of Ray, this process and the
+machine in that latency. CPU and memory are those of the coordinator's process; the state that a query keeps grows up to
+``--retain`` versions.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def play(load: Load) -> list[Sample]:
                 what(number)
                 due += seconds / count
                 rest = due - time.perf_counter()
-                if rest < -seconds:  # no catching up: what is late stays late, and is counted
+                if rest < -seconds:  # no catching up: a late call stays late, and is counted
                     load.late += 1
                     due = time.perf_counter()
                 if ended.wait(max(0.0, rest)):

@@ -1,29 +1,29 @@
-"""What metrics cost, as a share of a batch.
+"""The cost of metrics, as a share of a batch.
 
     python benchmarks/metrics_overhead.py                      2 hosts with 4, 100 and 500 partitions, 7 turns
     python benchmarks/metrics_overhead.py --turns 3 --partitions 4 100
     python benchmarks/metrics_overhead.py --spark              one stream on Ray and Spark, with metrics and without
     python benchmarks/metrics_overhead.py --spark --turns 4 --batches 10
 
-Without ``--spark`` a real coordinator and real hosts run batches on a local disk, without Spark, so that a batch takes
-no longer than it must. In each turn each size runs batches; then everything is published to Ray as the processes do it,
+Without ``--spark`` a real coordinator and real hosts run batches on a local disk, without Spark, so that a batch is as
+short as possible. In each turn each size runs batches. Then all metrics are published to Ray as the processes do it,
 and timed:
 
-- the coordinator's look, once a second, and its figures of each checkpoint,
-- the looks of the hosts, once in five seconds each, with all that they describe of themselves for it,
-- what is counted of each message of acknowledgements,
+- the coordinator's metrics, once a second, and its figures of each checkpoint,
+- the metrics of each host, once in five seconds, including the description that the host makes for them,
+- the counters of each message of acknowledgements,
 - the driver's: Spark's progress of each batch, and the figures of operators once in ten seconds.
 
-All times are of the processor, so that others on the machine disturb little. What comes with time is counted for the
-length of the batch. The share is of what coordinator, hosts and tasks take of the processor for the batch; Spark, which
-takes far more, has no part in it. Not in it is Ray's export of what was published, which Ray does for itself too.
+All times are CPU times, so that other processes on the machine disturb little. Periodic work is counted for the length
+of the batch. The share is relative to the CPU time of coordinator, hosts and tasks for the batch. Spark's CPU time is
+far more, and is not included. Ray's export of the published metrics is not included; Ray also exports its own.
 
 With ``--spark`` the batches are whole: a stream on RayDP with two executors and two hosts, ``aggregate`` over 1,000
-rows a batch, each begun as soon as the one before is through. Each turn runs batches with metrics and batches without,
-the other first in the next turn: the processes are told to publish nothing for a while. The first batch behind such a
-change does not count. The table has the time of a batch, that of the processor which all processes used for it, Spark's
-too, and that of the processor which publishing took, counted in the processes that publish. Ray goes on to export the
-last values for 20 s, so its export is not in the difference here either.
+rows a batch, each begun as soon as the previous one has ended. Each turn runs batches with metrics and batches without,
+in the reverse order of the turn before: an order to the processes stops publishing for a while. The first batch after
+such a change does not count. The table has the time of a batch, the CPU time of all processes for it, including
+Spark's, and the CPU time of publishing, counted in the processes that publish. Ray continues to export the last values
+for 20 s, so the difference does not include its export here either.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Published:
         name = f"n{stream.shape.partitions}"
         run_id = stream.registration.run_id
         driver = StreamMetrics(RayMetrics({"namespace": name}), lambda _: [OPERATOR])
-        driver.close()  # its own thread would publish beside the measurement
+        driver.close()  # its own thread would publish during the measurement
         driver.add(run_id, "played")
         hosts = [
             HostMetrics(

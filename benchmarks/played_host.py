@@ -1,7 +1,7 @@
-"""A real host whose tasks are played by threads, without Spark and Ray: in this process, or in one of its own.
+"""A real host whose tasks are played by threads, without Spark and Ray: in this process, or in a separate one.
 
-Tasks run where the host is, as Spark's tasks run beside their hosts. A host in a process of its own asks the
-coordinator, which is in the process that has started it, through a socket.
+Tasks run in the process of the host, as Spark's tasks run on the machines of their hosts. A host in a separate process
+calls the coordinator, which is in the process that has started it, through a socket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
 
 Redirects = Mapping[tuple[str, int], str]
-"""The addresses of the hosts to which tasks were sent on, by operator and partition."""
+"""The addresses of the hosts that tasks were redirected to, by operator and partition."""
 AUTHENTICATION = uuid.uuid4().bytes
 MAX_KEYS = 100_000
 """Keys are drawn from so many in each partition."""
@@ -40,7 +40,7 @@ SWITCH_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class TasksOf:
-    """The tasks of a batch that one host is asked first, each of which changes ``keys`` keys; ``slots`` run at once."""
+    """The tasks of a batch that ask one host first; each task changes ``keys`` keys, and ``slots`` run at once."""
 
     run_id: str
     batch: int
@@ -61,13 +61,13 @@ class Player(Protocol):
         """Run tasks until all have committed; return those that belong to another host."""
 
     def heartbeat(self) -> None:
-        """Hear of completed versions."""
+        """Send a heartbeat, and learn the completed versions."""
 
     def maintain(self) -> None:
         """Take the snapshots that are due."""
 
     def describe(self) -> dict[str, object]:
-        """Return what the host says of itself."""
+        """Return the description of the host."""
 
     def close(self) -> None:
         """End the host."""
@@ -132,11 +132,11 @@ def _binary(data: bytes, width: int) -> pa.BinaryArray:
     )
 
 
-# -- a host in a process of its own --------------------------------------------------------------
+# -- a host in a separate process ----------------------------------------------------------------
 
 
 class HostApart(Player):
-    """A host in a process of its own, which ends with this one. It hears of versions while it runs tasks."""
+    """A host in a separate process, which ends with this one. It learns of versions while it runs tasks."""
 
     def __init__(self, info: HostInfo, door: str, directory: Path, conf: StateStoreConf) -> None:
         self.info = info
@@ -197,7 +197,7 @@ def _serve(
 
 
 def _obey(way: Connection, host: HostHere) -> None:
-    """Do one thing after the other, until the host is closed or whoever asks has gone."""
+    """Run one order after the other, until the host is closed or the caller has ended."""
     with suppress(EOFError):
         while True:
             what, given = way.recv()
@@ -209,7 +209,7 @@ def _obey(way: Connection, host: HostHere) -> None:
 def _reply(to: Connection, work: Any) -> None:
     try:
         answer = (True, work())
-    except Exception as error:  # noqa: BLE001 - whoever asks raises it
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         answer = (False, error)
     to.send(answer)
 
@@ -222,7 +222,7 @@ def _answer(of: Connection) -> Any:
 
 
 class PortThroughDoor(CoordinatorPort):
-    """Sends messages to a coordinator in another process. Each thread has a connection of its own."""
+    """Sends messages to a coordinator in another process. Each thread has its own connection."""
 
     def __init__(self, door: str, key: bytes) -> None:
         self._door = door
@@ -239,7 +239,7 @@ class PortThroughDoor(CoordinatorPort):
 
 @contextmanager
 def door_to(coordinator: CoordinatorPort, address: Path) -> Iterator[str]:
-    """Let hosts in other processes ask a coordinator meanwhile; give the address for it."""
+    """Let hosts in other processes call a coordinator within the block; yield the address for it."""
     with Listener(str(address), "AF_UNIX", backlog=128, authkey=AUTHENTICATION) as listener:
         threading.Thread(target=_admit, args=(listener, coordinator), name="door", daemon=True).start()
         yield str(address)

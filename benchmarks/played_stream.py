@@ -1,10 +1,10 @@
 """A stream without Spark: real hosts and a real coordinator, on real storage.
 
 Each batch is what the tasks of Spark would do: every partition of every operator is opened at the host that owns it,
-changed and committed, each task in a thread, then Spark's commit is written, and coordinator and hosts hear of it,
-while Spark writes the offsets of the next batch. What Spark writes itself goes past the counting proxy, and takes
-``spark_seconds`` longer. Snapshots and the removal of what is no longer kept come between batches, all at once every
-``maintenance`` batches, so that no batch is measured beside them.
+changed and committed, each task in a thread. Then Spark's commit is written, and coordinator and hosts learn of it,
+while Spark writes the offsets of the next batch. Spark's own writes bypass the counting proxy, and take
+``spark_seconds`` longer. Snapshots and the removal of expired files run between batches, all at once every
+``maintenance`` batches, so that they do not affect a measured batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PlayedCluster:
         earlier: PlayedStream | None = None,
         spark_seconds: float = 0.0,
     ) -> PlayedStream:
-        """Start a query on a checkpoint location. With ``earlier``, which has ended, it goes on with a new run."""
+        """Start a query on a checkpoint location. With ``earlier``, which has ended, start a new run of that query."""
         registration = QueryRegistration(
             query_id=str(uuid.uuid4()) if earlier is None else earlier.registration.query_id,
             run_id=str(uuid.uuid4()),
@@ -190,8 +190,8 @@ class PlayedStream:
 def played_cluster(
     root: Path, hosts: int, *, apart: bool = True, conf: StateStoreConf | None = None
 ) -> Iterator[PlayedCluster]:
-    """Start a coordinator and hosts with local directories below ``root``: ``apart`` in processes of their own."""
-    # Nobody sends heartbeats while a batch takes long: no lease may end.
+    """Start a coordinator and hosts with local directories below ``root``; ``apart``: each host in its own process."""
+    # No heartbeats are sent during a long batch, so no lease may expire.
     of_coordinator = CoordinatorConf(host_timeout=1e9, driver_timeout=1e9, report_timeout=0.0)
     coordinator = Coordinator(time.time, CheckpointStorage.open, of_coordinator)
     conf = conf or StateStoreConf(host_memory=512 << 20)

@@ -1,13 +1,13 @@
-"""How fast the state of a running stream is read, beside Redis, in one run.
+"""How fast the state of a running stream is read, compared with Redis, in one run.
 
     python benchmarks/queries.py lookups                 single, async and batched, with 1 and 8 clients; four minutes
-    python benchmarks/queries.py beside-stream           single lookups beside a stream, and what they cost the stream
+    python benchmarks/queries.py beside-stream           single lookups during a stream, and their cost for the stream
     python benchmarks/queries.py scan --keys 10000000    all rows of ten million keys, and the client's memory
 
 The state is that of a running ``aggregate`` on RayDP with two executors of one core and two hosts: of each user a
 count, a sum and the last time. Redis (``redis-server`` must be on the PATH; nothing is written to its disk) has the
 same three values by msgpack under "totals:<user>". Contestants take turns; a turn is all client processes at once for a
-few seconds. The clients are processes of their own, which know an address and a token, and have neither Ray nor Spark.
+few seconds. The clients are separate processes, which know an address and a token, and have neither Ray nor Spark.
 Before anything is timed, the answers of both for some keys are compared.
 
 Batched is 1,000 random keys a call: into a typed Arrow table from the state store, from Redis' ``MGET`` into a list of
@@ -101,7 +101,7 @@ def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Itera
 
 
 def await_keys(keys: int) -> None:
-    """Wait for the last batch to be completed: hosts are told a moment after Spark has committed it."""
+    """Wait for the last batch to be completed: hosts learn of it a moment after Spark has committed it."""
     from spark_bridge import QueryableStateClient
 
     with QueryableStateClient.connect() as client:
@@ -232,7 +232,7 @@ def check_equal(port: int, keys: int) -> None:
 
 
 def lookups(arguments: argparse.Namespace) -> None:
-    """Measure single, async and batched lookups beside Redis."""
+    """Measure single, async and batched lookups, and Redis."""
     keys = arguments.keys
     with running_stream(keys, arguments.partitions, {}), running_redis(keys) as port:
         check_equal(port, keys)
@@ -314,11 +314,11 @@ def beside_stream(arguments: argparse.Namespace) -> None:
                 latencies.append(json.loads(heard(readers[0])))
         without, with_them = statistics.median(alone), statistics.median(beside)
         console.print(
-            f"A batch of {rows:,} keys: {without:.2f} s alone, {with_them:.2f} s beside {arguments.pace:.0f} lookups/s "
+            f"A batch of {rows:,} keys: {without:.2f} s alone, {with_them:.2f} s with {arguments.pace:.0f} lookups/s "
             f"({(with_them / without - 1) * 100:+.0f} %), so {rows / with_them:,.0f} keys/s committed."
         )
         console.print(
-            f"Single lookups meanwhile: p50 {statistics.median(f['p50_ms'] for f in latencies):.2f} ms, "
+            f"Single lookups during the batches: p50 {statistics.median(f['p50_ms'] for f in latencies):.2f} ms, "
             f"p99 {statistics.median(f['p99_ms'] for f in latencies):.2f} ms, longest "
             f"{max(f['max_ms'] for f in latencies):.1f} ms."
         )
@@ -362,7 +362,7 @@ def main() -> None:
         "--work", nargs="+", default=["single", "async", "batched"], choices=("single", "async", "batched")
     )
     parser.add_argument("--batches", type=int, default=8, help="of a turn of beside-stream")
-    parser.add_argument("--pace", type=float, default=200.0, help="lookups a second beside the stream")
+    parser.add_argument("--pace", type=float, default=200.0, help="lookups a second during the stream")
     arguments = parser.parse_args()
     {"lookups": lookups, "beside-stream": beside_stream, "scan": scan}[arguments.what](arguments)
 

@@ -1,11 +1,11 @@
-"""The state of Quix Streams for ``comparisons/providers.py``: bulk puts and gets, in an environment of its own.
+"""The state of Quix Streams for ``comparisons/providers.py``: bulk puts and gets, in its own environment.
 
     python benchmarks/quix_state.py PAIRS DIRECTORY
 
-Quix Streams does not go into the project's environments: what it depends on has other versions there. PAIRS is a file
-of 8-byte keys, then 24-byte values, then other values. It reads commands line by line: "put 0" and "put 1" write the
-first or the second values into a new store in one transaction, "fill" a store that "get" then reads. The answer is a
-line with the seconds, and the SHA-256 of what was read.
+Quix Streams cannot be installed in the project's environments: they have other versions of its dependencies. PAIRS is a
+file of 8-byte keys, then 24-byte values, then other values. It reads commands line by line: "put 0" and "put 1" write
+the first or the second values into a new store in one transaction, "fill" a store that "get" then reads. The answer is
+a line with the seconds, and the SHA-256 of the values read.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 def own_ray(cpus: int, object_store_memory: int = 200 << 20) -> Iterator[None]:
     """Start Ray on this machine alone, for ``init_spark`` to join; all of it ends afterwards.
 
-    ``object_store_memory`` is in bytes: little, for streams have no objects; by itself, Ray takes 30 % of the memory.
+    ``object_store_memory`` is in bytes. A small value is enough, because streams have no objects; Ray's default is 30 %
+    of the memory.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""What reading one partition costs: bulk reads of random keys with and without the row cache, single reads, scans.
+"""The cost of reading one partition: bulk reads of random keys with and without the row cache, single reads, scans.
 
     python benchmarks/reads.py                       a million keys; two minutes
     python benchmarks/reads.py --only get one        some sections
@@ -8,8 +8,8 @@
   cache might have been: all pairs in a Python dict, between Arrow arrays; "raw" is rocksdict by itself with lists of
   sorted ``bytes``.
 - one: single keys, one after the other, by one thread and by eight, of the completed version.
-- scan: the whole partition, and what a second thread that only counts gets done beside it: the rest of the time the
-  scan holds the interpreter.
+- scan: the whole partition, and the progress of a second thread that only counts during the scan: the rest of the time
+  the scan holds the interpreter.
 - write: commits of 50,000 random keys that were read before, with and without the cache.
 
 Keys are 11 bytes (key group, a marker, a long), values 30, as an aggregate has them. Contestants take turns in every
@@ -224,7 +224,7 @@ def measure_one(held: Loaded, rounds: int) -> None:
 
 
 def measure_scan(held: Loaded, rounds: int) -> None:
-    """Measure scans of all pairs, alone and beside a thread that counts."""
+    """Measure scans of all pairs, alone and together with a thread that counts."""
 
     def batches(name: str) -> Iterator[pa.RecordBatch]:
         return held.states[name].scan()
@@ -262,7 +262,7 @@ def measure_scan(held: Loaded, rounds: int) -> None:
     done.append(True)
     thread.join()
     console.print(
-        f"Beside a thread that counts, rocksdb gave {rows / seconds / 1e6:.2f} M rows/s, and the thread had "
+        f"With a thread that counts, rocksdb scanned {rows / seconds / 1e6:.2f} M rows/s, and the thread had "
         f"{100 * count[0] / seconds / full:.0f} % of its own rate.\n"
     )
 

@@ -58,7 +58,7 @@ PLAYERS = 16
 
 
 class Watched:
-    """What is asked of storage by the threads that maintain, and the CPU that these take. Thread-safe."""
+    """Counts the requests to storage of the threads that maintain, and the CPU time of those. Thread-safe."""
 
     def __init__(self, delay: float, hangs: Callable[[str], bool]) -> None:
         self.delay, self.hangs = delay, hangs
@@ -72,7 +72,7 @@ class Watched:
         return SlowStorage.of(CheckpointStorage.open(location, options, fsync=False), self)
 
     def maintained(self, submit: Callable[[str, Callable[[], Any]], Future[Any]]) -> Any:
-        """Return what ``submit`` is, with the CPU and the time of what it runs taken."""
+        """Wrap ``submit`` so that the CPU time and the duration of its work are recorded."""
 
         def watched(query: str, work: Callable[[], Any]) -> Future[Any]:
             def timed() -> None:
@@ -224,7 +224,9 @@ def main() -> None:
     parser.add_argument("--maintenance-interval", type=float, default=10.0)
     parser.add_argument("--retain", type=int, default=20)
     parser.add_argument("--delay", type=float, default=50.0, help="ms that each request takes longer")
-    parser.add_argument("--busy", type=float, default=20.0, help="seconds in which a new coordinator removes nothing")
+    parser.add_argument(
+        "--busy", type=float, default=20.0, help="seconds during which a new coordinator removes no file"
+    )
     parser.add_argument("--hang", action="store_true", help="removals of the first query never end")
     options = parser.parse_args()
     holds.BUSY_SECONDS = options.busy

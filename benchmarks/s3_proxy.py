@@ -1,8 +1,8 @@
 """An S3-protocol server behind a proxy that makes each request slower and counts requests, each in its own process.
 
 The server is moto's, as in the tests. The proxy adds ``delay`` seconds to a request before the server sees it, and ten
-times as much to one request of 200 with ``tail``: each bucket has its own delay, and is counted by itself. What the
-server itself takes comes on top, so that figures at no delay are those of moto.
+times as much to one request of 200 with ``tail``: each bucket has its own delay and its own counts. The time of the
+server itself is added to that, so that figures at no delay are those of moto.
 
     python benchmarks/s3_proxy.py PORT      the proxy alone, before a server on that port; commands on standard input
 """
@@ -57,7 +57,7 @@ class ProxiedS3:
             connection.close()
 
     def options(self, endpoint: str | None = None) -> dict[str, str]:
-        """Return the storage options by which the server is reached, through the proxy unless told otherwise."""
+        """Return the storage options that connect to the server, by default through the proxy."""
         return {
             "fs.s3a.endpoint": endpoint or self.endpoint,
             "fs.s3a.path.style.access": "true",
@@ -112,7 +112,7 @@ def proxy_before(port: int) -> Iterator[ProxiedS3]:
 
 @dataclass
 class Bucket:
-    """What is asked of one bucket, and how much longer that takes."""
+    """The requests to one bucket, and their additional delay."""
 
     delay: float = 0.0
     tail: bool = False

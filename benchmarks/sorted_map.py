@@ -1,11 +1,11 @@
-"""Why the file provider keeps its state in sorted Arrow runs: measured beside the alternatives.
+"""Why the file provider keeps its state in sorted Arrow runs: a comparison with the alternatives.
 
     python benchmarks/sorted_map.py                    a million keys, 100,000 of them read or changed
     python benchmarks/sorted_map.py --size 100000 --touched 10000 --rounds 9
 
 - ``SortedMap``: sorted Arrow runs (``backends.engines.sorted_map_engine``). The old version is shared, not copied.
-- dict and sorted keys: a ``dict``, and a list of its keys that is sorted when a scan needs it. The old version stays
-  readable by what the changes replaced: undone on a read, so that reading the old version is two look-ups.
+- dict and sorted keys: a ``dict``, and a list of its keys that is sorted when a scan needs it. An undo log of replaced
+  values keeps the old version readable, so that reading the old version is two look-ups.
 - ``SortedDict`` of sortedcontainers, if it can be imported; the old version in the same way.
 
 All take Arrow arrays and give Arrow arrays, as a store must. Keys have 8 bytes, values 24. Contestants take turns in
@@ -49,7 +49,7 @@ _ABSENT = object()
 
 
 class Contestant(Protocol):
-    """A sorted map of which one older version stays readable."""
+    """A sorted map that keeps one older version readable."""
 
     def __init__(self, pairs: SortedPairs) -> None: ...
 
@@ -60,7 +60,7 @@ class Contestant(Protocol):
         """Return the values at the version before the last changes."""
 
     def apply(self, changes: SortedPairs) -> None:
-        """Go on to the next version; null values remove keys."""
+        """Advance to the next version; null values remove keys."""
 
     def scan(self) -> Iterator[pa.RecordBatch]:
         """Yield all pairs of the newest version, in key order."""
@@ -236,7 +236,7 @@ def measure(size: int, touched: int, rounds: int) -> dict[str, dict[str, list[fl
 
 
 def memory_per_key(name: str, size: int) -> float:
-    """Return the bytes by which a child process grows, per key."""
+    """Return how many bytes a child process grows, per key."""
     command = [sys.executable, __file__, "--memory-child", name, "--size", str(size)]
     return float(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)) / size
 

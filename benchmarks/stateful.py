@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=12, help="batches that count (default 12)")
     parser.add_argument("--turn", type=int, default=3, help="batches in a row of one contestant (default 3)")
     parser.add_argument(
-        "--warm-up", type=int, default=8, help="batches before, not counted: the JVM compiles meanwhile (default 8)"
+        "--warm-up", type=int, default=8, help="batches before, not counted, in which the JVM compiles (default 8)"
     )
     parser.add_argument("--partitions", type=int, default=2, help="state partitions (default 2, one per core)")
     parser.add_argument("--provider", choices=("rocksdb", "file"), default="rocksdb", help="ours (default rocksdb)")

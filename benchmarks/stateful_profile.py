@@ -24,7 +24,7 @@ PROCESSES = {
     "-Dspark.driver.port=": "executors' JVMs",
     "SparkSubmit": "driver's JVM",
 }
-"""A text in the command line of a process, and what such a process does."""
+"""A string in the command line of a process, and the role of such a process."""
 TASK_METRICS = {
     "deserialize": lambda m: m.executorDeserializeTime(),
     "run": lambda m: m.executorRunTime(),
@@ -71,7 +71,7 @@ def store_steps(described: Sequence[Mapping[str, Any]], run_id: str) -> Figures:
 
 
 CpuSeconds = dict[int, tuple[str, float]]
-"""By number of the process: what it does, and its seconds."""
+"""The role of a process and its CPU seconds, by process id."""
 
 
 def cpu_seconds() -> CpuSeconds:
@@ -89,7 +89,7 @@ def cpu_seconds() -> CpuSeconds:
 
 
 def cpu_since(before: CpuSeconds) -> dict[str, float]:
-    """Return the CPU seconds used since then, by what processes do, without processes that have ended meanwhile."""
+    """Return the CPU seconds used since then, by the role of the processes, without processes that have ended."""
     used: dict[str, float] = defaultdict(float)
     for pid, (kind, seconds) in cpu_seconds().items():
         used[kind] += max(0.0, seconds - before.get(pid, ("", 0.0))[1])

@@ -173,7 +173,7 @@ def arrow(df: DataFrame, workload: Workload) -> DataFrame:
     state, aggregates = workload.state, workload.aggregates
 
     class RunningTotals(ArrowStatefulProcessor):
-        """All keys at once: every key has rows, for there are no timers."""
+        """All keys at once: every key has rows, because there are no timers."""
 
         def init(self, handle: Any) -> None:
             handle.declare_state(state)

@@ -1,6 +1,6 @@
-"""What the two providers cost over raw rocksdict, and how their costs grow with the state.
+"""The cost of the two providers compared with raw rocksdict, and its growth with the state.
 
-    python benchmarks/store.py                                 everything but what takes long; some minutes
+    python benchmarks/store.py                                 all but the long sections; some minutes
     python benchmarks/store.py --only get put --size 100000    some sections, a smaller state
     python benchmarks/store.py --only commit reload --large    with states of ten million keys
 
@@ -12,7 +12,7 @@
 - memory: a child process loads a million keys into RocksDB. Target: the caches, the write buffers and 100 MB.
 
 Contestants take turns in every round, each round beginning with another one, so that a slow moment of the machine hits
-all of them. Before they are timed, their results are compared. Medians are what ratios are made of.
+all of them. Before they are timed, their results are compared. Ratios are those of medians.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ def measure_commit(root: Path, rounds: int, rng: np.random.Generator, *, large: 
 
 
 def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """Measure loading a RocksDB state from its snapshot, beside copying the database's files and opening it."""
+    """Measure loading a RocksDB state from its snapshot, and copying the database's files and opening it."""
     conf = StateStoreConf(deltas_per_snapshot=1)
     keys, values = random_keys(size, rng), random_values(size, rng)
     name = "rocksdb provider"

@@ -30,9 +30,9 @@ settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def scratch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests without clusters have what nobody names a place for beside their own files: RocksDB syncs a lot there.
+    """Without clusters, put files for which no directory is given next to the tests' own: RocksDB syncs them often.
 
-    Clusters keep the usual place: machines of a lab share no memory.
+    Runs with clusters keep the usual directory: machines of a lab share no memory.
     """
     if any(item.get_closest_marker("ray") or item.get_closest_marker("spark") for item in request.session.items):
         yield
@@ -69,8 +69,8 @@ def pytest_report_header() -> str:
 def _out_of_turn(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the tests marked ``in_turns`` that a usual run leaves to a thorough one.
 
-    The mark names two values of a parameter. Of the tests that have both of them, one takes the first and the next one
-    the second, in the order in which they stand.
+    The mark names two values of a parameter. Of the tests that have both values, the first test takes the first value,
+    the next test the second, and so on in the order of the file.
     """
     pairs: dict[str, dict[str, pytest.Item]] = {}
     for item in items:

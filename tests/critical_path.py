@@ -1,7 +1,7 @@
 """How many requests to storage wait for each other: a logical clock in place of a stopwatch.
 
-Each thread has a time. A request ends one tick later. Work in another thread begins at the time at which it was
-submitted, and who waits for its result goes on at the later of both times.
+Each thread has a time. A request ends one tick later. Work in another thread begins at the time of its submission. A
+thread that waits for a result continues at the later of both times.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ IS_THOROUGH = os.environ.get("STATESTORE_TEST_EFFORT") == "thorough"
 
 
 def effort(usual: T, thorough: T) -> T:
-    """Return that of which there is more in a thorough run: seeds, rounds, parameters."""
+    """Return the seeds, rounds or parameters of this run: a thorough run has more of them."""
     return thorough if IS_THOROUGH else usual
 
 

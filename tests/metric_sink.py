@@ -38,7 +38,7 @@ class KeptMetrics:
         return self.values[name, tuple(sorted({**self.own, **labels}.items()))]
 
     def of(self, name: str) -> dict[tuple[str, ...], float]:
-        """All values of a metric by the values of its own labels, in the order of their names."""
+        """Return all values of a metric, keyed by its label values in the order of the label names."""
         return {
             tuple(v for k, v in labels if k not in self.own): value
             for (n, labels), value in self.values.items()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 PATIENCE = 120.0
-"""Seconds to wait for what must happen. No bound on the product: the wait ends with what it is for, and a shared
-machine may stand still for ten.
+"""Seconds to wait for an event that must happen. Not a bound on the product: a wait ends with its event, but a shared
+machine may stall for ten seconds.
 """
 
 HANG = 300.0

@@ -23,7 +23,7 @@ from spark_bridge.grafana import DASHBOARD_ROWS
 from tests.patience import PATIENCE
 
 needs_prometheus = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="There is no prometheus here: install Debian's package of that name."
+    shutil.which("prometheus") is None, reason="prometheus is missing: install Debian's package of that name."
 )
 
 
@@ -40,7 +40,7 @@ class Prometheus:
             return json.loads(answer.read())["data"]
 
     def query(self, expression: str) -> list[Any]:
-        """Return the series of an expression now, without those that are no number."""
+        """Return the series of an expression now, without those whose value is NaN."""
         return [one for one in self.ask("query", query=expression)["result"] if one["value"][1] != "NaN"]
 
     def answers(self) -> bool:

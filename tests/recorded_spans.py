@@ -1,4 +1,4 @@
-"""Spans that a test looks at: tracing is on within a block, and what is traced is kept in memory."""
+"""Enable tracing within a block, and keep the spans in memory for a test."""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-What tests the product and needs neither cluster nor browser comes first and alone, so that simple mistakes show within
-a minute. The two lines of Spark run side by side, since they wait most of their time, and beside them what is left.
-Each part has the files of its tests and of Ray in a directory of its own, which goes with the part; what it prints
-begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
+Tests of the product that need neither cluster nor browser run first and alone, so that simple mistakes show within a
+minute. Then the two lines of Spark run side by side with the remaining tests, since they wait most of their time. Each
+part has its own directory for the files of its tests and of Ray, which is removed with the part; its output
+is prefixed with its name. Tests of behaviour that differs between the lines of Spark run on both; other tests of
+clusters are distributed over them.
 
-A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
-``thorough`` on both, and the part without clusters with many times as much random work. Unless it is given arguments of
-pytest, it also searches the simulation for broken rules, over fresh seeds.
+A thorough run does the rest: each test of clusters on the other line, the tests marked ``thorough`` on both, and the
+part without clusters with many times as much random work. Without arguments of pytest, it also searches the simulation
+for broken rules, over fresh seeds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Part:
 class Outcome:
     """How a part ended: the status of its process, its time in seconds, and its last line, of pytest's if there is one.
 
-    Libraries may write lines of their own while the process ends.
+    Libraries may also print while the process ends.
     """
 
     part: Part
@@ -106,7 +107,7 @@ def keep_to_core(pid: int, core: int | None) -> None:
 
 
 def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
-    """Run step after step, the parts of a step side by side; end behind a step in which something failed."""
+    """Run step after step, the parts of a step side by side; stop after a step with a failure."""
     outcomes: list[Outcome] = []
     for step in steps:
         with ThreadPoolExecutor(len(step) or 1) as threads:
@@ -180,10 +181,10 @@ the third part have one, the others have the other. Where two share a core, thei
 wait at first, clients at last, and what tests state has no waits to speak of.
 """
 AROUND = {"around it": _ABOUT, "the page": _PAGE}
-"""The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite, the page.
+"""Tests without clusters of everything around the product: benchmarks, deployment, documentation, the suite, the page.
 
-They start many processes, and a browser, which takes a core for half a minute. A usual run has them beside the
-clusters, so that mistakes in the product show sooner.
+They start many processes, and a browser, which takes a core for half a minute. A usual run has them at the same time as
+the clusters, so that mistakes in the product show sooner.
 """
 
 

@@ -24,7 +24,7 @@ def modules_imported_from(source: str) -> set[str]:
     return {part for name in imported(source) for part in name.split(".") if part.startswith("test_")}
 
 
-def test_what_is_found() -> None:
+def test_imports_of_test_modules_are_found() -> None:
     source = (
         "import a.test_b\nfrom . import test_c\ndef f():\n    from .test_d import World\n"
         "from tests.effort import effort"
@@ -36,7 +36,7 @@ def test_no_module_imports_from_a_test_module() -> None:
     sources = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.rglob("*.py")}
     modules = [Path(path).stem for path in sources if Path(path).stem.startswith("test_")]
     assert len(modules) > 100
-    # Few modules so much as name a test module; only those are parsed.
+    # Only a few modules name a test module; only those are parsed.
     names_one = re.compile(rf"\b(?:{'|'.join(modules)})\b")
     found = {path: modules_imported_from(source) for path, source in sources.items() if names_one.search(source)}
     assert {path: names for path, names in found.items() if names} == {}

@@ -13,7 +13,7 @@ EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "run", "scan", "sql"}
 have their names, as ``hosts``, ``scan``, ``sql``, and ``run``, which is a subject of traces, too.
 """
 HTTP_MODELS = Path("deploy/state_http/models.py")
-"""Its classes are schemas of the OpenAPI description, where they stand under the names of what they describe."""
+"""Its classes are schemas of the OpenAPI description, which names each schema after the object that it describes."""
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
@@ -40,7 +40,7 @@ def shared_names(modules: dict[Path, str]) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_what_counts() -> None:
+def test_names_that_count() -> None:
     first = "import x\nif x:\n    LIMIT, OTHER = 1, 2\nError = x.Error\n_own = log = 0\ndef f():\n    inner = 1\n"
     second = "LIMIT: int = 3\nclass Error: ...\ndef inner(): ...\n_own = log = 1\n"
     assert shared_names({Path("a.py"): first, Path("b.py"): second}) == {"LIMIT": ["a.py", "b.py"]}
@@ -52,4 +52,4 @@ def test_no_two_modules_define_the_same_name() -> None:
     assert len(modules) > 200
     del modules[HTTP_MODELS]
     shared = shared_names(modules)
-    assert shared == {}, f"Give each thing a name that says what it is; these names stand in several modules: {shared}"
+    assert shared == {}, f"Several modules define these names; give each thing a descriptive name: {shared}"

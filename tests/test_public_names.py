@@ -50,7 +50,7 @@ def seen() -> dict[tuple[str, str], tuple[str, str | None, str | None]]:
     """By package and name: the kind of the object, its own name and its module, as the first import gives them."""
     homes: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for package, name in NAMES:
-        # The first import of a name does no more than that of another one which comes from the same module.
+        # The first import of a name loads the same modules as that of another name from the same module.
         home = importlib.import_module(package)._HOMES.get(name, name)
         # A usual run imports first only one name of each directory: lint-imports refuses circles within one.
         homes.setdefault((package, effort(home.rpartition(".")[0], home)), []).append((package, name))
@@ -61,7 +61,7 @@ def seen() -> dict[tuple[str, str], tuple[str, str | None, str | None]]:
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)
-def test_a_public_name_is_what_it_says(
+def test_a_public_name_is_its_definition(
     package: str, name: str, seen: dict[tuple[str, str], tuple[str, str | None, str | None]]
 ) -> None:
     kind, own_name, module = seen[package, name]

@@ -19,7 +19,7 @@ def python(name: str, code: str, **rest: float) -> Part:
 
 
 @pytest.mark.parametrize(("status", "is_right"), [(0, True), (5, True), (1, False), (2, False), (-9, False)])
-def test_what_pytest_ends_with(status: int, is_right: bool) -> None:
+def test_the_last_line_of_pytest(status: int, is_right: bool) -> None:
     code = "import os; os.kill(os.getpid(), 9)" if status < 0 else f"raise SystemExit({status})"
     outcome = run_part(python("one", code), io.StringIO())
     assert (outcome.status, outcome.is_right) == (status, is_right)
@@ -43,10 +43,10 @@ def test_parts_of_a_step_run_side_by_side_and_have_their_names_before_their_line
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="This system keeps no process to a core.")
-def test_a_part_and_what_it_starts_keep_to_their_core() -> None:
+def test_a_part_and_its_children_keep_to_their_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     ask = "import os; print('==', *sorted(os.sched_getaffinity(0)))"
-    # Nobody says when the process is told: it looks until it has been, and a child of it after that.
+    # The process gets its core some time after its start: it polls until then, and starts its child afterwards.
     told = "import os, subprocess, sys, time\nuntil = time.monotonic() + 120\n"
     told += "while len(os.sched_getaffinity(0)) > 1 and time.monotonic() < until: pass\n"
     told += f"subprocess.run([sys.executable, '-c', {ask!r}])"
@@ -56,7 +56,7 @@ def test_a_part_and_what_it_starts_keep_to_their_core() -> None:
     assert run_part(python("free", ask), io.StringIO()).last_line == " ".join(map(str, cores))
 
 
-def test_a_failure_ends_the_run_behind_its_step() -> None:
+def test_a_failure_ends_the_run_after_its_step() -> None:
     good, bad, never = python("good", ""), python("bad", "raise SystemExit(1)"), python("never", "")
     outcomes = run_steps([[good], [bad, good], [never]], io.StringIO())
     assert [o.part.name for o in outcomes] == ["good", "bad", "good"]
@@ -132,7 +132,7 @@ def test_each_test_without_clusters_runs_once() -> None:
             assert len(ran) == 1, (is_thorough, browser, ran)
 
 
-def test_a_thorough_run_is_told_to_all_parts() -> None:
+def test_all_parts_of_a_thorough_run_are_thorough() -> None:
     for parts in run.steps_of(True, ["-x"]):
         for part in parts:
             assert part.environment == {"STATESTORE_TEST_EFFORT": "thorough"} and part.command[-1] == "-x"

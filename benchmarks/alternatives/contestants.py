@@ -1,4 +1,4 @@
-"""Who takes part, where each runs, and with which settings."""
+"""The contestants, their environments and their settings."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A contestant: ``told`` is its name in the program. ``pace`` says how many batches it gets in a turn.
+    """A contestant: ``told`` is its name in the program. ``pace`` sets the number of batches that it gets in a turn.
 
-    ``fed_twice``: it takes all that lies there as one, so that the rows that count come once the warm-up is through.
+    ``fed_twice``: it takes all waiting input as one batch, so the measured rows are given to it after the warm-up.
     """
 
     name: str

@@ -46,9 +46,9 @@ def moment(pid: int) -> Moment:
 def seconds_between(before: Moment, after: Moment) -> float:
     """Return the CPU seconds used between two moments.
 
-    A process that has ended meanwhile hands all its time on to the one that waited for it, what it had used before
-    included, which is taken off. Not every process is waited for: the time of such a one behind the first moment is
-    lost, and what it had used before is not taken off from what others have used.
+    When a process ends in between, the kernel adds all its CPU time to the process that waited for it. The part from
+    before the first moment is subtracted. If no process waits for it, its time after the first moment is lost, and its
+    time before that is not subtracted from that of others.
     """
     handed_on: dict[int, float] = defaultdict(float)
     for pid, used in before.items():

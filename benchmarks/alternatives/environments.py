@@ -1,4 +1,4 @@
-"""The Pythons of the contestants. Other engines have environments of their own, made of pinned packages.
+"""The Pythons of the contestants. Each other engine has its own environment with pinned packages.
 
 The environments are in ``benchmarks/.environments``, outside of Git. One is made again when its file of
 ``requirements`` has changed.

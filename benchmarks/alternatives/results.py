@@ -40,7 +40,7 @@ class Results:
         return self.last
 
     def wait(self, is_there: Callable[[Totals], bool], seconds: float, alive: Callable[[], None]) -> bool:
-        """Wait for results; return whether they came in time. ``alive`` raises if nobody is left to write them."""
+        """Wait for results; return whether they came in time. ``alive`` raises if no process is left to write them."""
         deadline = time.monotonic() + seconds
         while not is_there(self.look()):
             if time.monotonic() > deadline:

@@ -4,8 +4,9 @@ A turn's rows are in the input before the contestant starts; one that takes all 
 count when the warm-up is through. A turn's figures are of the time between two results: that of the last row of the
 warm-up, and that of the turn's last row. So neither the start counts nor the stop.
 
-Behind the last turn the contestant starts once more, with its results written down. One event after the other says how
-long a new row takes to a result; then each user gets a row of the amount 0, whose results are the whole state.
+After the last turn, the contestant starts again and writes its results to files. Single events, one after the other,
+measure the time from a new row to its result. Then each user gets a row of the amount 0, whose results are the whole
+state.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CLOCK = 0.01
 
 @dataclass
 class Course:
-    """What is found of one contestant: a figure per turn, and the milliseconds of each event."""
+    """The measurements of one contestant: a figure per turn, and the milliseconds of each event."""
 
     alternative: Alternative
     per_core: list[float] = field(default_factory=list)
@@ -101,7 +102,7 @@ def take_events(running: Running, course: Course, given: g.Given, directory: Pat
             if kind == "query":
                 running.see(user, n, SECONDS)
             elif not results.wait(lambda found, user=user: user in found, SECONDS, running.check_alive):
-                raise ContestantError(f"there was no result of one event after {SECONDS:g} s")
+                raise ContestantError(f"one event had no result after {SECONDS:g} s")
             taken = (time.perf_counter() - began) * 1e3
             if i >= EVENTS_BEFORE:
                 (course.to_result if kind == "result" else course.to_query).append(taken)

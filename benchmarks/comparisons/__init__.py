@@ -1,6 +1,6 @@
-"""The comparisons of the suite, in the order in which they are run and shown.
+"""The comparisons of the suite, in the order of their runs and of the report.
 
-A module here has ``COMPARISONS``, and imports what it measures only when it runs. Another one is added to ``MODULES``.
+A module here has ``COMPARISONS``, and imports the measured programs only when it runs. Add a new module to ``MODULES``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many messages of many callers a coordinator answers, and what a large simulated cluster costs it."""
+"""How many messages of many callers a coordinator answers, and its load in a large simulated cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDS = "answers to the messages of a checkpoint"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Measure messages of callers first, then the cluster, each with a coordinator of its own in one Ray cluster."""
+    """Measure messages of callers first, then the cluster, each with its own coordinator in one Ray cluster."""
     from ray_cluster import own_ray
 
     measured = Measured(
@@ -121,7 +121,7 @@ def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) ->
 
 
 def _simulation(size: Size, steps: Steps) -> list[Case]:
-    """Measure some rounds of the simulated cluster, each with a coordinator of its own."""
+    """Measure some rounds of the simulated cluster, each with its own coordinator."""
     import coordinator
 
     cpu, memory, answers, located = [], [], [], []

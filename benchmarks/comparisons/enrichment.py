@@ -1,4 +1,4 @@
-"""Rows that are enriched with the state of a running stream, beside ``mapInArrow`` with Redis."""
+"""Rows that are enriched with the state of a running stream, compared with ``mapInArrow`` and Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch costs in which a join's watermark removes some rows of many that wait; no cluster."""
+"""The cost of a batch when a join's watermark removes some of many waiting rows; no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a small batch takes, beside the same stream without state."""
+"""How long a small batch takes, compared with the same stream without state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the state of a running stream, beside Redis."""
+"""Reading the state of a running stream, compared with Redis."""
 
 from __future__ import annotations
 

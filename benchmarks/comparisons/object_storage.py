@@ -1,4 +1,4 @@
-"""What a batch costs on object storage: requests, bytes, time and money; and how long a cold start takes there."""
+"""The cost of a batch on object storage in requests, bytes, time and money, and the time of a cold start there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass
 class Played:
-    """One stream of a contestant in one row, and what has been measured of it."""
+    """One stream of a contestant in one row, and its measurements."""
 
     row: Row
     contestant: str
@@ -214,7 +214,7 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
 
 
 def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: ProxiedS3) -> None:
-    """Start a query anew with hosts that hold nothing, several times."""
+    """Restart a query with hosts that hold nothing, several times."""
     from cold_start import grown, started
 
     bucket = where.name

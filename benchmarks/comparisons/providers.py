@@ -1,4 +1,4 @@
-"""The providers by themselves, without Spark and Ray, beside raw rocksdict and the state of Quix Streams."""
+"""The providers alone, without Spark and Ray, compared with raw rocksdict and the state of Quix Streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a query stands still: when a host is killed, and when it is started anew with nothing but its checkpoint."""
+"""How long a query stalls: when a host is killed, and when it restarts with only its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a savepoint and a change of the partition count cost a query with a large state."""
+"""The cost of a savepoint and of a change of the partition count for a query with a large state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTITIONS = "spark.sql.shuffle.partitions"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Measure savepoints while batches go on, then the same state with other partition counts."""
+    """Measure savepoints while batches run, then the same state with other partition counts."""
     import lanes
     from stateful_queries import CONTESTANTS
     from workloads import Workload
@@ -74,7 +74,7 @@ def _can_repartition(spark: Any) -> bool:
 
 
 def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
-    """Measure savepoints, and the batches around and beside each."""
+    """Measure savepoints, and the batches before and during each."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     seconds, rates, beside, without = [], [], [], []
@@ -111,7 +111,7 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
 
 
 def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
-    """Measure the savepoint that the query is stopped with: no batch runs meanwhile."""
+    """Measure the savepoint that stops the query: no batch runs at the same time."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     steps.now("savepoint to stop with")
@@ -220,7 +220,7 @@ def repartition_seconds(spark: Any, lane: Lane, partitions: int, measured: Measu
             f"Spark's offline repartition does not run on this checkpoint: {str(error).splitlines()[0][:300]}"
         )
         return None
-    lane.skipped += 1  # it is a batch of its own
+    lane.skipped += 1  # it is a separate batch
     return time.perf_counter() - began
 
 

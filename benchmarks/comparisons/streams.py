@@ -100,5 +100,5 @@ def profile(spark: SparkSession, lane: Lane) -> str:
 
 
 def measured_of(names: Sequence[str]) -> Measured:
-    """Return the part with which a comparison of these contestants begins."""
+    """Return the empty part for the results of these contestants."""
     return Measured(described(names), [], [f"All on {ON_CLUSTER}.", EQUAL])

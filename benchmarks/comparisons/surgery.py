@@ -1,4 +1,4 @@
-"""What it costs to rewrite a large state row by row, beside Spark's offline repartition, which changes no row."""
+"""The cost of rewriting a large state row by row, compared with Spark's offline repartition, which changes no row."""
 
 from __future__ import annotations
 

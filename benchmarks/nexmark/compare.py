@@ -94,7 +94,7 @@ def run(
 ) -> list[Measurement]:
     """Measure the contestants of a query (None: all that this Spark has): ``batches`` batches after ``warm_up`` ones.
 
-    ``turn`` batches are given at once, behind one that does not count, as queries may have been stopped meanwhile.
+    ``turn`` batches are given at once, after one that does not count, since the queries may have been stopped before.
     Without ``spark``, a session is started. ``report`` is called with each step.
     Raises ``ValueError`` for an unknown query or contestant, ``AssertionError`` for a contestant with wrong output.
     """

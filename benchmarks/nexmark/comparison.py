@@ -17,7 +17,7 @@ LABELS = {
     "spark_pandas": "Spark `applyInPandasWithState`",
 }
 OURS = frozenset({"aggregate", "arrow", "rows", "join"})
-BEST = {"q4": "join", "q8": "join", "q9": "join", "q20": "join"}  # by which form of ours a query is judged
+BEST = {"q4": "join", "q8": "join", "q9": "join", "q20": "join"}  # our form that the targets of a query apply to
 TITLES = {
     "q4": "q4, average winning prices per category and 10 s in which auctions opened",
     "q8": "q8, people who open an auction within the 10 s in which they register",

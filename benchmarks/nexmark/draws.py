@@ -1,7 +1,7 @@
-"""Random numbers and texts that depend on nothing but the seed and the event's number, many events at once.
+"""Random numbers and strings that depend only on the seed and the event's number, for many events at once.
 
-A draw is a hash of (seed, event number, which draw of the event), so that an event is the same in whichever batch
-it is made, and batches can be made in any order. The hash is the finalizer of SplittableRandom, which Nexmark uses.
+A draw is a hash of (seed, event number, index of the draw in the event), so that an event is the same in any batch, and
+batches can be made in any order. The hash is the finalizer of SplittableRandom, which Nexmark uses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Draws:
 
     def _texts(self, pool: npt.NDArray[np.uint8], lengths: Longs) -> pa.StringArray:
         if lengths.max(initial=0) > _LONGEST_TEXT:
-            raise ValueError(f"A text of {lengths.max()} letters is wanted; {_LONGEST_TEXT} is the most.")
+            raise ValueError(f"A string may have at most {_LONGEST_TEXT} letters, not {lengths.max()}.")
         starts = self.below(len(pool) - _LONGEST_TEXT)
         ends = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=ends[1:])
@@ -90,7 +90,7 @@ _POOLS: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 def _pool(special: int) -> npt.NDArray[np.uint8]:
-    """Return a long random text, whose parts are the random texts of events; the same for every seed."""
+    """Return a long random string, whose parts are the random strings of events; the same for every seed."""
     if special not in _POOLS:
         draws = Draws(special, np.arange(_POOL_BYTES, dtype=np.int64))
         letters = (ord("a") + draws.below(26)).astype(np.uint8)

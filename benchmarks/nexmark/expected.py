@@ -1,7 +1,7 @@
 """The expected output of the queries, computed from the same events with pandas, without Spark and this project.
 
-Each function returns Arrow tables with the columns of ``events.OUTPUTS`` in their order; see ``queries`` for what comes
-first among equals.
+Each function returns Arrow tables with the columns of ``events.OUTPUTS`` in their order; ``queries`` defines the order
+of equal rows.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def new_sellers(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def bids_of_category(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Return q20, batch by batch: bids with their auctions, one of which came in the batch."""
+    """Return q20, batch by batch: pairs of a bid and its auction; the bid, the auction or both are new in the batch."""
     all_bids, all_auctions = [], []
     for number, batch in enumerate(batches):
         bids = _bids(batch).rename(columns={"date_time": "bid_date_time", "extra": "bid_extra"})

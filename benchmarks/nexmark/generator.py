@@ -5,7 +5,7 @@ Names, proportions, hot keys, sizes and times are those of the generators of Apa
 snake case. What differs: random numbers depend on the seed and the event's number alone (``draws.py``), event ids
 begin at 0, and bidders are those of Beam (nexmark-flink adds the first person's id twice).
 
-An event is a row as of nexmark-flink's source: its type, a struct per type, of which two are null, and ``date_time``.
+An event is a row as in nexmark-flink's source: its type, a struct per type, two of them null, and ``date_time``.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _auctions(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
     sellers = np.where(is_hot, person // HOT_SELLER_EVERY * HOT_SELLER_EVERY, _active_person(conf, draws, person))
     categories = FIRST_CATEGORY_ID + draws.below(CATEGORIES)
     initial = _prices(draws)
-    # On average the time in which so many more auctions open.
+    # On average, the time until ``num_in_flight_auctions`` more auctions have opened.
     events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
     horizon_ms = (conf.times(numbers + events_ahead) - times) // 1000
     expires = times + (1 + draws.below(np.maximum(horizon_ms * 2, 1))) * 1000

@@ -33,9 +33,9 @@ CHECK = "check"
 HASH_SHIFT = 24
 LOOK_EVERY = 0.05
 TICKS = "RateStream"
-"""In the description of the source by which a query runs a batch a second."""
+"""Part of the description of the source that makes a query run a batch a second."""
 WAITS = "Waiting for data to arrive"
-"""What Spark says of a query that has nothing to do, also not for a watermark that has moved."""
+"""Spark's message for a query that has nothing to do, not even for an advanced watermark."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ class Lane:
         return cls(contestant, writer.start(), root, timeout, writer.start)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
-        """Give these batches at once, wait for them and for what the watermark then closes, return the seconds of each.
+        """Add these batches at once, wait for them and for the windows that the watermark closes; return their seconds.
 
-        A query that runs a batch a second, data or not, is waited for by ``watermark_ms``; -1: until Spark says that it
-        waits.
+        If the query runs a batch a second, data or not, wait until its watermark is ``watermark_ms``. -1: wait until
+        Spark reports that the query waits for data.
         Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if a batch takes too long.
         """
         first = len(self.executed)
@@ -172,7 +172,7 @@ class Lane:
             self._look()
 
     def resume(self) -> None:
-        """Go on where the query was ended."""
+        """Restart the query from its checkpoint, unless it runs or has failed."""
         if not self.query.isActive and self.query.exception() is None:
             self.query = self.begin()
 
@@ -229,7 +229,7 @@ class Lane:
         execution = self.query._jsq.streamingQuery().lastExecution()
         if execution is None or execution.currentBatchId() != number:
             raise RuntimeError(
-                f"{self.name} went on while what its batch {number} has given was read; give it fewer at once."
+                f"{self.name} began another batch before the output of batch {number} was read; add fewer at once."
             )
         seen = execution.observedMetrics().get(CHECK)
         if seen.isEmpty() or seen.get().isNullAt(1):

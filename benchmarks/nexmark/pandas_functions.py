@@ -1,4 +1,4 @@
-"""The queries' logic for Spark's ``applyInPandasWithState``, which Spark 3.5 has for what it cannot aggregate.
+"""The queries' logic for ``applyInPandasWithState``, Spark 3.5's operator for everything that it cannot aggregate.
 
 Times are microseconds since 1970. State and rows are those of ``processors.py``. Lists in a state are JSON: PySpark
 4.2.1 makes the schema of the state lower case on its way to the worker, where an array then has no ``elementType``.
@@ -27,8 +27,8 @@ _WINNING_COLUMNS = ["id", *_AUCTION_COLUMNS, "bidder", "price", "bid_us", "bid_e
 class WithNewArrow:
     """A function for ``applyInPandasWithState`` that repairs PySpark 3.5 for recent releases of pyarrow.
 
-    With these, the offsets of a key's rows are floats, by which PySpark cannot cut the rows: ``TypeError: 'float'
-    object cannot be interpreted as an integer``. The repair is made where the function is unpickled, before the first
+    With these releases, the offsets of a key's rows are floats, and PySpark cannot slice by them: ``TypeError: 'float'
+    object cannot be interpreted as an integer``. The repair happens when the function is unpickled, before the first
     rows.
     """
 

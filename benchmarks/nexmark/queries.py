@@ -1,7 +1,7 @@
 """The contestants: each query by this project's operators, and in each way that Spark has for it.
 
-All take the stream of events, of ``generator.SPARK_SCHEMA``, and give the same columns in the same order. Of Nexmark's
-queries, which leave open what comes first among equals, these are the readings that are determined:
+All take the stream of events, of ``generator.SPARK_SCHEMA``, and return the same columns in the same order. Nexmark's
+queries leave the order of equal rows open; these definitions are deterministic:
 
 - q18, last bid per bidder and auction: of bids at one time, the greatest (price, channel, url, extra).
 - q19, top 10 bids per auction: by price, then the greatest (date_time, bidder, channel, url, extra).
@@ -10,13 +10,13 @@ queries, which leave open what comes first among equals, these are the readings 
   has one time, that in its entry in ``offsets/``. What never changes is the sum over the windows of a bidder.
 - q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest, then
   the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
-- q4, the average winning price per category and 10 seconds in which the auctions opened, rounded down, with the number
-  of auctions; emitted when the watermark is so far that none of them can get a bid any more.
-- q8, people who open an auction within the 10 seconds of event time in which they register: a semi join, each of them
-  once, with the batch of their first auction.
+- q4, the average winning price per category and 10-second window of the auctions' opening, rounded down, with the
+  number of auctions; emitted when the watermark guarantees that none of them can get another bid.
+- q8, people who open an auction within the 10-second window (event time) of their registration: a semi join, each
+  person once, with the batch of their first auction.
 - q20, bids with their auctions, of auctions of one category. No watermark: all bids and auctions are kept.
 
-q18, q19 and q12 emit what has changed in each batch, q20 the pairs of which one row came in it. The watermark is
+In each batch, q18, q19 and q12 emit the changed rows, and q20 the pairs with at least one new row. The watermark is
 nexmark-flink's, 4 seconds behind.
 """
 
@@ -196,7 +196,7 @@ def q12_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def _with_p_time(events: DataFrame) -> DataFrame:
-    """Return the bidders with the time of their batch, and a watermark by which windows that are over are removed."""
+    """Return the bidders with the time of their batch, and a watermark that removes closed windows."""
     return bids(events).select("bidder", F.current_timestamp().alias("p_time")).withWatermark("p_time", "0 seconds")
 
 
@@ -282,7 +282,7 @@ def _auctions_and_bids(events: DataFrame) -> DataFrame:
 
 
 def _in_us(df: DataFrame) -> DataFrame:
-    """Return times as microseconds since 1970; the event time stays besides, for its watermark."""
+    """Return times as microseconds since 1970; the event time column stays too, for its watermark."""
     df = df.withColumn("us", F.expr("unix_micros(date_time)"))
     return (
         df.withColumn("expires_us", F.expr("unix_micros(expires)")).drop("expires") if "expires" in df.columns else df
@@ -334,5 +334,5 @@ CONTESTANTS = (
 def contestants_of(query: str, *, has_spark_4: bool) -> list[NexmarkContestant]:
     """Return the contestants of a query that this Spark can run; raises ``ValueError`` for an unknown query."""
     if query not in OUTPUTS:
-        raise ValueError(f"There is no query {query!r}; there are {', '.join(OUTPUTS)}.")
+        raise ValueError(f"Unknown query {query!r}; the queries are {', '.join(OUTPUTS)}.")
     return [c for c in CONTESTANTS if c.query == query and (has_spark_4 or not c.needs_spark_4)]

@@ -1,1 +1,1 @@
-"""A stream of a million keys on the lab of machines: what is lost of its time when machines come, leave and die."""
+"""A stream of a million keys on the lab of machines: the time that it loses when machines join, leave and die."""

@@ -1,8 +1,8 @@
-"""A client beside the stream, on machine 0: ``python -m benchmarks.on_machines.client CHECKPOINT KEYS ROWS``.
+"""A client of the stream, on machine 0: ``python -m benchmarks.on_machines.client CHECKPOINT KEYS ROWS``.
 
-Asks for 100 random keys again and again, and prints for each answer, as JSON, when it was asked for, the seconds that
-it took, and its version. An answer that has not exactly what its keys have at one version, or that is older than what
-Spark had committed when it was asked for, is an event ``wrong``; an error is one ``late``.
+Asks for 100 random keys again and again, and prints for each answer, as JSON, the time of the request, its duration in
+seconds, and its version. If an answer does not match the state of its keys at exactly one version, or is older than the
+version that Spark had committed at the time of the request, it is an event ``wrong``; an error is an event ``late``.
 """
 
 from __future__ import annotations

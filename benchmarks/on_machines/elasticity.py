@@ -29,7 +29,7 @@ from tests.lab.ray_nodes import ray_environment, start_ray, start_ray_on
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MACHINES = 4
 HOST_SECONDS, WAIT_SECONDS, TIMES_THE_MINIMUM = 10.0, 2.0, 2
-"""Limits: from an executor to the host beside it, what a batch waits for a move, and moved partitions."""
+"""Limits: seconds from an executor to its host, seconds that a batch waits for a move, and moved partitions."""
 QUIET_PROCESS_SECONDS = 1.0
 """So long takes a process on two quiet cores that imports what a host does."""
 PROBES = 3

@@ -35,7 +35,7 @@ class Shape:
         return count, count * first + self.keys * (count * (count - 1) // 2)
 
     def version_of(self, keys: Integers, counts: Integers, sums: Integers, versions: range) -> int | None:
-        """Return the newest of ``versions`` at which the keys have these counts and sums; None if there is none."""
+        """Return the newest version of ``versions`` that gives the keys these counts and sums; None if none does."""
         for version in reversed(versions):
             expected = self.totals(keys, version)
             if (expected[0] == counts).all() and (expected[1] == sums).all():

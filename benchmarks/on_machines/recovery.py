@@ -1,13 +1,13 @@
-"""A machine with an executor and a state host is lost: how long the stream stands, beyond Ray's own detection.
+"""A machine with an executor and a state host is lost: how long the stream stalls, beyond Ray's own detection.
 
     python -m benchmarks.on_machines.recovery               ten minutes, root; writes benchmarks/results/recovery.json
     python -m benchmarks.on_machines.recovery --keys 100000 --turns 1 --no-write
 
-On the lab of the tests: a stream over a million keys in 8 partitions, on two of three machines beside the head. One of
-them is killed, loses its power, or its cable is cut, in turns; it comes back some time later, and the next one follows.
-The stream has recovered with the first batch that is completed behind the move of the lost partitions to other owners.
-Later the stream may stand a second time, while an executor starts in the place of the lost one. A client asks all
-along; every answer is checked, and at the end the whole state.
+On the lab of the tests: a stream over a million keys in 8 partitions, on two of three machines other than the head. One
+of them is killed, loses power, or has its cable cut, in turns; it comes back some time later, and the next one follows.
+The stream has recovered with the first batch that completes after the lost partitions have moved to other owners. The
+stream may stall a second time, while an executor replaces the lost one. A client asks all the time; every answer is
+checked, and at the end the whole state.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int) -> dict[st
         lab.start(k)
     lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
     start_ray_on(lab, k, CPUS[k])
-    stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners beside both executors")
+    stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners on the machines of both executors")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The stream and its client on a lab, seen from outside: what they have said, and what they are told."""
+"""The stream and its client on a lab, seen from outside: the events they print, and the commands they receive."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunningStream:
             ended = next((p for p in self._programs if p.poll() is not None), None)
             if ended is not None or time.monotonic() > deadline:
                 logs = [(self._lab.directory / f"{name}.log").read_text()[-3000:] for name in ("stream", "client")]
-                raise RuntimeError(f"{words}: waited in vain; {self.events[-3:]}\n" + "\n".join(logs))
+                raise RuntimeError(f"{words}: did not happen in time; {self.events[-3:]}\n" + "\n".join(logs))
             time.sleep(0.02)
         return found
 

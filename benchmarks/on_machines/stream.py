@@ -76,7 +76,7 @@ def look_always(places: Places) -> None:
     while True:
         try:
             places.look()
-        except Exception:  # the thread must go on
+        except Exception:  # the thread must not end
             log.warning("a look failed", exc_info=True)
         time.sleep(LOOK_SECONDS)
 

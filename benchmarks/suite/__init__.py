@@ -1,5 +1,5 @@
-"""The frame of the benchmark suite: what a comparison is, how comparisons are run, and how results are reported.
+"""The framework of the benchmark suite: it defines and runs comparisons, and reports their results.
 
-``model`` is the data, ``ratios`` what follows from it, ``report`` and ``svg`` show it, all of them pure. ``comparison``
-says what a comparison has to be, ``runner`` runs each in a process of its own. The comparisons are in ``comparisons``.
+``model`` is the data, ``ratios`` evaluates it, ``report`` and ``svg`` show it; all of them are pure. ``comparison``
+defines a comparison, and ``runner`` runs each in its own process. The comparisons are in ``comparisons``.
 """

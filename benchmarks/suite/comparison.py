@@ -1,4 +1,4 @@
-"""What a comparison is, and what it returns."""
+"""The definition of a comparison, and its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["smoke", "full"]
 
 @dataclass
 class Measured:
-    """The measurements of ``run``. Notes are sentences for the report: how results were compared, what was left out."""
+    """The measurements of ``run``. Notes are sentences for the report: how results were compared, cases left out."""
 
     contestants: dict[str, Contestant] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
@@ -36,15 +36,15 @@ class Table:
 class Comparison:
     """One comparison of the suite.
 
-    ``run`` gets a size and a place to report its steps to. It runs in a process of its own, with the interpreter of one
-    of ``environments``, lets its contestants take turns, and raises unless their results are equal, before it gives a
+    ``run`` gets a size and a place to report its steps to. It runs in its own process, with the interpreter of one of
+    ``environments``. It lets its contestants take turns, and raises unless their results are equal, before it returns a
     figure.
 
     ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is
     how long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
     ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all. ``table`` shows
-    the cases in a way of the comparison's own; a page of the docs can take the table from ``RESULTS.md`` by the marks
-    around it.
+    the cases in the comparison's own way; a page of the docs can take the table from ``RESULTS.md`` by the marks around
+    it.
     """
 
     name: str

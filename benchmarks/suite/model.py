@@ -23,7 +23,7 @@ NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
 
 @dataclass(frozen=True)
 class Contestant:
-    """A contestant: what it is, the settings that it runs with, and whether it is this project's."""
+    """A contestant: its label, its settings, and whether it is this project's."""
 
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one run in one environment. If it failed, ``failure`` says why, and there are no cases."""
+    """The result of one run in one environment. If it failed, ``failure`` is the reason, and ``cases`` is empty."""
 
     environment: str
     kind: str
@@ -120,7 +120,7 @@ def part_to_json(part: Part) -> str:
 
 
 def load(directory: Path) -> dict[str, Result]:
-    """Return all kept results, by comparison. Other programs keep figures of their own in the directory."""
+    """Return all kept results, by comparison. Other programs keep their figures in the same directory."""
     texts = [path.read_text() for path in sorted(directory.glob("*.json"))]
     results = (from_json(text) for text in texts if "comparison" in json.loads(text))
     return {result.comparison: result for result in results}

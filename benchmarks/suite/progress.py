@@ -24,7 +24,7 @@ class Steps:
 
     @contextmanager
     def shown(self) -> Iterator[Steps]:
-        """Show a bar meanwhile, if there is a terminal."""
+        """Show a bar within the block, if there is a terminal."""
         if not self.console.is_terminal:
             yield self
             return

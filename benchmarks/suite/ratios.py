@@ -1,4 +1,4 @@
-"""Ratios of measurements with their spread, whether targets are reached, and what has become slower."""
+"""Ratios of measurements with their spread, targets reached, and ratios that have become slower."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Judged:
-    """A target, what was found (None: not measured), and whether that is enough."""
+    """A target, its measured value (None: not measured), and whether that is enough."""
 
     target: Target
     found: Spread | None
@@ -131,9 +131,9 @@ class Slower:
 def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
     """Return what has become ``times`` slower than the kept result, relative to the contestant of the comparison.
 
-    Only if the median of the ratios now lies below every ratio that was kept, and every ratio now below the kept
-    median: what the spread of either run covers is noise. Parts that failed, are not kept, or had other sizes, say
-    nothing here.
+    A ratio is slower only if the new median is below all kept ratios, and all new ratios are below the kept median: a
+    difference within the spread of either run is noise. Parts that failed, are not kept, or had other sizes are
+    ignored.
     """
     found = []
     for environment, part in now.parts.items():

@@ -33,7 +33,7 @@ def render(
     remarks: Mapping[str, str] | None = None,
     whole_run: WholeRun | None = None,
 ) -> str:
-    """Return the text of ``RESULTS.md``. ``remarks`` are written by hand, by the name of the comparison."""
+    """Return the content of ``RESULTS.md``. ``remarks`` are written by hand, by the name of the comparison."""
     made = PIECES if whole_run is None else whole_run.sentence()
     sections = [HEAD, f"{made}\n", "## Targets\n", *_targets(comparisons, results)]
     for name, comparison in comparisons.items():
@@ -139,7 +139,7 @@ def _notes(part: Part) -> list[str]:
 
 
 def _marked(comparison: Comparison, text: str) -> list[str]:
-    """Return text; between marks where a page of the docs takes it from, if the comparison has a table of its own."""
+    """Return text, between marks for the pages of the docs if the comparison has its own table."""
     if comparison.table is None:
         return [f"{text}\n"]
     return [f"<!-- table of {comparison.name} -->\n", text, f"\n<!-- end of the table of {comparison.name} -->\n"]

@@ -1,7 +1,7 @@
-"""Running comparisons, each in a process of its own with a time limit, so that one that fails or hangs stops no other.
+"""Runs comparisons, each in its own process with a time limit, so that one that fails or hangs stops no other.
 
-The child is ``bench.py --child``: it writes its part as JSON into a file. A child that gives none has failed, and its
-part says how.
+The child is ``bench.py --child``: it writes its part as JSON into a file. A child that writes none has failed, and its
+part has the reason.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from suite.progress import Steps
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 GRACE = 15.0
-LEAVE = 3.0  # seconds for what a child has left, which may be about to end
-LOOK_EVERY = 5.0  # seldom, as a look takes time from what is measured
-# A smoke run is too short for the JVM's second compiler to pay. The figures that it is compared with are made so too.
+LEAVE = 3.0  # seconds for processes that a child has left, which may be about to end
+LOOK_EVERY = 5.0  # seldom, as a look takes CPU time from the comparison
+# A smoke run is too short for the JVM's second compiler to pay. Its kept figures are made without it too.
 SMOKE_JVM = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 )
@@ -159,7 +159,7 @@ def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, a
             cases=tuple(measured.cases),
             notes=tuple(measured.notes),
         )
-    except Exception as error:  # noqa: BLE001 - the report has the error, and the other comparisons go on
+    except Exception as error:  # noqa: BLE001 - the report has the error, and the other comparisons still run
         traceback.print_exc()
         part = replace(part, failure=_in_short(error))
     answer.write_text(part_to_json(replace(part, seconds=time.perf_counter() - began)))

@@ -12,7 +12,7 @@ FILE = "whole-run.json"
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A run of all comparisons: when it began, of which commit, its seconds, and those measured again afterwards.
+    """A run of all comparisons: its begin, commit and seconds, and the comparisons measured again afterwards.
 
     ``again`` has names of comparisons with their environments, such as ``throughput on Spark 3.5``.
     """

@@ -1,4 +1,4 @@
-"""Made-up measurements for the tests of what is made of them."""
+"""Made-up measurements for the tests of ratios and reports."""
 
 from __future__ import annotations
 

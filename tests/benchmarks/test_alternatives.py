@@ -191,7 +191,7 @@ def test_a_program_says_what_it_cannot_do(tmp_path: Path, programs: None) -> Non
         running.stop()
 
 
-def test_an_error_is_told_by_its_beginning_and_its_cause() -> None:
+def test_an_error_is_reported_by_its_beginning_and_its_cause() -> None:
     trace = "E1: outer\n\tat x.y(Z.java:1)\nCaused by: a.b.E2Exception: middle\n  at q\nAttributeError: inner\n\n  at r"
     assert in_short(trace) == "E1: outer ... AttributeError: inner"
     assert in_short("E1: alone") == "E1: alone" and in_short("") == "no reason given"
@@ -228,7 +228,7 @@ def test_turns_begin_with_another_one() -> None:
     assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
-def test_a_smaller_share_has_a_warm_up_and_rows_behind_it() -> None:
+def test_a_smaller_share_has_a_warm_up_and_rows_after_it() -> None:
     for share in (0.01, 0.25, 1.0):
         for pace in ("fast", "medium", "slow", "slowest"):
             slices, warm_up = slices_of(pace, share)

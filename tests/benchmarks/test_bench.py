@@ -1,4 +1,4 @@
-"""What is given on the command line, and that the comparisons are whole."""
+"""Arguments of the command line, and completeness of the comparisons."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_smoke_run_takes_the_first_environment() -> None:
     assert COMPARISONS["provider"].runs_in("full", VENV42) == []
 
 
-def test_what_the_project_aims_at_is_judged() -> None:
+def test_the_targets_of_the_project_are_judged() -> None:
     limits = {(c.name, t.limit) for c in COMPARISONS.values() for t in c.targets}
     assert {
         ("throughput", 2.5),

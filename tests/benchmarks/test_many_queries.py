@@ -1,4 +1,4 @@
-"""The load of many queries on one coordinator: what breaks a limit, what is drawn, and a short run on a real actor."""
+"""The load of many queries on one coordinator: its limits, its plot, and a short run on a real actor."""
 
 from __future__ import annotations
 

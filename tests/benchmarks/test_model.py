@@ -17,7 +17,7 @@ def test_a_result_comes_back_from_its_json() -> None:
     assert from_json(to_json(kept)) == kept
 
 
-def test_figures_stand_on_one_line_with_five_digits() -> None:
+def test_figures_are_on_one_line_with_five_digits() -> None:
     turns = {"ours": [[1.234567891, 2.0], [3.0]]}
     text = to_json(result(part(Case("c", "s", turns))))
     assert "[1.2346, 2.0]" in text and "[3.0]" in text
@@ -34,9 +34,9 @@ def test_another_format_is_refused() -> None:
         from_json('{"format": 99}')
 
 
-def test_what_is_kept_in_the_project_can_be_read() -> None:
+def test_the_kept_results_can_be_read() -> None:
     kept = load(Path(__file__).parents[2] / "benchmarks/results")
-    assert "queries" in kept and "locality" not in kept, "others keep figures of their own there"
+    assert "queries" in kept and "locality" not in kept, "other programs keep their figures there"
 
 
 def test_a_part_replaces_only_that_of_its_environment(tmp_path: Path) -> None:

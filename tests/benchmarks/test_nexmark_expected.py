@@ -112,7 +112,7 @@ def test_sessions_end_ten_seconds_after_their_last_bid_and_touching_ones_are_one
     }
 
 
-def test_counts_go_on_within_a_window_of_processing_time() -> None:
+def test_counts_grow_within_a_window_of_processing_time() -> None:
     given = [batch(bid(1, 5, 1, 0), bid(2, 5, 1, 0), bid(1, 6, 1, 0)), batch(bid(1, 5, 1, 0)), batch(bid(1, 5, 1, 0))]
     one, two, three = expected.processing_time_counts(given, [20_000, 29_999, 30_000])
     counts = ("bidder", "bid_count")

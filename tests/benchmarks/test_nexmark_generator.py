@@ -85,7 +85,7 @@ def test_the_last_person_and_auction_of_an_event() -> None:
     assert last_auction(two_people, np.arange(8)).tolist() == [-1, -1, 0, 0, 0, 0, 1, 1]
 
 
-def test_time_goes_on_by_the_event_rate() -> None:
+def test_time_advances_by_the_event_rate() -> None:
     assert times_ms(MANY)[[0, 9, 10, 49_999]].tolist() == [(b := CONF.base_time_us // 1000), b, b + 1, b + 4999]
     slow = NexmarkConf(event_rate=4)
     assert np.diff(times_ms(events(slow, 0, 10))).tolist() == [250] * 9
@@ -135,7 +135,7 @@ def test_events_have_their_size_on_average(table: pa.Table, columns: tuple[str, 
     assert size == pytest.approx(average, rel=0.02)
 
 
-def test_texts_are_what_they_say() -> None:
+def test_random_strings_have_their_letters() -> None:
     person = people_of(MANY).to_pylist()[17]
     first, last = person["name"].split(" ")
     assert first.isalpha() and last.isalpha()
@@ -169,7 +169,7 @@ def test_a_conf_that_makes_no_stream_is_refused(wrong: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 397])
-def test_closing_events_are_a_day_later_and_of_nobody(group: int) -> None:
+def test_closing_events_are_a_day_later_and_have_no_bidder(group: int) -> None:
     closing = closing_events(NexmarkConf(out_of_order_group_size=group), 50_000)
     (auction,), (bid,) = auctions_of(closing).to_pylist(), bids_of(closing).to_pylist()
     assert (auction["id"], bid["auction"], bid["bidder"]) == (-1, -1, -1)

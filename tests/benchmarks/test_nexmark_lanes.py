@@ -1,4 +1,4 @@
-"""What of Spark's progress counts for which batch, and what of it is compared."""
+"""How Spark's progress is assigned to batches, and which batches are compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_batch_is_read_from_its_progress() -> None:
 
 
 @pytest.mark.parametrize(("first", "must"), [(0, [1.5, 4.25]), (1, [4.25]), (3, [4.25]), (4, []), (6, [])])
-def test_what_the_watermark_closes_counts_with_the_batch_before(first: int, must: list[float]) -> None:
+def test_the_batch_of_a_watermark_counts_with_the_batch_before(first: int, must: list[float]) -> None:
     watermarks = [
         (True, 1.0, 0),
         (False, 0.5, 9),

@@ -34,7 +34,9 @@ def test_a_month_of_a_put_and_a_look_a_batch() -> None:
     assert dollars_a_month({"PUT": 1.0, "HEAD": 1.0, "DELETE": 3.0}) == pytest.approx(2_592_000 * 5.4e-6)
 
 
-def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look(servers: tuple[S3Server, FaultProxy]) -> None:
+def test_the_proxy_counts_requests_and_resets_its_counts_when_they_are_read(
+    servers: tuple[S3Server, FaultProxy],
+) -> None:
     server, _ = servers
     server.make_bucket("counted-by-kind")
     with proxy_before(server.port) as s3:

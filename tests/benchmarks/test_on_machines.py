@@ -19,7 +19,7 @@ KEYS = np.arange(100)
 
 
 @pytest.mark.parametrize("version", [0, 1, 13, 40])
-def test_what_keys_have_is_what_their_rows_say(version: int) -> None:
+def test_state_of_keys_follows_from_their_rows(version: int) -> None:
     rows = np.arange(version * SHAPE.rows)
     keys = rows * STEP % SHAPE.keys
     counts, sums = SHAPE.totals(KEYS, version)
@@ -30,7 +30,7 @@ def test_what_keys_have_is_what_their_rows_say(version: int) -> None:
 def test_an_answer_is_of_one_version_or_wrong() -> None:
     counts, sums = SHAPE.totals(KEYS, 20)
     assert SHAPE.version_of(KEYS, counts, sums, range(18, 22)) == 20
-    assert SHAPE.version_of(KEYS, counts, sums, range(21, 25)) is None, "older than what was committed"
+    assert SHAPE.version_of(KEYS, counts, sums, range(21, 25)) is None, "older than the committed version"
     mixed = np.where(KEYS < 50, counts, SHAPE.totals(KEYS, 21)[0])
     assert SHAPE.version_of(KEYS, mixed, sums, range(18, 25)) is None
 

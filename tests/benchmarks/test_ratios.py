@@ -50,7 +50,7 @@ def test_a_value_is_that_of_the_contestant() -> None:
         Target("no earlier case", "longs", "ours", 1, kind="growth", since="other"),
     ],
 )
-def test_what_was_not_measured_is_not_judged(target: Target) -> None:
+def test_missing_measurements_are_not_judged(target: Target) -> None:
     assert judge(target, part(case([1], [1]))).reached is None
     assert judge(target, None).found is None
     assert judge(target, failed("it broke")).found is None
@@ -78,7 +78,7 @@ def test_faster_is_not() -> None:
     assert found([2.0, 2.0, 2.0], [4.0, 4.0, 4.0]) == []
 
 
-def test_what_was_kept_as_noise_is_noise() -> None:
+def test_a_difference_within_the_kept_spread_is_noise() -> None:
     assert found([1.9, 4.0, 6.0], [1.8, 2.0, 2.1]) == [], "kept turns were as slow"
 
 

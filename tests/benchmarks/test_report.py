@@ -48,7 +48,7 @@ def test_a_difference_is_missed_by_an_amount() -> None:
     assert "| at most 60 ms | 90 (90 to 90) ms | **not reached**: by 30 ms |" in text
 
 
-def test_what_failed_says_why_and_the_rest_stays() -> None:
+def test_a_failed_part_has_its_reason_and_the_others_stay() -> None:
     text = rendered(result(failed("KeyError: a|b"), part(case([1], [2]), environment="venv42")))
     assert "**Failed** on 2026-01-02 after 12 s: KeyError: a\\|b" in text
     assert "### totals on Spark 3.5" in text and "### totals on Spark 4.2" in text
@@ -56,7 +56,7 @@ def test_what_failed_says_why_and_the_rest_stays() -> None:
     assert "| not measured | - |" in text
 
 
-def test_what_was_never_measured_says_so() -> None:
+def test_missing_parts_are_reported() -> None:
     assert "Not measured yet." in rendered()
 
 
@@ -65,7 +65,7 @@ def test_ratios_of_a_contestant_that_a_case_lacks_stay_empty() -> None:
     assert "| alone | **ours** | 1 s | 1 to 1 | 1 |  |" in rendered(result(part(case([1], [2]), alone)))
 
 
-def test_remarks_stand_below_their_comparison() -> None:
+def test_remarks_are_below_their_comparison() -> None:
     known, kept = {"totals": comparison()}, {"totals": result(part(case([1], [2])))}
     text = report.render(known, kept, {"totals": "The shuffle is the limit.\n", "gone": "Of old."})
     assert text.endswith("### Remarks\n\nThe shuffle is the limit.\n") and "Of old" not in text
@@ -78,7 +78,7 @@ def test_the_same_results_give_the_same_text_and_plots() -> None:
     assert report.plots(known, kept) == report.plots(known, kept)
 
 
-def test_what_has_become_slower_is_said_in_a_sentence() -> None:
+def test_a_slower_ratio_is_reported_in_a_sentence() -> None:
     (said,) = report.in_words([Slower("totals", "venv", "longs", "ours", "native", Spread(4, 3, 5), Spread(2, 1, 2))])
     assert (
         said == "totals on Spark 3.5, longs: ours was 4 (3 to 5) times as fast as native, and is 2 (1 to 2): "

@@ -52,7 +52,7 @@ open({{path!r}}, "w").write(str(child.pid))
 
 
 @pytest.mark.long
-def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pid"
 
     def monotonic() -> float:
@@ -68,7 +68,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, mo
 
 
 @pytest.mark.long
-def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_a_child_leaves_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.2)
     monkeypatch.setattr(runner, "LEAVE", 0.1)
     path, seen = tmp_path / "pid", tmp_path / "seen"
@@ -94,7 +94,7 @@ def test_a_failure_is_in_the_part() -> None:
     assert part.cases == () and part.size == {"keys": "many", "turns": 1}
 
 
-@pytest.mark.thorough  # otherwise: test_one_that_hangs_is_ended_with_all_that_it_has_started
+@pytest.mark.thorough  # otherwise: test_a_child_that_hangs_is_ended_with_all_its_processes
 @pytest.mark.long
 def test_a_comparison_that_takes_too_long_is_in_the_part() -> None:
     hasty = replace(PROVIDER, minutes={"smoke": 0.005, "full": 1})

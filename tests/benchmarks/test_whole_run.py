@@ -1,4 +1,4 @@
-"""``RESULTS.md`` says whether all comparisons were measured in one go, of which commit, and how long that took."""
+"""``RESULTS.md`` says whether one run measured all comparisons, the commit it measured, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.benchmarks.measurements import case, comparison, part, result
 RUN = WholeRun("2026-01-02 10:00", "0123abcd", 9_000.0)
 
 
-def test_a_run_in_one_go_is_told_with_its_commit_and_time() -> None:
+def test_a_single_run_is_reported_with_its_commit_and_time() -> None:
     kept = {"totals": result(part(case([1], [2])))}
     text = report.render({"totals": comparison()}, kept, None, RUN)
     assert "Made in one go on 2026-01-02 10:00 (UTC), commit 0123abcd, in 2 h 30 min." in text
@@ -23,7 +23,7 @@ def test_a_run_in_one_go_is_told_with_its_commit_and_time() -> None:
     assert report.PIECES in report.render({"totals": comparison()}, kept)
 
 
-def test_what_was_measured_again_is_named_once(tmp_path: Path) -> None:
+def test_repeated_measurements_are_named_once(tmp_path: Path) -> None:
     whole_run.note_again(tmp_path, ["totals on Spark 3.5"])
     assert whole_run.load(tmp_path) is None, "no record, nothing to note"
     whole_run.save(tmp_path, RUN)

@@ -1,4 +1,4 @@
-"""What streams must give is computed by numpy; here once more by pandas."""
+"""numpy computes the expected output of the streams; these tests compute it again with pandas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two programs for the machines of a lab that talk over TCP: what one hears, and when.
+"""Two programs for the machines of a lab that talk over TCP and measure their answers.
 
 ``python -m tests.cluster.conversations answer PORT`` echoes each line of each connection.
 ``... ask ADDRESS PORT COUNT`` sends lines and prints the milliseconds to each answer.

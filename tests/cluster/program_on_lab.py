@@ -30,7 +30,7 @@ class ProgramOnLab:
         return [line.split() for line in self.log().splitlines() if line.split()[:1] == [first]]
 
     def log(self) -> str:
-        # By a file of its own: what is read by the program's own would move the place at which the program writes.
+        # Open the file again: reading through the program's own file object would move its write position.
         return self._log.read_text(errors="replace")
 
     def wait_for_more(self, first: str, count: int) -> None:

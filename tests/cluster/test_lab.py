@@ -60,7 +60,7 @@ class Talk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # with what it has started on the machine
+        os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it has started on the machine
         self._reader.join()
         with self._process:
             pass
@@ -88,7 +88,7 @@ def processes_in(namespace: str) -> list[int]:
             if str((process / "ns" / "pid").readlink()) == namespace:
                 found.append(int(process.name))
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended
     return found
 
 
@@ -247,5 +247,5 @@ def test_nothing_is_left(end: signal.Signals | None) -> None:
         return not (named or is_left or Path(directory).exists())
 
     if end is None:
-        assert all_gone(), "what is left when ``down`` has returned"
+        assert all_gone(), "processes are left when ``down`` has returned"
     wait_until(all_gone)

@@ -1,8 +1,8 @@
-"""A bank goes on while machines are killed, lose their power, are cut off in both directions or one, and come back.
+"""A bank survives machines that are killed, lose power, are cut off in one or both directions, and come back.
 
-The head is among those that are killed or lose their power. The application ends with the head, whose driver and Ray it
-needs; started again, it goes on after the last version that was committed.
-Money is conserved in every version that is answered: each has exactly the accounts that follow from its batches.
+The head is also killed or loses power. The application ends with the head, because it needs the head's driver and Ray;
+after a restart, it resumes after the last committed version.
+Every version that a query returns conserves money: it has exactly the accounts that follow from its batches.
 ``STATESTORE_LOSSES_SEED`` repeats a run's draws, ``STATESTORE_LOSSES`` makes more or fewer of them.
 """
 
@@ -65,7 +65,7 @@ def drawn(seed: int, count: int) -> list[Round]:
     kinds: list[str] = []
     rounds: list[Round] = []
     while count > 0:
-        lost = draws.sample(range(1, len(CPUS)), 2)  # one stays, beside which an executor can always start
+        lost = draws.sample(range(1, len(CPUS)), 2)  # one machine stays, so that an executor can always start
         lanes: dict[int, list[Loss]] = {k: [] for k in lost}
         with_head = count > 1 and (not rounds or draws.random() < HEADS_SHARE)
         for _ in range(min(count - with_head, draws.randint(2, TOGETHER))):
@@ -123,7 +123,7 @@ class MachinesUnderLoss:
             start_ray_on(self._lab, k, CPUS[k])
 
     def start_cluster_again(self) -> None:
-        """Start Ray anew on all machines: a head that has kept nothing does not know the nodes of the old one."""
+        """Restart Ray on all machines: a head that has lost its state does not know the old head's nodes."""
         for k in range(1, len(CPUS)):
             self._lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
         start_ray(self._lab, CPUS)

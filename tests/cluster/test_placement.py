@@ -1,4 +1,4 @@
-"""A stream over machines: hosts stand beside its executors, on every machine that has some, also behind a loss."""
+"""A stream over machines: each machine with an executor has a state host, also after a machine is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seen(lab: Lab) -> list[Any]:
     return [told["coordinator"]["node_ip"], hosts, told["coordinator"]["problems"]]
 
 
-def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None:
+def test_hosts_run_on_the_machines_of_executors(make_lab: Callable[[int], Lab]) -> None:
     lab = make_lab(4)
     start_ray(lab, [1, 2, 2, 2])
     stream = ProgramOnLab(lab, "stream", ray_address(lab), str(lab.shared / "ck"), "3")

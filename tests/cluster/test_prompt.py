@@ -1,4 +1,4 @@
-"""The commands of ``make lab``: what a person says at the prompt happens to the machines."""
+"""The commands of ``make lab``: each command at the prompt changes the machines."""
 
 from __future__ import annotations
 

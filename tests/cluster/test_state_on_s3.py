@@ -1,4 +1,4 @@
-"""A bank with its state on S3: the server stands on a machine of its own, and is killed, hangs and is slow at times."""
+"""A bank with its state on S3: the server has its own machine, and is killed, hangs or is slow from time to time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lab.s3_server import BUCKET, S3OnLab
 # Otherwise: tests/backends/storage/test_s3.py and tests/coordinator_actor/test_hanging_storage.py, without a stream.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
 STORAGE = 3
-"""The machine of the S3 server, on which Ray does not run."""
+"""The machine of the S3 server, without Ray."""
 
 
 def test_the_state_is_exact_on_s3_whose_server_fails(make_lab: Callable[[int], Lab]) -> None:
@@ -41,7 +41,7 @@ def test_the_state_is_exact_on_s3_whose_server_fails(make_lab: Callable[[int], L
         running["bank"].wait_for_more("batch", 2)
         running["auditor"] = ProgramOnLab(lab, "auditor", checkpoint)
         goes_on()
-        assert not (lab.shared / "ck" / "statestore").exists(), "the state is beside Spark's files"
+        assert not (lab.shared / "ck" / "statestore").exists(), "the state is in Spark's checkpoint directory"
 
         for _ in range(2):
             before = committed(checkpoint)

@@ -1,4 +1,4 @@
-"""``statestore run`` on a machine that stays, while the head loses its power: the stream goes on by itself, exact."""
+"""``statestore run`` on a machine that stays, while the head loses power: the stream recovers by itself, exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPUS = [0, 2, 2]
 SUPERVISOR = 1
 
 
-def test_the_head_loses_its_power_and_the_stream_goes_on(make_lab: Callable[[int], Lab]) -> None:
+def test_a_stream_survives_a_power_loss_of_the_head(make_lab: Callable[[int], Lab]) -> None:
     lab = make_lab(len(CPUS))
     start_ray(lab, CPUS, head=WITH_JOBS)
     checkpoint = str(lab.shared / "ck")

@@ -24,7 +24,7 @@ def connected(client: MemoryClient) -> Callable[[], Any]:
 
 
 class Together:
-    """Holds up whoever waits until so many have come, of whom some perhaps do not wait; for one event loop."""
+    """A barrier of one event loop: holds its waiters until ``many`` tasks have arrived, which need not all wait."""
 
     def __init__(self, many: int) -> None:
         self.missing = many
@@ -64,7 +64,7 @@ class HeldRows(Rows):
 
 
 def raw(app: Any, method: str, path: str, body: bytes, leave_after: int | None = None) -> tuple[list[bytes], bool]:
-    """The pieces of an answer, and whether it came to its end; what the application raises is for the server to log."""
+    """The pieces of an answer, and whether it is complete. The server logs errors of the application."""
     pieces: list[bytes] = []
     ended = False
 

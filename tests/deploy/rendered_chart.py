@@ -42,7 +42,7 @@ def renderer() -> Path:
 
 
 def render(*values: Path, release: str = "clicks") -> str:
-    """Return the chart's documents with these files of values. Raises ``RuntimeError`` with what the templates say."""
+    """Return the chart's documents with these files of values. Raises ``RuntimeError`` with the templates' message."""
     done = subprocess.run([renderer(), CHART, release, *values], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -18,7 +18,7 @@ CASES = [Path(__file__).parent / name for name in ("prometheus_rules_test.yml", 
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="There is no promtool here: install Debian's package prometheus."
+    shutil.which("promtool") is None, reason="promtool is missing: install Debian's package prometheus."
 )
 
 

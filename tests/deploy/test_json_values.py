@@ -1,4 +1,4 @@
-"""Keys and values of the state as JSON and in paths: there and back, and what is refused."""
+"""Keys and values of the state as JSON and in paths: round trips and rejected values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
     assert json_values.key_of_text(",".join(plain), schema) == tuple(plain)
 
 
-def test_what_comes_as_columns_is_as_value_by_value() -> None:
+def test_columns_convert_like_single_values() -> None:
     rows = json_values.rows_to_json(TOTALS)
     by_value = [{k: json_values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
     assert rows == by_value
@@ -86,7 +86,7 @@ def test_what_comes_as_columns_is_as_value_by_value() -> None:
     ),
     st.sampled_from([k for k, _ in KINDS]),
 )
-def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -> None:
+def test_any_json_is_a_value_or_an_error(value: Any, kind: pa.DataType) -> None:
     try:
         made = json_values.from_json(value, kind, "it")
     except UnknownKeyOrNamespaceError as error:

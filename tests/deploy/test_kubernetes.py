@@ -109,7 +109,7 @@ def misspelt(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @needs_go
 @pytest.mark.parametrize("values", VALUES)
-def test_what_the_chart_makes_is_valid(values: str) -> None:
+def test_output_of_the_chart_is_valid(values: str) -> None:
     made = documents(render(*VALUES[values]))
     for document in made:
         check(document)
@@ -124,7 +124,7 @@ def test_manifests_are_valid_and_a_misspelt_field_is_not(path: Path) -> None:
     count = 0
     for document in documents(path.read_text()):
         check(document)
-        # A usual run tries each third field: a model that lets unknown fields pass does so for all of its own.
+        # A usual run tries each third field: a model that accepts one unknown field accepts all of them.
         for field, wrong in islice(misspelt(document), 0, None, effort(3, 1)):
             with pytest.raises((*REFUSED, KeyError)):
                 check(wrong)
@@ -156,7 +156,7 @@ def test_the_chart_brings_dashboard_and_alerts_where_they_are_asked_for() -> Non
 
 @needs_go
 @pytest.mark.parametrize("values", VALUES)
-def test_names_and_ports_meet(values: str) -> None:
+def test_names_and_ports_match(values: str) -> None:
     """Selectors choose the pods that they are for; accounts, Secrets and ports that are named exist."""
     made = documents(render(*VALUES[values]))
     by_kind: dict[str, list[dict[str, Any]]] = {}
@@ -253,7 +253,7 @@ def strict(schema: Any) -> Any:
 @needs_go
 @pytest.mark.skipif(not CRDS, reason="KUBERAY_CRDS names no directory with KubeRay's CRD files")
 @pytest.mark.parametrize("values", VALUES)
-def test_what_the_chart_makes_is_what_the_operator_takes(values: str) -> None:
+def test_the_operator_accepts_the_output_of_the_chart(values: str) -> None:
     crds = [yaml.safe_load(path.read_text()) for path in Path(CRDS).glob("*.yaml")]
     schemas = {
         crd["spec"]["names"]["kind"]: next(v for v in crd["spec"]["versions"] if v["name"] == "v1")["schema"]

@@ -62,7 +62,7 @@ def test_the_unit_of_a_stream_calls_the_program_as_it_is() -> None:
     assert codes == [str(STOPPED_ELSEWHERE), str(128 + signal.SIGTERM)]
 
 
-def test_units_and_their_settings_meet() -> None:
+def test_units_and_their_settings_match() -> None:
     settings = (DEPLOY / "systemd/ray.env").read_text()
     for unit in DEPLOY.glob("systemd/*.service"):
         for name in re.findall(r"\$\{(\w+)\}", unit.read_text()):

@@ -172,7 +172,7 @@ def test_many_keys(http: TestClient, memory: MemoryClient) -> None:
         None,
     ],
 )
-def test_lookups_that_cannot_be(http: TestClient, body: Any) -> None:
+def test_invalid_lookups(http: TestClient, body: Any) -> None:
     answer = http.post("/v1/operators/users/lookup", json=body)
     assert (answer.status_code, answer.headers["content-type"]) == (400, PROBLEM)
 
@@ -224,7 +224,7 @@ def test_a_scan_as_arrow(http: TestClient) -> None:
         {"unknown": 1},
     ],
 )
-def test_scans_that_cannot_be(http: TestClient, memory: MemoryClient, body: dict[str, Any]) -> None:
+def test_invalid_scans(http: TestClient, memory: MemoryClient, body: dict[str, Any]) -> None:
     assert http.post("/v1/operators/totals/scan", json=body).status_code == 400
     assert memory.open_scans == 0
 
@@ -299,7 +299,7 @@ def test_unknown_paths_and_methods(http: TestClient) -> None:
         assert (answer.status_code, answer.headers["content-type"]) == (status, PROBLEM)
 
 
-def test_no_client_yet_is_503_and_all_wait_for_the_same_attempt(
+def test_without_a_client_requests_are_503_and_share_one_attempt_to_connect(
     memory: MemoryClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = 0
@@ -317,7 +317,7 @@ def test_no_client_yet_is_503_and_all_wait_for_the_same_attempt(
         # The attempt is over when all of them need it.
         await asyncio.wait_for(together.all.wait(), PATIENCE)
         if not is_there:
-            raise HostUnavailableError("There is no coordinator yet.")
+            raise HostUnavailableError("The coordinator has not started.")
         return memory
 
     async def ask() -> list[int]:

@@ -1,4 +1,4 @@
-"""What the HTTP service allows: sizes, rows, times, requests at once, and callers that leave."""
+"""Limits of the HTTP service: sizes, rows, times, concurrent requests, and callers that disconnect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_remedies_of_limits_work(memory: MemoryClient) -> None:
     assert ended and len(b"".join(pieces).splitlines()) == 1500
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(memory: MemoryClient) -> None:
+def test_a_missing_request_body_times_out(memory: MemoryClient) -> None:
     app = create_app(connected(memory), Tokens(), HttpLimits(body_seconds=0.2))
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -99,7 +99,7 @@ def test_too_many_at_once() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
 
             async def statuses(requests: list[Awaitable[httpx.Response]]) -> list[int]:
-                """What is let in is not answered before all others have been refused."""
+                """Answer an admitted request only after all others have been refused."""
                 together = memory.together = Together(len(requests))
 
                 async def status(request: Awaitable[httpx.Response]) -> int:
@@ -121,7 +121,7 @@ def test_too_many_at_once() -> None:
     assert asyncio.run(ask()) == (keys, scans)
 
 
-def test_a_caller_that_leaves_ends_its_scan(memory: MemoryClient) -> None:
+def test_a_caller_that_disconnects_ends_its_scan(memory: MemoryClient) -> None:
     memory.pause = 0.05
     app = create_app(connected(memory), Tokens())
     pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}", leave_after=2)

@@ -223,7 +223,7 @@ def test_processors_variables(tmp_path: Path) -> None:
     flow.close()
 
 
-def test_a_host_that_dies_is_a_problem_and_no_hang(tmp_path: Path) -> None:
+def test_a_dead_host_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     made = Cluster(tmp_path)
     made.batch({i: (i, "x") for i in range(1000)})
     try:
@@ -238,7 +238,7 @@ def test_a_host_that_dies_is_a_problem_and_no_hang(tmp_path: Path) -> None:
         made.close()
 
 
-def test_a_query_that_has_ended_is_409_for_those_who_have_read_it_too(
+def test_a_query_that_has_ended_is_409_also_for_its_earlier_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Cluster(tmp_path)
@@ -317,4 +317,4 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _nobody() -> Any:
-    raise HostUnavailableError("There is nobody.")
+    raise HostUnavailableError("No host runs.")

@@ -131,7 +131,7 @@ def test_a_scan_that_fails_is_cut_short_on_the_wire(address: str) -> None:
 
 
 def test_the_page_below_a_prefix(address: str) -> None:
-    """Somebody signs in with a token for people and sees that nothing runs; the coordinator is there."""
+    """Sign in with a token for people, and see that no query runs while the coordinator does."""
     act = coordinator("issue_token", "anna")
     with httpx.Client(base_url=f"{address}/state", headers={"Accept": "text/html"}, timeout=PATIENCE) as http:
         led = http.get("/", follow_redirects=True)
@@ -146,7 +146,7 @@ def test_the_page_below_a_prefix(address: str) -> None:
 
 
 def test_state_that_is_served_without_a_stream(address: str) -> None:
-    """The state of a checkpoint, by the name of whoever serves it."""
+    """The state of a checkpoint, under the name of the serving process."""
     from ray import serve
 
     from deploy.state_api import Settings, build_app

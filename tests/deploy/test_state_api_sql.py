@@ -82,7 +82,7 @@ def test_rows_in_every_format(http: TestClient) -> None:
         assert reader.read_all().to_pylist() == rows
 
 
-def test_no_rows_are_a_whole_answer_too(http: TestClient) -> None:
+def test_an_answer_without_rows_is_complete(http: TestClient) -> None:
     asked = {"sql": "select n from totals where n < 0"}
     assert http.post("/v1/sql", json=asked).json()["rows"] == []
     assert http.post("/v1/sql", json=asked, headers={"Accept": CSV}).text == '"n"\n'
@@ -157,7 +157,7 @@ def test_a_statement_ends_after_its_time(cluster: Cluster) -> None:
         eventually(lambda: http.post("/v1/sql", json={"sql": "select 1 as a"}).status_code == 200)
 
 
-def test_a_statement_beyond_its_memory_is_413_and_others_go_on(cluster: Cluster) -> None:
+def test_a_statement_beyond_its_memory_is_413_and_others_continue(cluster: Cluster) -> None:
     groups = "from range(30000) a, range(30000) b group by all"
     large = f"select a.range * 1000000 + b.range k, count(*) n {groups}"
     with TestClient(app_of(cluster, sql_memory_bytes=128 << 20, sql_threads=1), headers=BEARER) as http:
@@ -239,7 +239,7 @@ def test_statements_at_once_do_not_end_each_other(cluster: Cluster) -> None:
         assert list(pool.map(answered, [wrong, right] * 4)) == [413, 200] * 4
 
 
-def test_a_process_that_is_killed_is_told_and_the_next_statement_works(
+def test_a_killed_process_is_reported_and_the_next_statement_works(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
@@ -261,7 +261,7 @@ def memory_of_this_process(kind: str) -> int:
     return int(Path("/proc/self/status").read_text().partition(f"{kind}:")[2].split()[0]) << 10
 
 
-def test_a_caller_who_leaves_ends_the_statement_also_before_the_first_row(cluster: Cluster) -> None:
+def test_a_caller_that_disconnects_ends_the_statement_also_before_the_first_row(cluster: Cluster) -> None:
     with serving(app_of(cluster, sql_seconds=10 * PATIENCE, max_sql=1)) as address:
 
         async def leave() -> None:

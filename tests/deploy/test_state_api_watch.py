@@ -1,4 +1,4 @@
-"""A watch over HTTP, on real hosts: server-sent events, signs of life, and going on behind the last event."""
+"""A watch over HTTP, on real hosts: server-sent events, keep-alive comments, and resumption after the last event."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def served(cluster: Cluster, tokens: Tokens | None = None, **limits: Any) -> Ite
 
 @contextmanager
 def events(url: str, headers: dict[str, str] | None = None, **params: Any) -> Iterator[Iterator[dict[str, str]]]:
-    """The blocks of a stream, as they come; ``"comment"`` stands in those that are no events."""
+    """Yield the blocks of a stream as they arrive; a block that is a comment has the key ``"comment"``."""
     given = {**BEARER, **(headers or {})}
     with httpx.Client(timeout=PATIENCE) as client, client.stream("GET", url, headers=given, params=params) as answer:
         assert answer.status_code == 200, answer.read()
@@ -72,7 +72,7 @@ def changes(stream: Iterator[dict[str, str]]) -> Iterator[tuple[str | None, dict
             yield block.get("id"), json.loads(block["data"])
 
 
-def test_versions_come_as_they_complete_and_a_caller_goes_on_where_the_last_one_ended(cluster: Cluster) -> None:
+def test_versions_arrive_as_they_complete_and_a_caller_resumes_after_the_last_event(cluster: Cluster) -> None:
     with served(cluster) as url:
         with events(url) as stream:
             assert next(stream) == {"id": "1", "comment": "watching"}
@@ -93,7 +93,7 @@ def test_versions_come_as_they_complete_and_a_caller_goes_on_where_the_last_one_
             assert next(changes(stream))[0] == "4"
 
 
-def test_of_some_keys_only_their_changes_come(cluster: Cluster) -> None:
+def test_a_watch_of_some_keys_has_only_their_changes(cluster: Cluster) -> None:
     with served(cluster) as url, events(url, from_version=0, key=["2", "7"]) as stream:
         cluster.batch({1: (9, "a")})
         cluster.batch({7: (7, "g")})
@@ -104,7 +104,7 @@ def test_of_some_keys_only_their_changes_come(cluster: Cluster) -> None:
         ]
 
 
-def test_signs_of_life_move_on_over_versions_that_changed_nothing(cluster: Cluster) -> None:
+def test_keep_alive_comments_advance_over_versions_without_changes(cluster: Cluster) -> None:
     with served(cluster) as url, events(url, key=["2"]) as stream:
         assert next(stream)["id"] == "1"
         assert next(stream) == {"id": "1", "comment": "nothing new"}

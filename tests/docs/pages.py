@@ -1,22 +1,20 @@
 """The Markdown pages of the project: their blocks of code, and running them page by page.
 
-Every block that is marked ``python`` is run, in the order of the page and in one namespace. Comments, which readers
-do not see, may stand
-between the blocks of a page:
+Every block marked ``python`` is run, in the order of the page and in one namespace. Comments, which readers do not see,
+may be between the blocks of a page:
 
     <!-- setup                     code that is run here and is not shown
     write_clicks("clicks")
     -->
 
-    <!-- check                     the same, for what must be true here
+    <!-- check                     the same, for assertions
     assert client.get("user_totals", 42)["n"] == 20
     -->
 
     <!-- shown only: needs a bucket on S3 -->     the next block is not run, for this reason
 
-Of a block that is marked ``sh`` the lines with ``statestore`` are run, and the targets of ``make`` must exist. All
-other commands need a
-"shown only".
+In a block marked ``sh``, the lines with ``statestore`` are run, and the targets of ``make`` must exist. All other
+commands need a "shown only".
 """
 
 from __future__ import annotations
@@ -109,10 +107,10 @@ def _until(lines: Iterator[tuple[int, str]], end: str, name: str, number: int) -
 def run(page: Page, shell: Any = None) -> dict[str, Any]:
     """Run the blocks of a page, and return their namespace.
 
-    ``shell`` is called with the words of a ``statestore`` line; what it returns is ``shell_output`` in the code that
-    follows.
+    ``shell`` is called with the words of a ``statestore`` line; the code that follows has its result as
+    ``shell_output``.
     """
-    # As in a program: what is pickled goes to Spark's workers by value.
+    # As in a program: functions are pickled to Spark's workers by value.
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in page.run_blocks():
         if block.language == SHELL:

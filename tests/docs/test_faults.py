@@ -13,7 +13,7 @@ SOURCES = sorted((ROOT / "spark_bridge").rglob("*.py"))
 
 
 def kinds_of(source: str) -> set[str]:
-    """Return the kinds of the faults that a module makes. Raises ``AssertionError`` for a kind that is no constant."""
+    """Return the kinds of a module's faults. Raises ``AssertionError`` for a kind that is not a constant."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     faults = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Fault"]
     return {kind for call in faults for kind in _constants(call.args[1])}

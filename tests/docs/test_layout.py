@@ -93,7 +93,7 @@ def test_the_contracts_of_the_linter_say_the_same(root: str) -> None:
     assert lines == sorted(set(lines))
 
 
-def test_roots_stand_over_one_another(graph: grimp.ImportGraph) -> None:
+def test_roots_are_in_layers(graph: grimp.ImportGraph) -> None:
     assert [name for name in drawn() if "." not in name] == list(ROOTS)
     for i, storey in enumerate(STOREYS):
         below = {root for lower in STOREYS[i + 1 :] for root in lower}

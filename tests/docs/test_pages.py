@@ -54,7 +54,7 @@ def test_code_can_be_pasted_at_the_prompt(page: Page) -> None:
     assert {block.line: why for block in shown if (why := refused_at_the_prompt(block.code)) is not None} == {}
 
 
-def test_what_the_prompt_takes() -> None:
+def test_code_that_the_prompt_accepts() -> None:
     assert refused_at_the_prompt("with x:\n    y()\n\nprint(1)\nfor a in b:\n    print(a)") is None
     assert refused_at_the_prompt("with x:\n    y()\nprint(1)") == "line 3: invalid syntax"
     assert refused_at_the_prompt("class A:\n    x = 1\n\n    y = 2") == "line 4: unexpected indent"
@@ -81,7 +81,7 @@ def test_every_page_of_the_site_is_in_a_list_of_contents() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda p: p.name)
-def test_a_page_that_the_site_writes_says_so_to_readers_on_github(page: Page) -> None:
+def test_a_generated_page_says_so_to_readers_on_github(page: Page) -> None:
     directives = r"^(```\{(include|options|metrics|command-line)\}|\.\. auto)"
     text = page.path.read_text()
     assert bool(re.search(r"^> On GitHub ", text, re.MULTILINE)) == bool(re.search(directives, text, re.MULTILINE))

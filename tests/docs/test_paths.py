@@ -1,4 +1,4 @@
-"""What the pages name exists: files, modules and tests of the repository, commands and their options, and links."""
+"""The pages name only existing files, modules, tests, commands, options and links."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_links_lead_somewhere(page: Page) -> None:
     assert [t for t in sorted(targets) if not (page.path.parent / t).exists()] == []
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_missing_names_are_found() -> None:
     assert missing("backends/formats/changelog.py") is None
     assert missing("backends/format/changelog.py") == "there is no such file"
     assert missing("tests/docs/test_paths.py::test_links_lead_somewhere") is None

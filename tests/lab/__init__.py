@@ -1,4 +1,4 @@
-"""Machines of a cluster on one computer: what a test cuts off, slows down, or kills is a machine of its own.
+"""Machines of a cluster on one computer, each of which a test can cut off, slow down, or kill.
 
 ``Lab`` makes the machines, ``ray_nodes`` starts Ray on them, ``python -m tests.lab`` gives a person a prompt there.
 """

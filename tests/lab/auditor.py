@@ -1,8 +1,9 @@
-"""Asks for the accounts of the bank again and again, and says what is wrong with an answer.
+"""Asks for the accounts of the bank again and again, and reports wrong answers.
 
-``python -m tests.lab.auditor CHECKPOINT``, on machine 0, with ``RAY_ADDRESS`` set. Prints ``answer VERSION`` for an
-answer with exactly the accounts of its version, which is no older than what Spark had committed when it was asked for,
-and nothing the client has seen; ``late ERROR`` where no answer came in time; and ``wrong ...`` else.
+``python -m tests.lab.auditor CHECKPOINT``, on machine 0, with ``RAY_ADDRESS`` set. Prints ``answer VERSION`` for a
+correct answer: it has exactly the accounts of its version, and the version is at least as new as the one that Spark had
+committed at the time of the request, and as all that the client has seen. Prints ``late ERROR`` if no answer came in
+time, and ``wrong ...`` otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def audit(client: QueryableStateClient, at_least: int) -> str:
 
 
 def main(checkpoint: str) -> None:
-    """Ask until the process is told to end."""
+    """Ask until the process receives a signal to end."""
     with QueryableStateClient.connect(timeout=60) as client:
         seen = 0
         while True:

@@ -36,7 +36,7 @@ def accounts(rows: DataFrame) -> DataFrame:
 
 
 def main(address: str, checkpoint: str, executors: int, options: dict[str, Any]) -> None:
-    """Run the bank until it fails or its process is told to end."""
+    """Run the bank until it fails or its process receives a signal to end."""
     configs = {
         "spark.statestore.sharedFileSystem": "true",
         "spark.ui.enabled": "false",

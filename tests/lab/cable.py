@@ -47,7 +47,7 @@ class Cable:
                 "link set lo up",
                 f"addr add {address}/24 dev eth0",
                 "link set eth0 up",
-                # Nobody is there. But programs find their own address by looking for a way to the outside.
+                # No machine has this address. But programs find their own by looking for a route to the outside.
                 f"route add default via {address.rpartition('.')[0]}.254",
                 # The other end stays down, so that what is sent there is dropped.
                 "link add nowhere type veth peer name beyond",

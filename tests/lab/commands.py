@@ -21,7 +21,7 @@ HELP = """\
 lab                    show the machines, and these commands
 lab kill 2             end everything on machine 2 at once
 lab start 2            start machine 2 again, with an empty disk, and Ray on it
-lab cut 2 [in|out]     let nothing in or out of machine 2, or only one of these; nobody is told
+lab cut 2 [in|out]     let nothing in or out of machine 2, or only one of these; without any signal
 lab delay 2 50 [0.01]  let packets take 50 ms on their way into and out of machine 2; lose 1 % of them
 lab mend 2             make the cable of machine 2 whole and fast again
 lab run 2 COMMAND ...  run a command on machine 2"""
@@ -36,7 +36,7 @@ class Commands:
         self._said: dict[int, str] = {}
 
     def answer(self, words: Sequence[str]) -> str:
-        """Carry out a command and return what is to be shown. Raises ``ValueError`` with what is wrong with it."""
+        """Carry out a command and return its output. Raises ``ValueError`` with the reason for a wrong command."""
         match list(words):
             case []:
                 return f"{self._machines()}\n\n{HELP}"

@@ -1,8 +1,8 @@
 """The first process of a machine: gives the machine its files and its name, and ends everything on it at its own end.
 
-``python init.py SETUP`` with the JSON of ``machine.Setup``, in namespaces of its own. Its standard input is a pipe from
-the process that made the lab: once that is gone, this process ends, and the system then ends all others of the machine.
-It needs nothing but the standard library.
+``python init.py SETUP`` with the JSON of ``machine.Setup``, in its own namespaces. Its standard input is a pipe from
+the process that made the lab. When that process ends, this process ends too, and the kernel then ends all others of the
+machine. It needs only the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that has the network with the switch of a lab, and removes the lab's directory at the end.
 
-``python keeper.py DIRECTORY``, in a network namespace of its own. Its standard input is a pipe from the process that
+``python keeper.py DIRECTORY``, in its own network namespace. Its standard input is a pipe from the process that
 made the lab. When that process is gone, however it ended, the machines of the lab end too. The keeper needs nothing
 but the standard library.
 """

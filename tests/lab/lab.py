@@ -1,4 +1,4 @@
-"""``Lab``: machines on one computer, each with an address of its own, joined by a switch.
+"""``Lab``: machines on one computer, each with its own address, joined by a switch.
 
 A machine is a set of Linux namespaces. The namespaces have no names, and belong to the processes in them: nothing of a
 lab is left when its processes have ended, and two labs on one computer never meet. Their addresses are the same.
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.77.0"
 KEEPER = Path(__file__).with_name("keeper.py")
 INHERITED = ("LANG", "TERM", "JAVA_HOME", "JAVA_TOOL_OPTIONS", "PYTHONPATH", "OPENBLAS_NUM_THREADS")
-"""What processes on a machine get of this process's environment, besides the PATH."""
+"""Variables of this process's environment that processes on a machine inherit, in addition to the PATH."""
 RUN_SECONDS = 120.0
 
 

@@ -19,7 +19,7 @@ INIT = Path(__file__).with_name("init.py")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a machine is to be: its host name, the directory of its ``/tmp``, its ``/etc/hosts``.
+    """The setup of a machine: its host name, the directory of its ``/tmp``, its ``/etc/hosts``.
 
     ``visible`` are the directories below ``/tmp`` that the machine shares with the computer.
     """

@@ -1,4 +1,4 @@
-"""What a lab needs of the computer that it runs on."""
+"""Requirements of a lab: programs and permissions on the computer that runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tool(name: str) -> str:
     """Return the path of a program. Raises ``FileNotFoundError`` with the package that brings it."""
     found = shutil.which(name, path=SYSTEM_PATH)
     if found is None:
-        raise FileNotFoundError(f"There is no program {name!r}; Debian's package {PACKAGES[name]} brings it.")
+        raise FileNotFoundError(f"The program {name!r} is missing: install Debian's package {PACKAGES[name]}.")
     return found
 
 
@@ -38,5 +38,5 @@ def missing() -> str | None:
         check=False,
     )
     if tried.returncode:
-        return f"this process may not make namespaces, of which a lab of machines consists: {tried.stderr.strip()}"
+        return f"this process may not make namespaces, and a lab needs them: {tried.stderr.strip()}"
     return None

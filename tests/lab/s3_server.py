@@ -1,4 +1,4 @@
-"""An S3-protocol server for a machine of a lab: what it has been given outlives the loss of what answers for it.
+"""An S3-protocol server for a machine of a lab: its objects survive the loss of the process that answers for it.
 
 ``S3OnLab`` is two processes of one machine. Moto's server keeps the objects, as the disks of a real service do, and
 cannot be reached from other machines. The front (``python -m tests.lab.s3_server PORT``) answers for it at ``PORT`` of
@@ -36,7 +36,7 @@ class S3OnLab:
         self._front = self._start_front()
 
     def settings(self) -> dict[str, str]:
-        """Return the settings of Spark by which the state reaches the server."""
+        """Return the Spark settings with the server's address and credentials for the state."""
         return {
             "spark.hadoop.fs.s3a.endpoint": f"http://{self._lab.addresses[self._k]}:{PORT}",
             "spark.hadoop.fs.s3a.path.style.access": "true",

@@ -1,8 +1,8 @@
 """Carry packets between two network devices, each after a while, and lose some.
 
 ``python slow_cable.py DEVICE DEVICE SECONDS LOSS``. Ends when its standard input does. Each direction holds the packets
-of the last ``SECONDS``. A packet of up to 64 KiB passes as a whole, with what the kernel says of its checksum and its
-segments (``PACKET_VNET_HDR``), as between two machines on one computer. Needs nothing but the standard library.
+of the last ``SECONDS``. A packet of up to 64 KiB passes as a whole, with the kernel's header for its checksum and its
+segments (``PACKET_VNET_HDR``), as between two machines on one computer. Needs only the standard library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small stream for the machines of a lab: counts and sums over 100 keys, as long as it is let run.
 
-``python -m tests.lab.stream ADDRESS CHECKPOINT EXECUTORS``, on machine 0. Prints at which addresses executors run, and
-a line for each batch. The sum of a key is what follows from its count, so that anybody can check the state: key k has
-seen k, k + 100, k + 200 and so on.
+``python -m tests.lab.stream ADDRESS CHECKPOINT EXECUTORS``, on machine 0. Prints the addresses of the executors, and
+a line for each batch. The sum of a key follows from its count, so that any reader can check the state: key k has seen
+k, k + 100, k + 200 and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write(rows: DataFrame, batch: int) -> None:
 
 
 def main(address: str, checkpoint: str, executors: int) -> None:
-    """Run the stream until it fails or its process is told to end."""
+    """Run the stream until it fails or its process receives a signal to end."""
     configs = {
         "spark.statestore.sharedFileSystem": "true",
         "spark.ui.enabled": "false",

@@ -1,7 +1,7 @@
 """Pathway: ``groupby`` and ``reduce`` over a directory of JSON lines, with persistence, on two threads of its engine.
 
-A query of Pathway runs until its process ends. So the query is a process of its own, and a stop kills the process once
-what the process has counted is in a snapshot; this module is both.
+A query of Pathway runs until its process ends. So the query has its own process, and a stop kills that process once its
+counts are in a snapshot. This module is the program of both processes.
 """
 
 from __future__ import annotations

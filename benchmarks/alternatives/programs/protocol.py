@@ -1,4 +1,4 @@
-"""What the programs of all contestants have in common: commands by the standard input, answers by the standard output.
+"""The protocol of the programs of all contestants: commands on standard input, answers on standard output.
 
 Each line is a JSON object. The commands:
 
@@ -10,8 +10,8 @@ Each line is a JSON object. The commands:
 - ``{"do": "see", "user": U, "n": N, "seconds": S}`` answers when a query of the running state gives N for this user.
 - ``{"do": "stop"}`` ends the contestant; all that it has counted is durable.
 
-An answer is ``{"ok": VALUE}``, or ``{"error": TEXT}``. This module needs the standard library alone: the programs run
-in environments of their own.
+An answer is ``{"ok": VALUE}``, or ``{"error": TEXT}``. This module needs only the standard library: each program runs
+in its own environment.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def carry_out(program: Program, command: dict[str, Any]) -> Any:
     if command["do"] == "stop":
         program.stop()
         return None
-    raise ValueError(f"There is no command {command['do']!r}.")
+    raise ValueError(f"Unknown command {command['do']!r}.")
 
 
 def _until(look: Callable[[], int], wanted: int, seconds: float, look_every: float) -> int:

@@ -1,7 +1,7 @@
 """The bank's coordinator, driver, tasks and auditor: ``python -m tests.lab.bare.bank CHECKPOINT ADDRESS HOSTS...``.
 
-Runs on machine 0, at ``ADDRESS``, with the hosts at the others. Prints ``batch N`` when batch N is committed, what the
-auditor says of each answer, and ``wrong`` where a task has read what is not in its version.
+Runs on machine 0, at ``ADDRESS``, with the hosts at the others. Prints ``batch N`` when batch N is committed, the
+auditor's verdict on each answer, and ``wrong`` if a task has read data that is not in its version.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Partition:
 
 
 def main(checkpoint: str, address: str, machines: list[str]) -> None:
-    """Run batch after batch until the process is told to end."""
+    """Run batch after batch until the process receives a signal to end."""
     conf = CoordinatorConf(host_timeout=HOST_SECONDS, driver_timeout=1e9, report_timeout=0.0)
     begun = time.time() - time.monotonic()
     coordinator = Coordinator(lambda: begun + time.monotonic(), CheckpointStorage.open, conf)

@@ -1,4 +1,4 @@
-"""Messages to a coordinator on another machine, each over a connection of its own."""
+"""Messages to a coordinator on another machine, each over its own connection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RemoteCoordinator(CoordinatorPort):
 
 
 def serve(coordinator: Coordinator, address: str) -> None:
-    """Answer messages in threads of their own, as long as the process lives."""
+    """Answer each message in its own thread, as long as the process lives."""
     listener = Listener((address, PORT), authkey=KEY, backlog=100)
 
     def accept() -> None:

@@ -164,7 +164,7 @@ autoscalerOptions:
 {{- end }}
 headGroupSpec:
   rayStartParams:
-    num-cpus: "0"                    # no executors beside the driver and the coordinator
+    num-cpus: "0"                    # no executors next to the driver and the coordinator
     dashboard-host: 0.0.0.0
   template:
     {{- include "statestore.pod" (dict "root" . "role" "head") | nindent 4 }}
