@@ -1,4 +1,4 @@
-"""A fixed set of seeds of the simulation, and that runs repeat exactly. ``test_planted_faults.py``: what it finds.
+"""A fixed set of seeds of the simulation, and that runs repeat exactly. ``test_planted_faults.py`` tests what it finds.
 
 More seeds: ``python -m tests.simulation --for 10m``.
 """
@@ -19,7 +19,7 @@ from tests.simulation.sometimes import MUST_BE_REACHED, never_reached, sometimes
 from tests.simulation.world import Result, run
 
 SEEDS = range(8)
-"""A usual run tries a few of them: those in which the most planted faults show for the least work."""
+"""A usual run tries a few of them: the seeds that show the most planted faults for the least work."""
 
 
 def check(result: Result) -> None:
@@ -78,7 +78,7 @@ def test_a_search_keeps_what_fails_with_its_world(tmp_path: Path, monkeypatch: p
     keep(found.failed, tmp_path / "found.txt")
     keep([*found.failed, (9, "on-failing-storage")], tmp_path / "found.txt")
     assert kept(tmp_path / "found.txt") == [(1, "as-it-is"), (3, "as-it-is"), (9, "on-failing-storage")]
-    assert len(search(fresh(0), steps=25).failed) == 1, "a search ends at the first failure, unless it is to go on"
+    assert len(search(fresh(0), steps=25).failed) == 1, "a search ends at the first failure, unless it is to continue"
 
 
 def test_a_search_says_what_it_never_came_to() -> None:
