@@ -1,4 +1,4 @@
-"""Spans reach a collector by OTLP over HTTP, and a collector that is gone or slow holds nobody up."""
+"""Spans reach a collector by OTLP over HTTP, and a collector that is gone or slow delays no caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(time.perf_counter() - began)
 
 
 def run(setting: str, count: int, **variables: str) -> float:
-    """How many seconds ``count`` spans took, in a process of their own."""
+    """Return how many seconds ``count`` spans took, in a separate process."""
     given = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, setting, str(count)],

@@ -1,4 +1,4 @@
-"""Providers loaded in a process: loading, maintenance, what a coordinator is told (Spark: object ``StateStore``)."""
+"""Providers loaded in a process: loading, maintenance, reports to a coordinator (Spark: object ``StateStore``)."""
 
 import logging
 import tempfile
@@ -39,7 +39,7 @@ class FailingProvider(FileStateStoreProvider):
 
 
 class SlowProvider(FileStateStoreProvider):
-    """Its maintenance takes until it is told to end."""
+    """A provider whose maintenance runs until the test ends it."""
 
     begun = threading.Event()
     end = threading.Event()
@@ -68,7 +68,7 @@ class Answer:
 
 
 class Coordinator:
-    """Remembers what it is told; answers as the test says."""
+    """Records the reports it gets; answers as the test says."""
 
     def __init__(self):
         self.reports = []
@@ -136,7 +136,7 @@ def slow():
 
 @pytest.fixture
 def logged(caplog):
-    """The registry's messages so far, with their levels; each is told once."""
+    """Return the registry's messages until now, with their levels; each is logged once."""
     caplog.set_level(logging.DEBUG, "backends.loaded_providers")
 
     def told():

@@ -1,4 +1,4 @@
-"""Ids, options and schemas: what is wrong is refused at once, with the value and the remedy."""
+"""Ids, options and schemas: wrong ones are refused at once, with the value and the remedy."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Rows of earlier schemas, read with later ones; which schema may follow on which; the variables of an operator."""
+"""Rows of earlier schemas, read with later ones; which schemas may follow each other; the variables of an operator."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def drawable(kind: pa.DataType) -> pa.DataType:
 
 
 def as_python(value: Any, was: pa.DataType, kind: pa.DataType) -> Any:
-    """What a value of one type is in another, without Arrow."""
+    """Return what a value of one type becomes in another, without Arrow."""
     if value is None:
         return None
     if pa.types.is_struct(kind):
@@ -434,7 +434,7 @@ def test_compacted_it_has_neither_history_nor_deleted_variables() -> None:
     made = go_on(operator(value("a"), value("b")), operator(value("a", WIDER), deleted("b")))
     made = go_on(made, operator(value("a", WIDER), value("b", TEXTS)))
     assert made.compacted() == operator(value("a", WIDER), StateVariable("b", "value", {"b.-2": TEXTS}))
-    # It may be gone on with as well, and narrower than before.
+    # A compacted operator can be continued as well, and with narrower types than before.
     assert go_on(made.compacted(), operator(value("b", TEXTS), value("a", WIDER))) == made.compacted()
 
 

@@ -43,7 +43,7 @@ ANYTHING = st.one_of(
     st.integers(-200, 200).map(np.int64),
     st.lists(st.integers(), max_size=1),
 )
-"""What a caller may give for a key, whatever the column's type."""
+"""Values that a caller may give for a key, whatever the column's type."""
 
 leaf_kinds = st.sampled_from(list(LEAVES))
 group_numbers = st.sampled_from([1, 2, 7, 1000, 1024, 1 << 16])

@@ -60,7 +60,7 @@ def test_a_missing_value_is_a_row_of_nulls(batch):
 @settings(deadline=None, max_examples=examples(30))
 @given(batches(maps=True))
 def test_equal_rows_give_equal_bytes(batch):
-    """Whatever lies under a null in Arrow's buffers does not matter."""
+    """The bytes under a null in Arrow's buffers do not matter."""
     again = pa.record_batch(
         [pa.array(column.to_pylist(), column.type) for column in batch.columns], names=batch.schema.names
     )

@@ -26,7 +26,7 @@ ROOM = 400
 
 
 def with_room(room: int, backend: str = "file") -> StateStoreConf:
-    """So much memory is left beside the caches, and what open databases take."""
+    """Leave this much memory for all but the caches and open databases."""
     caches = 8 << 20
     return StateStoreConf(
         provider=backend,
@@ -39,7 +39,7 @@ def with_room(room: int, backend: str = "file") -> StateStoreConf:
 
 
 class Model:
-    """An engine, and dicts of what it must hold."""
+    """An engine, and dicts of its expected content."""
 
     def __init__(self, engine: BufferedEngine, backend: str, rng: random.Random) -> None:
         self.engine, self.backend, self.rng = engine, backend, rng

@@ -103,7 +103,7 @@ def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_p
     state = loaded()
     assert opened == [READ]
     commit(state, {b"a": None})
-    state.close()  # as if the process had ended: what was not written is in the changelogs
+    state.close()  # as if the process had ended: unwritten changes are in the changelogs
     state = loaded()
     commit(state, {b"a": None})
     opened.clear()

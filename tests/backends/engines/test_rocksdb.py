@@ -1,4 +1,4 @@
-"""What is RocksDB's own: the local directory that is used again."""
+"""RocksDB alone: it uses its local directory again."""
 
 import re
 import shutil
@@ -72,7 +72,7 @@ def test_a_write_that_ends_midway_shows_nobody_what_it_has_written(location, tmp
         for _ in range(2):
             with pytest.raises(LocalStateDamagedError, match="no space left"):
                 content(store)
-        # It is loaded anew as soon as somebody asks for a version, be it the same.
+        # The state is loaded again on the next request for a version, even for the same one.
         assert content(provider.get_store(1)) == dict.fromkeys("abcd", "1")
         assert content(provider.get_store(2)) == dict.fromkeys("abcde", "2")
         commit(provider, 2, a=None)
@@ -91,7 +91,7 @@ def test_after_a_write_that_ended_midway_loading_takes_another_way(location, tmp
         ends_midway(OSError("no space left on device"))
         try:
             assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
-        except LocalStateDamagedError:  # there was one way only; the next attempt begins it anew
+        except LocalStateDamagedError:  # there was one way only; the next attempt starts it again
             assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
 
 

@@ -50,7 +50,7 @@ def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Database:
-    """A database, what it should hold, and its version."""
+    """A database, its expected content, and its version."""
 
     def __init__(self, path: Path, **conf: object) -> None:
         self.path = path
@@ -142,7 +142,7 @@ def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: py
 
 
 def test_levels_and_files_that_are_taken_over_are_read(tmp_path: Path) -> None:
-    """Sorted files lie at the bottom; what is written later, and what it removes, is above them in several files."""
+    """Sorted files are at the bottom level; later writes and removals are above them in several files."""
     db = Database(tmp_path / "db")
     below = {i.to_bytes(4, "big"): b"old" for i in range(20_000)}
     db.engine.load_sorted([("default", SortedPairs.from_dict(below))], LocalState.unfinished("x"))
@@ -199,7 +199,7 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
 
 
 def with_one_pair_in_memory(tmp_path: Path) -> Database:
-    """Make a database of a hundred pairs in files, of which one has been written again since."""
+    """Make a database of a hundred pairs in files, and write one of them again."""
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -397,7 +397,7 @@ def test_a_damaged_file_lets_go_of_those_opened_before_it(tmp_path: Path) -> Non
 
 
 def test_content_that_cannot_be_decoded_is_a_read_failure(tmp_path: Path) -> None:
-    """Whoever wrote the file may have had a defect: then the checksum is right, and the content wrong."""
+    """A defective writer may have produced the file: then the checksum is right, and the content wrong."""
     db = Database(tmp_path / "db", rocksdb_compression="none")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)

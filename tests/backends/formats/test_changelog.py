@@ -1,4 +1,4 @@
-"""Changelogs: what is written comes back, and damage never gives a wrong value."""
+"""Changelogs: reading returns the written changes, and damage never gives a wrong value."""
 
 import pyarrow as pa
 import pytest

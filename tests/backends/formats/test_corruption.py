@@ -22,7 +22,7 @@ BLOB = random.Random(0).randbytes(100_000)
 
 
 ALIKE = ("flip again", "cut by one", "emptied")
-"""Damages of which a checksum or a length tells the same as of others."""
+"""Damages that test the same checksum or length as others do."""
 
 
 def cases(kinds):
@@ -282,7 +282,7 @@ def test_what_is_held_locally_is_right_whatever_happens_to_the_files(tmp_path, m
         assert found[LAST] == expected(LAST)
 
 
-@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])  # changelogs are read by what they share
+@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])  # both share the code for changelogs
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize("at", [2, 4, LAST])
 def test_a_damaged_changelog_spoils_no_more_than_the_versions_up_to_the_next_snapshot(

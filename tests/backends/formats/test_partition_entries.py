@@ -1,4 +1,4 @@
-"""Partitions of a manifest, kept by columns: what comes out, and what is damage."""
+"""Partitions of a manifest, kept by columns: reading them back, and damage."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_load_that_finds_the_disk_full_says_so_and_goes_on_when_there_is_room(
 
 
 class FullDatabase:
-    """A database that has found the disk full: RocksDB refuses all writes then, until it is opened anew."""
+    """A database that has found the disk full: from then on RocksDB refuses all writes, until it is reopened."""
 
     def __init__(self, db: Any) -> None:
         self._db = db

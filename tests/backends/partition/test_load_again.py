@@ -1,4 +1,4 @@
-"""A load that fails midway: what it has fetched and applied is neither fetched nor applied again."""
+"""A load that fails midway: the next attempt does not fetch or apply the same files again."""
 
 from __future__ import annotations
 

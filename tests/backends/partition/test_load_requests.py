@@ -1,4 +1,4 @@
-"""What a load asks of object storage: which requests wait for which, and what the loads of a host ask together."""
+"""The requests of a load to object storage: which wait for which, and which the loads of a host share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SNAPSHOT, LAST = 3, 6
 
 
 class Stored:
-    """Partitions with a snapshot of version 3, all in one object, and changelogs to version 6 of their own."""
+    """Partitions with a snapshot of version 3, all in one object, and separate changelogs to version 6."""
 
     def __init__(self, name: str, root: Path) -> None:
         self.counts = RequestCounts()

@@ -44,7 +44,7 @@ def test_whoever_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query,
     assert len(reached) == nth
     fault_points.set_hook(None)
     first.close()
-    # A query that goes back to the beginning meanwhile, and one that goes on.
+    # A query that goes back to the beginning in between, and one that continues.
     for wanted in (Lineage(0), lineage):
         state = q.open(0, local, layout)
         state.load(wanted)

@@ -16,7 +16,7 @@ def test_the_old_layout_is_kept_until_every_new_partition_has_a_snapshot(query):
     q.rescale(3, "file").commit({key(1): b"3"}).snapshots(0, 2).commit({})
     kept, gone = q.retain(4)
     assert (kept.oldest, kept.chain_from) == (3, 1) and {b.segment.layout.num_partitions for b in kept.bases} == {3, 4}
-    # What lies below the snapshots of either layout goes, but nothing from which the second new partition is made.
+    # Files below the snapshots of either layout are removed, except those that the second new partition is made from.
     assert {version_in(p) for p in gone if "/op/4/" in p} == {1}
     assert [p for p in gone if "/op/3/" in p and version_in(p) != 3] == []
     assert {p.split("/")[3] for p in gone if "/op/3/" in p} == {"0", "2"}

@@ -17,7 +17,7 @@ StateStoreSuiteBase
     SPARK-35659: StateStore.put cannot put null value    test_keys_and_values_are_bytes
     SPARK-48997: maintenance threads with exceptions     test_registry.py: test_an_instance_that_fails...
     with every compression codec                         test_changelog.py
-    SPARK-34270, SPARK-35763: combined metrics, SQL ones none: figures are not combined here, and there is no SQL metric
+    SPARK-34270, SPARK-35763: combined metrics, SQL ones none: figures are not combined, and SQL metrics do not exist
     SPARK-42572, (de)serialization of encoder specs      none: bytes have no row format; schemas are in test_values.py
 
 StateStoreSuite
@@ -33,7 +33,7 @@ StateStoreSuite
     SPARK-48105: unload or close during maintenance      test_registry.py: test_an_instance_unloaded_in_the_middle...;
                                                          a scan of a closed provider is an error here
     maintenance                                          test_registry.py: test_the_thread_maintains..., test_what_...
-    SPARK-40492: maintenance before unload               none: what is not cleaned is cleaned by the next owner
+    SPARK-40492: maintenance before unload               none: the next owner cleans the rest
     SPARK-18416: do not create temp delta file until ... test_nothing_is_written_before_the_commit
     SPARK-21145: restarted queries create new providers  test_registry.py: test_a_restarted_query...
     error writing [version].delta cancels the stream     test_a_failed_commit_changes_nothing, test_crash.py

@@ -155,7 +155,7 @@ def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, loc
 
 
 def test_a_snapshot_uploads_only_what_is_new(open_provider, location):
-    """Random values: what is written is about as large as the state."""
+    """The values are random, so that an upload is about as large as the state it has."""
     conf = StateStoreConf(fsync=False, deltas_per_snapshot=1, file_snapshot_part_bytes=4 << 10)
     provider = open_provider(conf=conf)
     store = provider.get_store(0)

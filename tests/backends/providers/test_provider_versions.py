@@ -150,7 +150,7 @@ def test_racing_providers_never_mix(location, open_provider):
             try:
                 store = providers[i].get_store(version)
                 if providers[i].latest_version() != version:
-                    continue  # made meanwhile by another: this would be rolling it back
+                    continue  # another has made one since: this would be rolling it back
                 before = int(store.get(b"n") or b"0")
                 assert before == version
                 store.put(b"n", str(before + 1).encode())

@@ -104,7 +104,7 @@ class Hedged:
         self.counts = RequestCounts()
         options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
         options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
-        buckets = BucketTraffic(lambda: 0.0)  # requests that are held back are held back for good
+        buckets = BucketTraffic(lambda: 0.0)  # requests that are held back stay so
         self.storage = CheckpointStorage.open(f"s3://{bucket}/ck", options, requests=self.counts, buckets=buckets)
         # Nothing is usual there: its requests have no second one, however slow the machine is.
         self.direct = CheckpointStorage.open(f"s3://{bucket}/ck", options, buckets=BucketTraffic())

@@ -1,4 +1,4 @@
-"""What one refused request does to all others of its bucket."""
+"""The effect of one refused request on all others of its bucket."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_one_throttled_request_holds_back_the_others_of_its_bucket_alone(
     clock.now += 30
     neighbour.put_new("later", b"1")
     assert len(clock.waits) == 4
-    # An error that is no refusal concerns its own request alone.
+    # An error other than a refusal concerns only its request.
     proxy.plan = [Fault("answer", "PUT", "/paced/one", status=500)]
     one.put_new("y", b"1")
     neighbour.put_new("y", b"1")

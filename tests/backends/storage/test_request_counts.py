@@ -1,4 +1,4 @@
-"""What is asked of storage is counted by kind, each attempt as one."""
+"""Storage requests are counted by kind, each attempt as one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from backends.storage.requests import BucketTraffic
 from tests.backends.storage.s3_server import faulty_s3
 
 # Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that
-# fails for good.
+# fails permanently.
 pytestmark = pytest.mark.thorough
 
 PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 def open_provider(s3: S3, local_dir: Path) -> RocksDBStateStoreProvider:
     location = f"s3a://{s3.bucket}/ck"
     conf = StateStoreConf(deltas_per_snapshot=3, min_versions_to_retain=3)
-    # All threads share the clock: what one of them waits, the others have waited too.
+    # All threads share the clock: when one of them waits, time passes for the others too.
     storage = s3.open(f"{location}/statestore", retry_seconds=300)
     return RocksDBStateStoreProvider(StateStoreId(location, "op", 0), conf, local_dir, storage=storage)
 

@@ -123,7 +123,7 @@ def test_what_is_kept_counts_in_the_memory_of_the_host_and_makes_room_for_others
     needed = memory.note(STAGED, 16 << 20)
     assert memory.held()[LAST_READS] == 0 and not shared._held and not shared._claims
     before = counts.read()["get"]
-    assert storage.read(PARTS[0]) == DATA[:10], "there is no room: it is read for those who wait, and not kept"
+    assert storage.read(PARTS[0]) == DATA[:10], "without room it is read for those who wait, and not kept"
     assert counts.read()["get"] == before + 1 and not shared._held and not shared._claims
     del needed
     assert storage.read(PARTS[0]) == DATA[:10] and memory.held()[LAST_READS] == len(DATA)

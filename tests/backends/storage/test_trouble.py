@@ -1,4 +1,4 @@
-"""What is told of storage that fails or gives no answer: the last minute, by location, without signatures."""
+"""Reports of storage that fails or gives no answer: the last minute, by location, without signatures."""
 
 from __future__ import annotations
 
