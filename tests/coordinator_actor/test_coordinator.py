@@ -191,7 +191,7 @@ def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
         world.open(started, 1)
     assert started.heartbeat_host("h0", "a", {"run1": 0}).unload_runs == ("run1",)
     world.run_batch(started, 1, run="run2")
-    # The newer one has first made what was there the record of its own epoch.
+    # The newer one has first recorded the existing version under its epoch.
     assert [(m["run_id"], m["epoch"]) for m in world.manifests()] == [("run1", 1), ("run1", 2), ("run2", 2)]
 
 
@@ -348,7 +348,7 @@ def test_the_remedy_for_batches_in_which_nothing_ran_works(world: World, started
 
 
 def test_a_version_without_a_manifest_is_put_together_from_groups_and_files(world: World, started: Coordinator) -> None:
-    """Of one partition the last attempt has a file of its own; a group of another run of the batch does not count."""
+    """The last attempt of one partition has a separate file; a group of another run of the batch does not count."""
     world.run_grouped_batch(started, 0)
     grants = {p: world.open(started, 1, p) for p in range(2)}
     in_group = world.stage_group({0: grants[0]}, 1, "t", "run1")
@@ -399,7 +399,7 @@ def test_a_stale_listing_that_hides_a_group_refuses_the_query_and_makes_no_other
 
 
 def test_changes_of_two_runs_never_make_one_version(world: World, started: Coordinator) -> None:
-    """Spark may have planned the batch anew for the second run, with other rows."""
+    """Spark may have planned the batch again for the second run, with other rows."""
     acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     c = world.coordinator()
     assert c.register_query(world.registration("run2")).refusal is None
@@ -449,7 +449,7 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
 
 
 def test_the_commit_of_a_run_in_another_cluster_completes_nothing_here(world: World, started: Coordinator) -> None:
-    """The old coordinator has prepared the version; a newer run makes it anew, and Spark commits that."""
+    """The old coordinator has prepared the version; a newer run makes it again, and Spark commits that."""
     for p in range(2):
         acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "old"))
     newer = world.coordinator()
@@ -624,7 +624,7 @@ def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, star
     assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0", "h1"] and started.describe()["queries"]
     assert all(h["seconds_since_heartbeat"] >= 0 for h in started.describe()["hosts"])
     world.now += 4
-    started.expire()  # h1 has not been heard of for 11 s of the coordinator's
+    started.expire()  # h1 has sent no heartbeat for 11 s of the coordinator's time
     assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0"]
     world.now += 49
     started.expire()
@@ -632,7 +632,7 @@ def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, star
     world.now += 1
     started.expire()
     assert not started.describe()["queries"] and not started.describe()["hosts"]
-    world.now += 500  # nobody has needed it for 654 s, of which 99 do not count
+    world.now += 500  # it was not needed for 654 s, of which 99 do not count
     assert not started.is_idle()
     world.now += 46
     assert started.is_idle()

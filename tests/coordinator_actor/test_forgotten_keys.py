@@ -1,4 +1,4 @@
-"""Which stored rows belong to keys: in families of any order of columns, with nulls, and where nobody can tell."""
+"""Which stored rows belong to keys: in families of any order of columns, with nulls, and where it cannot be decided."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def ck_of(c: Coordinator) -> str:
 
 
 def unknown(c: Coordinator, ask: Callable[[Coordinator, object, object], object]) -> object:
-    """What is answered about what nobody knows."""
+    """Return the answer to a question about an unknown query, operator or run."""
     try:
         return ask(c, "another", "another")
     except CoordinatorError as error:
@@ -136,7 +136,7 @@ def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) ->
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_actor_answers_each_message_in_its_concurrency_group(message: str) -> None:
-    """A method that is no coroutine would answer in the one thread of all, and hold up the others."""
+    """A method that is not a coroutine would run in the thread that all share, and delay the others."""
     method = getattr(StateStoreCoordinator, message)
     assert inspect.iscoroutinefunction(method)
     assert inspect.signature(method) == inspect.signature(getattr(CoordinatorPort, message))

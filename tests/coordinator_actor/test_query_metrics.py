@@ -102,7 +102,7 @@ def test_gauges_say_how_old_the_newest_version_is_and_what_is_usual(world: World
     assert sink.get("statestore_usual_interval_seconds", **labels) == pytest.approx(10.0)
     assert sink.get("statestore_completed_version", **labels) == 4
     assert sink.get("statestore_batch_seconds", **labels) == 0
-    assert sink.of("statestore_event_time_lag_seconds") == {}, "there is no watermark"
+    assert sink.of("statestore_event_time_lag_seconds") == {}, "without a watermark"
 
 
 def test_a_batch_counts_from_where_its_driver_is_at_work_until_spark_has_committed_it(world: World) -> None:

@@ -234,7 +234,7 @@ def test_a_checkpoint_may_be_started_with_states_and_properties(world: World) ->
     assert seen.completed[0].properties == {"version": 3} and seen.completed[0].states == {A: "a", B: "b"}
     whole = coord.trigger_checkpoint(6, states={A: "a2", B: "b2"})
     assert whole.completed is seen.completed[1] and whole.completed.states == {A: "a2", B: "b2"}
-    assert len(seen.triggered) == 1, "nobody needs to be told"
+    assert len(seen.triggered) == 1, "no task left to notify"
     seen.failure = StorageError("full")
     with pytest.raises(StorageError, match="full"):
         coord.trigger_checkpoint(7, states={A: "a3", B: "b3"})
@@ -376,7 +376,7 @@ def test_acknowledgements_of_many_threads_complete_each_checkpoint_once() -> Non
 def test_whether_all_have_acknowledged_costs_the_same_for_any_number_of_tasks() -> None:
     """Counted in lines run, not in time: no Python loop over the tasks runs per acknowledgement.
 
-    The least of several: what other tests have left may be cleaned up meanwhile, line by line.
+    The least of several: a run may also clean up garbage of other tests, line by line.
     """
     few, many = (min(_steps_per_acknowledgement(n) for _ in range(3)) for n in (10, 10_000))
     assert many == few > 10

@@ -1,4 +1,4 @@
-"""Completions of checkpoints that fail, hang, are interrupted, or end meanwhile."""
+"""Completions of checkpoints that fail, hang, are interrupted, or whose checkpoint ends first."""
 
 from __future__ import annotations
 

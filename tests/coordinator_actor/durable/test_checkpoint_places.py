@@ -114,7 +114,7 @@ def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewher
         assert words in refusal
     assert f"--state-location {world.base}\n" in refusal
     assert world.files("base") == before
-    world.batch(c, "run2", 2)  # nobody has retired it
+    world.batch(c, "run2", 2)  # it was not retired
     assert world.start(world.coordinator(), "run4", "copy") is not None, "on another cluster"
 
 
@@ -408,7 +408,7 @@ def test_the_directory_that_a_missing_state_asks_for_is_that_of_the_session(worl
 
 
 def test_a_state_that_is_moved_out_of_its_checkpoint_goes_on(tmp_path: Path) -> None:
-    """As a session with ``spark.statestore.location`` is told to, where a checkpoint holds state of its own."""
+    """A session with ``spark.statestore.location`` asks for this where the state is in the checkpoint."""
     world = Elsewhere(tmp_path)
     inside = {"state_location": f"{tmp_path}/ck/statestore"}
     c = world.coordinator()

@@ -17,7 +17,7 @@ from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
 class Stored:
-    """Files of one query in memory. ``before`` hears of each request before it is made, ``asked`` has all of them."""
+    """Files of one query in memory. ``before`` is called before each request is made, ``asked`` has all of them."""
 
     def __init__(self, name: str) -> None:
         self.location = f"memory://{name}/ck"
@@ -35,7 +35,7 @@ class Stored:
         sender.send = heard
 
     def log(self, name: str) -> ManifestLog:
-        """What one coordinator sees of it."""
+        """Return one coordinator's view of it."""
         return ManifestLog(self.storage, name)
 
 
@@ -165,7 +165,7 @@ def test_a_claim_behind_a_look_lists_the_claims_once(stored: Stored) -> None:
     log.claim("run2")
     epochs = [verb for verb, path in stored.asked if path.startswith(EPOCHS)]
     assert epochs == ["list", "read", "write", "list"], (
-        "what is there, and behind the claim whether somebody was faster"
+        "the existing epochs, and after the claim whether a rival was faster"
     )
     stored.log("newer").claim("run3")
     log.claim("run4")

@@ -1,4 +1,4 @@
-"""How many sources a checkpoint goes on with, as Spark's files of planned batches say it."""
+"""The number of sources in a checkpoint, by Spark's files of planned batches."""
 
 from __future__ import annotations
 

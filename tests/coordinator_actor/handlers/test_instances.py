@@ -1,6 +1,4 @@
-"""Where the partitions of a running query are: owners that move, and what the coordinator says of a run; without
-Ray.
-"""
+"""Owners of the partitions of a running query, their moves, and the coordinator's answers about a run, without Ray."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def loaded(s: Stream) -> dict[int, list[int]]:
 
 
 def pass_time(s: Stream, seconds: float) -> None:
-    """Driver and hosts are heard of meanwhile, and the coordinator looks at its runs."""
+    """Let time pass with heartbeats of driver and hosts; the coordinator looks at its runs."""
     while seconds > 0:
         s.world.now += min(seconds, 5.0)
         seconds -= 5.0
@@ -112,7 +110,7 @@ def test_nothing_is_active_of_a_run_whose_driver_is_gone(stream, how):
 
 def test_a_host_is_told_what_it_owns_of_the_runs_that_it_asks_about(stream):
     s = stream(0)
-    assert s.c.verify_instances("h0", "a", ("run1", "nobody")) == {}, "nobody knows yet"
+    assert s.c.verify_instances("h0", "a", ("run1", "nobody")) == {}, "not known yet"
     s.batch(0)
     named = {i: s.c.verify_instances(f"h{i}", "a", ("run1", "nobody")) for i in (0, 1)}
     assert named == {i: {"run1": {"op": loaded(s)[i]}} for i in (0, 1)}
@@ -205,7 +203,7 @@ def test_the_partitions_of_a_lost_host_move_and_the_others_stay(stream, when):
     gone = [p for p in range(9) if before[p] == "h2"]
     rows = {k: -k for k in range(0, 30, 4)}
     if when == "in a batch":
-        s.begin(1, rows, iter(p for p in range(9) if p not in gone[1:]))  # it has committed one of its own
+        s.begin(1, rows, iter(p for p in range(9) if p not in gone[1:]))  # it has committed one of its partitions
     s.lose(2)
     if when == "in a batch":
         s.begin(1, rows, iter(gone[1:]))  # the tasks that failed with it are run again
@@ -283,7 +281,7 @@ def test_there_is_no_oracle_of_a_query_that_does_not_run(stream):
 
 
 def staged(s: Stream, p: int, batch: int, attempt: str) -> Acknowledge:
-    """What a host has made durable of a partition, and is about to acknowledge."""
+    """Make changes of a partition durable and return the acknowledgement, as a host does before it sends it."""
     return s.world.stage(s.c.open_for_read("run1", "op", p), p, batch, attempt)
 
 
@@ -435,7 +433,7 @@ def test_a_run_that_is_over_lags_behind_nothing(stream, caplog):
 
 
 def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
-    """Somebody holds its lock, as one who waits for the storage does; leases must be looked at meanwhile."""
+    """A call that waits for the storage holds the run's lock; the look at the leases must not wait for it."""
     world = World(tmp_path)
     c = world.coordinator()
     c.register_query(world.registration())

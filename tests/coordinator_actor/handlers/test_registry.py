@@ -120,7 +120,7 @@ def test_others_that_are_active_elsewhere_are_to_be_unloaded() -> None:
         instances.report(provider(partition), "hostA", executor)
     instances.report(provider(3), "hostB", "e1")
     others = (provider(0), provider(1), provider(2), provider(3), provider(99))
-    # The same executor id on another host is another executor; one that nobody reported stays, as in Spark.
+    # The same executor id on another host is another executor; one without a report stays, as in Spark.
     assert instances.report(provider(4), "hostA", "e1", others) == [provider(1), provider(3)]
 
 
@@ -210,7 +210,7 @@ def restarted(times: int, incarnation: str) -> HostInfo:
 
 
 def test_an_incarnation_that_was_replaced_stays_replaced_whoever_speaks_last() -> None:
-    """A machine comes back from behind a cut cable, with a process that Ray has replaced meanwhile."""
+    """A machine comes back from behind a cut cable after Ray has replaced its process."""
     hosts = HostRegistry()
     hosts.register(restarted(0, "old"), 0.0)
     hosts.register(restarted(1, "new"), 1.0)

@@ -1,4 +1,4 @@
-"""A prepared batch that comes again: how many manifests it takes, and whose changes they name."""
+"""A prepared batch is repeated: how many manifests it takes, and whose changes they name."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def prepared(world: World, stage: int | None = 1, n: int = N) -> Coordinator:
 
 
 def committed(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledge:
-    """What a host sends for a task of the first batch. The host holds it, for its next report."""
+    """Return a host's message for a task of the first batch. The host holds it, for its next report."""
     message = world.stage(world.open(c, 0, partition), partition, 0, attempt)
     message = msgspec.structs.replace(message, stage=stage)
     return message
 
 
 def commit(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledged:
-    """A task of the first batch commits; its acknowledgement is a message of its own."""
+    """Commit a task of the first batch, with a separate message for its acknowledgement."""
     message = committed(world, c, partition, attempt, stage)
     answer = acknowledge(c, message)
     world.pending["op", partition] = message
@@ -166,7 +166,7 @@ def test_what_was_refused_in_a_repeat_is_never_named(world: World) -> None:
 
 
 def test_what_was_refused_takes_the_place_of_nothing_that_was_accepted(world: World) -> None:
-    """A first manifest that cannot be written, with a message in which a task has acknowledged for the second time."""
+    """Writing a first manifest fails, in a message with the second acknowledgement of a task."""
     c = world.coordinator(hosts=1)
     assert c.register_query(world.registration(n=2)).refusal is None
     commit(world, c, 0, "accepted", 1)
@@ -180,7 +180,7 @@ def test_what_was_refused_takes_the_place_of_nothing_that_was_accepted(world: Wo
 
 
 def test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written(world: World) -> None:
-    """Whether a manifest whose writing failed exists is not known: each try writes one of its own, with a higher id."""
+    """A manifest whose write failed may exist or not: each try writes another one, with a higher id."""
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)
@@ -289,7 +289,7 @@ def test_a_run_that_is_replaced_leaves_what_has_come_again_of_its_last_batch(wor
 
 
 def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older run hears of Spark's commit between the claim of the newer one and the end of the older one."""
+    """The older run learns of Spark's commit between the claim of the newer one and the end of the older one."""
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)

@@ -1,6 +1,6 @@
-"""Checkpoints that hold both kinds of changelogs, in files of their own and many in one object; and damaged objects.
+"""Checkpoints with both kinds of changelogs, single files and objects with many; and damaged objects.
 
-What a damaged object still has is read: versions, changes, and what a query goes on with.
+The intact rest of a damaged object is read: versions, changes, and the state that a query resumes with.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_an_object_that_is_gone_is_named_by_each_partition(world: World) -> None
 
 
 def test_parts_that_were_exchanged_are_no_ones_changes(world: World) -> None:
-    """Each part is whole, and lies where another one should: digests and what the changelog says of itself differ."""
+    """Each part is whole, but at another part's place: its digest and the contents of the changelog show it."""
     version = GROUPED[0] + 1
     file = group_of(world, version)
     data = file.read_bytes()

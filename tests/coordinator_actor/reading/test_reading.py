@@ -187,7 +187,7 @@ def test_reading_leaves_no_trace(stream):
     changes_of(versions.reading_of_changes("op", 1, 7))
     assert files(s) == before
     s.batch(8)
-    assert rows_of(look(s).reading("op")) == s.at[9], "and the query goes on"
+    assert rows_of(look(s).reading("op")) == s.at[9], "and the query continues"
 
 
 def test_a_reading_can_be_sent_to_another_process(stream):

@@ -1,4 +1,4 @@
-"""``stored_files`` says what keeps each file: what it says is not kept is what retention removes, and nothing else."""
+"""``stored_files`` says why each file is kept: retention removes exactly the files without a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_disk(root: Path) -> dict[str, int]:
 
 @pytest.fixture(params=["file", "rocksdb"])
 def old(request: pytest.FixtureRequest, tmp_path: Path) -> Stream:
-    """A stream that keeps few versions, so that much is no longer kept. Snapshots of partitions lie in one object."""
+    """A stream that keeps few versions, so that many files have expired. Snapshots of partitions share one object."""
     s = Stream(tmp_path, hosts=1, backend=request.param, min_versions_to_retain=2, maintenance_interval=1.0)
     # One partition has fewer snapshots, so that older versions of it alone are needed.
     for first, last, partitions in ((0, 3, {0, 1}), (3, 6, {0, 1}), (6, 7, {0}), (7, 9, {0})):

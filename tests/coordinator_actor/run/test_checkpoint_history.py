@@ -1,4 +1,4 @@
-"""The history of checkpoints: what it says of a version, and that it outlives coordinators, without Ray."""
+"""The history of checkpoints: its entries for a version, and that it outlives coordinators, without Ray."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_history_outlives_the_coordinator_and_the_run(world: World) -> None:
     batches(world, c, 3, 3)
     c.deactivate_instances("run1")
 
-    # The run is over: its last version is in storage, and the next run goes on with the history.
+    # The run is over: its last version is in storage, and the next run continues the history.
     c = begin(world, "run2")
     later(world, c, 0.0)
     assert [(record["version"], record["run_id"]) for record in history(c)] == [(v, "run1") for v in (1, 2, 3, 4)]
@@ -229,7 +229,7 @@ def test_storage_that_fails_is_tried_again(world: World) -> None:
 
 
 def test_no_batch_waits_for_the_history(world: World) -> None:
-    """Storage hangs where the history is written: batches go on."""
+    """Storage hangs where the history is written: batches still complete."""
     from threading import Thread
 
     hanging = HangingStorage(CheckpointStorage.open)

@@ -1,4 +1,4 @@
-"""Programs that go on from stored state with other state variables: what they get, and what is refused."""
+"""Programs that resume from stored state with other state variables: the schemas they get, and refused changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusal_of(run: QueryState) -> str | None:
 
 
 class Query:
-    """A query's durable record, and the runs that go on from it, one batch each."""
+    """A query's durable record, and the runs that resume from it, one batch each."""
 
     def __init__(self, root: Path) -> None:
         self.world = World(root)
@@ -63,7 +63,7 @@ class Query:
         return run
 
     def go_on(self, *schemas: OperatorSchema | str) -> list[OperatorSchema]:
-        """A batch of a run of this program; returns the schemas that it went on with."""
+        """Run a batch of this program; return the schemas that it resumed with."""
         run = self.run(*schemas)
         assert refusal_of(run) is None, refusal_of(run)
         made = evolved_operators(run)
@@ -171,7 +171,7 @@ def test_rows_of_an_operator_must_stay_as_they_are(query: Query) -> None:
 
 
 def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable[..., Stream]) -> None:
-    """Hosts report the run with what it was given, the driver registers it again with what the program says."""
+    """Hosts report the run with the schemas they got, the driver registers it again with those of the program."""
 
     def start(run_id: str, declared: OperatorSchema) -> None:
         spec = OperatorSpec("op", s.n, declared.to_json(), "file")
@@ -225,7 +225,7 @@ def test_a_run_beside_which_another_program_has_committed_is_started_again_as_it
     for partition in range(2):
         world.stage(world.open(older, 1, partition), partition, 1, "t")
     newer, _ = start("run2", program(value("a", WIDER)))
-    world.commit_spark(1)  # by the older driver, which has not heard of the newer one
+    world.commit_spark(1)  # by the older driver, which does not know of the newer one
     with pytest.raises(LineageError, match=r"another schema of operator 'op'\. Start the query again"):
         newer.batch_committed("run2", 1)
     again, completed = start("run3", program(value("a", WIDER)))

@@ -1,4 +1,4 @@
-"""What is loaded and uploaded: each use of a partition's files begins, goes on and ends by itself."""
+"""Loads and uploads: each use of a partition's files begins, lasts and ends separately."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_coordinator_that_was_restarted_lets_no_file_go_before_it_has_heard_of
     assert again.register_query(world.registration()).refusal is None
     files = run_of(again, "run1").files_in_use
     assert files.directories(LAYOUTS, world.now + BUSY_SECONDS - 1) == EVERYTHING
-    assert not again.renew_files("run1", "op", 0, "copy"), "whoever loads asks for the lineage again"
+    assert not again.renew_files("run1", "op", 0, "copy"), "a loading host asks for the lineage again"
     again.lineage("run1", "op", 0, 1, "copy")
     assert again.renew_files("run1", "op", 0, "copy")
     again.release_files("run1", "op", 0, "copy")

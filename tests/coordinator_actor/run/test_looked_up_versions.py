@@ -128,7 +128,7 @@ def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator
 
 
 def test_what_a_reader_of_storage_has_recorded_is_kept(world: World, c: Coordinator) -> None:
-    """It tells the coordinator nothing; there is no moment at which a record does not hold its version."""
+    """The reader sends nothing to the coordinator; a record holds its version at every moment."""
     batch(world, c)
     go_on(world, c, LISTED_EVERY + 1)
     looked_up = c.registries.runs.get("run1").versions.completed
@@ -248,14 +248,14 @@ def test_the_remedy_for_a_version_that_is_gone_works(world: World, c: Coordinato
 
 
 def test_a_pin_goes_with_its_record(world: World, c: Coordinator) -> None:
-    """A user removes the record of a batch that nobody runs again: its version is not kept for a day."""
+    """A user removes the record of a batch that will not run again: its version is not kept for a day."""
     batch(world, c)
     look_up(c, 0)
     assert go_on(world, c, 8) <= 1
     for name in records(world):
         (world.root / "ck/statestore/lookups" / name).unlink()
     assert go_on(world, c, 2) > 1
-    assert go_on(world, c, 8) > 8, "retention goes on where no record is left"
+    assert go_on(world, c, 8) > 8, "retention continues where no record is left"
 
 
 def test_ended_queries_are_looked_up_and_those_that_are_over_are_not(world: World, c: Coordinator) -> None:

@@ -61,7 +61,7 @@ def test_a_new_host_loads_its_share_while_the_owner_goes_on_and_no_batch_waits_f
     s = stream(hosts=1)
     s.begin(1, ALL, range(2))
     host = s.add_host(1)
-    s.world.now += 2  # what the host was told of the batch is old by now: it asks again
+    s.world.now += 2  # the host's answer about the batch is old by now: it asks again
     s.begin(1, ALL, range(2, 4))
     s.heartbeat_until(lambda: host.counters.read()["loads"] == 2)
     s.heartbeat()
@@ -97,7 +97,7 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
     while not is_warm(s, 1, wanted):
         s.heartbeat(1)
     s.heartbeat(1)
-    assert set(owners(s)) == {"h0"}, "the owner has not been heard of since"
+    assert set(owners(s)) == {"h0"}, "the owner has sent no heartbeat since"
     assert not s.hosts[0].hand_overs.gives("run1")
     s.heartbeat(0)
     assert s.hosts[0].hand_overs.gives("run1") and set(owners(s)) == {"h0"}
@@ -107,14 +107,14 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
 
 
 def test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch(stream):
-    """Neither while it waits for the move, nor when it has moved and the owner has not heard of a later version."""
+    """Neither while it waits for the move, nor after the move, when the owner does not know of a later version."""
     s = stream(hosts=1)
     s.add_host(1)
     s.heartbeat_until(lambda: sorted(owners(s)) == ["h0", "h0", "h1", "h1"])
     host = s.hosts[0]
     s.begin(1, ALL)
     host.prepared._prepared.clear()  # as if it had nothing of the run any more
-    s.world.commit_spark(1)  # nobody says so
+    s.world.commit_spark(1)  # without a report to the host
     host.prepared.settle("run1", 10.0)
     assert host.completed.newest("run1").version == 2
     s.heartbeat()
@@ -234,7 +234,7 @@ def test_a_copy_that_cannot_be_loaded_is_tried_again_less_and_less(stream, monke
 
     def failing(grant: Any, operator: str, partition: int, is_abandoned: Any) -> None:
         tried.append(partition)
-        raise StorageError("there is no answer")
+        raise StorageError("no answer")
 
     monkeypatch.setattr(host.loading, "warm_up", failing)
     s.lose(1)
@@ -277,7 +277,7 @@ def test_hosts_that_come_before_the_first_batch_of_a_query_have_their_share(stre
     s.heartbeat()
     s.add_host(2)
     s.c.expire()
-    assert shares(s) == ["h0", "h0", "h1", "h1"], "who has copies goes on until another one has them"
+    assert shares(s) == ["h0", "h0", "h1", "h1"], "the host with copies keeps its share until another one has them"
 
 
 def test_a_host_that_was_started_again_loads_what_it_owns(stream):

@@ -41,7 +41,7 @@ def opened(c: Coordinator, host: int, *waiting: int) -> BatchGrant:
 
 
 def owners(grant: BatchGrant) -> list[str | None]:
-    """The host of each partition, None where nobody is."""
+    """Return the host of each partition, None for one without an owner."""
     return [None if i == NOBODY else grant.hosts[i].host_id for i in grant.owners["op"]]
 
 
@@ -102,7 +102,7 @@ def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: Wor
             ask()
     held = [p for p in range(PARTITIONS) if before[p] == "h0"]
     assert c.open_for_read("run1", "op", held[0]).owner.host_id == "h0"
-    assert c.verify_instances("h0", "a", ["run1"]) == {}, "nobody is told to unload anything yet"
+    assert c.verify_instances("h0", "a", ["run1"]) == {}, "no order to unload yet"
     world.now += 0.001
     after = owners(opened(c, 0))
     assert Counter(after) == {"h0": PARTITIONS // 2, "h1": PARTITIONS // 2}

@@ -1,4 +1,4 @@
-"""Snapshots in manifests, what is kept and what is removed, and where Spark begins, without Ray."""
+"""Snapshots in manifests, kept and removed files, and where Spark begins, without Ray."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_maintenance_removes_all_files_at_once(world: World, monkeypatch: pyte
     run_batches(world, c, 12, 12)
 
     def count() -> int:
-        # The history of checkpoints is written meanwhile.
+        # The history of checkpoints is written in the background.
         return sum(p.is_file() and p.parent.name != HISTORY for p in (world.root / "ck/statestore").rglob("*"))
 
     before = count()

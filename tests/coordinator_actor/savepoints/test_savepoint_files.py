@@ -241,7 +241,7 @@ def test_what_spark_needs_must_be_there(tmp_path: Path) -> None:
 
 
 class Purged(CheckpointStorage):
-    """Spark removes ``gone`` between the check and the copy: its query goes on meanwhile."""
+    """Spark removes ``gone`` between the check and the copy, because its query makes progress."""
 
     root: Path
     gone: str
@@ -271,7 +271,7 @@ def test_a_log_that_spark_removes_meanwhile_is_missed_only_if_it_is_needed(
 
 
 class Compacting(CheckpointStorage):
-    """Sources of which files are replaced by a compacted one while they are copied."""
+    """A compacted file replaces files of the sources while they are copied."""
 
     root: Path
     rounds = 0

@@ -87,7 +87,7 @@ def test_restored_to_any_layout_the_pairs_are_the_same(made: Savepoint, tmp_path
 
 def every_type() -> tuple[StateSchema, SortedPairs]:
     """Columns of every type that can be stored, as key and as value, in schemas that forbid nulls here and there."""
-    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]  # a NaN with content of its own
+    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]  # a NaN with a payload
     nested = pa.struct([pa.field("a", pa.int32(), nullable=False), pa.field("b", pa.list_(pa.float64()))])
     kinds = {
         **dict.fromkeys(LEAVES),

@@ -1,4 +1,4 @@
-"""What the coordinator makes of a restored checkpoint location, whole or not."""
+"""Restored checkpoint locations, whole or not, as the coordinator sees them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         if left == 0:
             assert not target.exists() or not tree(target)
             continue
-        # What Spark does then: it gives the query an id, for there is no metadata file.
+        # As Spark does then: it gives the query an id, because the metadata file is missing.
         answer = coordinator().register_query(registration(target, "made by Spark"))
         assert answer.refusal is not None and "belongs to query" in answer.refusal, paths[left]
         with pytest.raises(SavepointError, match="Choose another, or remove it if it was left by a call that failed"):

@@ -111,7 +111,7 @@ def savepoint(stream: Callable[..., Stream]) -> Iterator[tuple[Stream, str]]:
 
 
 def expected() -> dict[str, SortedPairs]:
-    """What is restored: rows of the newest schema only, which has no history any more."""
+    """Return the restored content: rows of the newest schema only, without its history."""
     evens = [i % 2 == 0 for i in NUMBERS]
     a = {
         "k": list(NUMBERS),

@@ -34,7 +34,7 @@ def test_a_savepoint_is_made_by_the_hosts_and_says_what_it_is_of(stream):
 def test_sparks_files_of_the_batch_and_the_one_before_it_are_in_it(stream):
     s = stream(3)
     s.trigger()
-    s.batch(3)  # Spark has gone on before the files are copied
+    s.batch(3)  # Spark commits another batch before the files are copied
     path = Path(s.finish())
     files = {f.relative_to(path / "spark").as_posix() for f in (path / "spark").rglob("*") if f.is_file()}
     assert files == {"offsets/1", "offsets/2", "commits/1", "commits/2", *(f"sources/0/{b}" for b in range(4))}
@@ -58,7 +58,7 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
         host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]
     was_loaded = any("lineage" in host.coordinator.calls for host in s.hosts.values())
-    assert was_loaded is (later > 2), "what is held is exported as it is held"
+    assert was_loaded is (later > 2), "a held state is exported without a load"
 
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
@@ -300,7 +300,7 @@ def test_a_savepoint_outlives_what_it_was_made_of(stream):
     assert s.savepoint_rows(path) == s.at[3]
 
 
-# -- going on from it --------------------------------------------------------------------------
+# -- resuming from it ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (2, "file"), (3, "file")])

@@ -42,7 +42,7 @@ def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream, monkeypatch):
     slept.clear()
     s.trigger(stop=True)
     s.finish()
-    assert slept == [], "no batch goes on until the query is stopped"
+    assert slept == [], "no batch continues until the query is stopped"
 
 
 def test_a_batch_that_has_begun_is_in_it(stream):
