@@ -154,7 +154,7 @@ def test_what_is_spared_is_not_kept_where_only_itself_could_make_room():
     assert kept.keep("again", MIB) and memory.held()[LAST_READS] == MIB
 
 
-def test_whoever_keeps_what_was_dropped_meanwhile_can_tell():
+def test_the_holder_of_a_dropped_entry_can_tell():
     memory = HostMemory(CONF)
     claim = memory.spare(LAST_READS, 10 * MIB, lambda: None)
     assert not claim.is_dropped
@@ -256,7 +256,7 @@ def test_commits_wait_until_those_before_them_leave_room_and_keep_their_order(co
     assert commits.entered == ["a", "b", "c", "d", "small"]
 
 
-def test_a_commit_goes_alone_where_what_is_needed_leaves_no_room(commits: Commits):
+def test_a_commit_runs_alone_where_needed_memory_leaves_no_room(commits: Commits):
     deltas = commits.memory.claim(DELTAS, 50 * MIB, "A commit")
     commits.begin("a", 3 * MIB)
     commits.begin("b", 1 * MIB)

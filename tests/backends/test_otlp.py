@@ -59,6 +59,6 @@ def test_spans_reach_a_collector(form: str) -> None:
     assert len(found) == 10
 
 
-def test_a_collector_that_is_gone_fails_nothing_and_holds_nobody_up() -> None:
+def test_a_collector_that_is_gone_fails_and_delays_no_caller() -> None:
     """Of more spans than the queue of the SDK holds; to wait for one request per span would take hours."""
     assert run("http://127.0.0.1:1", 5000) < 30

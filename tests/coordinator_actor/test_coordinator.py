@@ -248,7 +248,7 @@ def test_a_program_that_does_not_fit_the_checkpoint_is_refused(
     assert list((world.root / "ck/statestore/epochs").iterdir()) == epochs
 
 
-def test_what_a_refused_program_is_told_to_change_lets_it_go_on(world: World, started: Coordinator) -> None:
+def test_the_remedy_for_a_refused_program_works(world: World, started: Coordinator) -> None:
     world.run_batch(started, 0)
 
     def refusal_of(**changes: Any) -> str | None:
@@ -287,7 +287,7 @@ def delete_the_files_named_in(refusal: str, world: World) -> None:
             (world.root / "ck" / directory / str(number)).unlink(missing_ok=True)
 
 
-def test_the_remedy_for_a_batch_of_which_only_a_part_ran_works(world: World, started: Coordinator) -> None:
+def test_the_remedy_for_a_batch_that_ran_only_in_part_works(world: World, started: Coordinator) -> None:
     world.plan_spark(0)
     acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     world.commit_spark(0)
@@ -548,7 +548,7 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
     assert c.heartbeat_host("h2", "a").known is False
 
 
-def test_changes_that_come_while_the_run_ends_are_not_answered_as_taken(
+def test_changes_that_arrive_while_the_run_ends_are_not_acknowledged(
     world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease of a driver ends without waiting for who is at work on the run: no manifest is written then."""
@@ -576,7 +576,7 @@ def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinato
     assert started.heartbeat_host("h0", "b").known is True
 
 
-def test_a_coordinator_that_has_just_begun_does_not_say_that_there_is_no_such_operator(tmp_path):
+def test_a_coordinator_that_has_just_begun_does_not_deny_an_operator(tmp_path):
     world = World(tmp_path)
     c = Coordinator(lambda: world.now, world.storage)
     with pytest.raises(UnknownRunError, match="ask again"):
@@ -586,7 +586,7 @@ def test_a_coordinator_that_has_just_begun_does_not_say_that_there_is_no_such_op
         c.locate("nobody")
 
 
-def test_locate_names_what_exists(world: World, started: Coordinator) -> None:
+def test_locate_names_the_existing_operators(world: World, started: Coordinator) -> None:
     with pytest.raises(UnknownOperatorError, match="'op'"):
         started.locate("nobody")
     other = world.registration("run9", query_id="q9", state_location=str(world.root / "other"), name=None)
@@ -616,7 +616,7 @@ def test_leases_end(world: World, started: Coordinator) -> None:
     assert started.is_idle()
 
 
-def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, started: Coordinator) -> None:
+def test_leases_do_not_run_while_the_coordinator_stalls(world: World, started: Coordinator) -> None:
     world.now += 6
     started.heartbeat_host("h0", "a")
     world.now += 100

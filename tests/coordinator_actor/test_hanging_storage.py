@@ -139,7 +139,7 @@ def test_a_coordinator_that_starts_while_a_storage_hangs_takes_up_the_other_quer
     assert again.locate("op", "hanging").owners[3].host_id in {f"h{i}" for i in range(FEW_HOSTS)}
 
 
-def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
+def test_a_report_that_cannot_be_processed_is_requested_again(
     world: World,
     storage: HangingStorage,
     cluster: Cluster,
@@ -254,7 +254,7 @@ def test_leases_and_maintenance_wait_for_no_savepoint_that_cannot_be_given_up(
     assert world.open(c, 2).version == 2
 
 
-def test_a_query_has_so_many_threads_and_so_much_may_wait() -> None:
+def test_the_threads_and_waiting_calls_of_a_query_are_bounded() -> None:
     threads, may_end, began = QueryThreads(threads=2, most_waiting=3), threading.Event(), threading.Semaphore(0)
 
     def work() -> str:

@@ -113,7 +113,7 @@ def unknown(c: Coordinator, ask: Callable[[Coordinator, object, object], object]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_what_is_neither_text_nor_uuid_is_refused(message: str) -> None:
+def test_a_value_that_is_neither_string_nor_uuid_is_refused(message: str) -> None:
     declared = getattr(CoordinatorPort, message)
     hints = get_type_hints(declared)
     for name in inspect.signature(declared).parameters:
@@ -125,7 +125,7 @@ def test_what_is_neither_text_nor_uuid_is_refused(message: str) -> None:
             assert Arguments(declared).take((), {name: RUN}) == ([], {name: str(RUN)})
 
 
-def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) -> None:
+def test_records_have_strings_and_several_ids_are_not_a_string(started: Coordinator) -> None:
     with pytest.raises(InvalidRequestError, match="run_id in request of open_batch must be a string"):
         started.open_batch(OpenBatch(5, 0, "h0", "a"))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="run_ids of verify_instances must be several values"):

@@ -118,7 +118,7 @@ FAULTS: Sequence[PlantedFault] = (
         no_lookup_record,
         range(7000, 7040),
         None,
-        f"{_LOOKUPS}::test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died",
+        f"{_LOOKUPS}::test_a_batch_gets_the_same_version_for_every_caller_and_after_any_crash",
     ),
     PlantedFault(
         "no-lookup-pin",
@@ -126,7 +126,7 @@ FAULTS: Sequence[PlantedFault] = (
         no_lookup_pin,
         range(7000, 7040),
         None,
-        f"{_LOOKUPS}::test_what_may_be_read_again_is_kept_and_no_more",
+        f"{_LOOKUPS}::test_only_versions_that_may_be_read_again_are_kept",
     ),
     PlantedFault(
         "no-fencing",
@@ -193,7 +193,7 @@ FAULTS: Sequence[PlantedFault] = (
         shared_threads,
         range(219, 1019, 10),  # calm worlds: elsewhere batches may be slow
         None,
-        "tests/coordinator_actor/test_hanging_storage.py::test_a_query_has_so_many_threads_and_so_much_may_wait",
+        "tests/coordinator_actor/test_hanging_storage.py::test_the_threads_and_waiting_calls_of_a_query_are_bounded",
     ),
     PlantedFault(
         "stale-owner",
@@ -245,7 +245,7 @@ FAULTS: Sequence[PlantedFault] = (
         prepared_is_completed,
         range(43, 343),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
-        "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
+        "test_a_coordinator_that_restarts_in_a_repeat_continues_it",
     ),
     PlantedFault(
         "forgotten-changelog",

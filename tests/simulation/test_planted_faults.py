@@ -51,7 +51,7 @@ def test_the_simulation_finds_a_planted_fault(fault: PlantedFault, monkeypatch: 
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, id=f.name) for f in FAULTS if f.test is not None])
-def test_what_the_simulation_does_not_find_soon_has_another_test(fault: PlantedFault) -> None:
+def test_faults_that_the_simulation_does_not_find_soon_have_another_test(fault: PlantedFault) -> None:
     assert fault.test is not None
     file, name = fault.test.split("::")
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{fault.test} is not there."

@@ -83,7 +83,7 @@ def random_ranges(seed):
 
 
 @pytest.mark.parametrize("family", ["default", "other"])
-def test_ascending_ranges_come_one_behind_the_other(engine, family, monkeypatch):
+def test_ascending_ranges_follow_one_another(engine, family, monkeypatch):
     pairs = sorted(expected(family).items())
     for seed in range(60):
         monkeypatch.setattr(rocksdb_scan, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))

@@ -136,7 +136,7 @@ def test_of_changes_only_a_range_is_held(room: int, tmp_path: Path) -> None:
     assert host_memory(conf).held()["copies"] == 0
 
 
-def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_path: Path) -> None:
+def test_a_scan_shows_the_pairs_of_its_start_and_ends_with_the_engine(tmp_path: Path) -> None:
     engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
     engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1"})}))(LocalState(1, "head", None))
     scan, later = engine.scan(None, None), engine.scan(None, None)
@@ -149,7 +149,7 @@ def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_
         engine.get_one(b"a")
 
 
-def test_what_begins_with_changes_needs_no_database(tmp_path: Path) -> None:
+def test_a_load_that_begins_with_changes_needs_no_database(tmp_path: Path) -> None:
     """To open one takes longer than to read a small state."""
     engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
     engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1", b"b": None})}))(LocalState(1, "head", None))

@@ -106,7 +106,7 @@ def value_of(rng: random.Random, even: bool) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(effort(4, 20)))
-def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_random_pairs_match_those_of_rocksdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     even = seed % 3 == 0
     monkeypatch.setattr(sst_reader, "STEP_BLOCKS", rng.choice([1, 3, 256]))
@@ -476,7 +476,7 @@ def test_a_file_of_long_keys_is_left_to_rocksdb(tmp_path: Path) -> None:
         db.engine.close()
 
 
-def test_what_rocksdb_does_not_say_is_not_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_property_of_rocksdb_is_not_taken_for_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -541,7 +541,7 @@ def test_another_compression_and_another_size_are_left_to_rocksdb(tmp_path: Path
     db.engine.close()
 
 
-def test_what_is_not_understood_is_left_to_rocksdb(tmp_path: Path) -> None:
+def test_unsupported_tables_are_left_to_rocksdb(tmp_path: Path) -> None:
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(3000)})
     db.write_files(tmp_path)
@@ -570,7 +570,7 @@ def test_files_in_another_order_are_left_to_rocksdb() -> None:
     assert listed_tables(table(1, 5, b"a", b"d") + table(1, 9, b"d", b"z")) is None
 
 
-def test_the_part_of_the_keys_in_a_range_is_told_by_key_groups() -> None:
+def test_the_share_of_the_keys_in_a_range_is_estimated_by_key_groups() -> None:
     tables = listed_tables(table(6, 1, b"\x00\x00a", b"\x00\x63z"))
     assert tables is not None
     assert part_of(tables, None, None) == 1.0

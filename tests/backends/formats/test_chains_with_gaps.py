@@ -50,7 +50,7 @@ def test_a_chain_leaves_out_two_manifests_that_are_missing() -> None:
     assert versions == [6, 4, 3, 1] and len(gaps) == 2
 
 
-def test_a_chain_goes_on_below_a_gap_whatever_was_written_before() -> None:
+def test_a_chain_continues_below_a_gap_whatever_was_written_before() -> None:
     """The last manifest before the gap may be another attempt of the missing version, or of a later one."""
     manifests = chain_of(1, 4)
     manifests[110] = structs.replace(manifests[104], id=110, version=5, parent=104)  # later given up

@@ -141,7 +141,7 @@ def test_a_host_of_many_partitions_stays_within_its_memory(opened, number, limit
     assert memory.held()["row_cache"] > 0
 
 
-def test_what_was_read_is_counted_until_its_task_commits(opened):
+def test_read_rows_are_counted_until_their_task_commits(opened):
     conf = StateStoreConf(fsync=False, host_memory=201 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -167,7 +167,7 @@ def test_what_was_read_is_counted_until_its_task_commits(opened):
     assert now[BEFORE_IMAGES] - before[BEFORE_IMAGES] >= 3 * 20_000 * VALUE_BYTES
 
 
-def test_what_was_read_at_an_older_version_is_dropped(opened):
+def test_rows_read_at_an_older_version_are_dropped(opened):
     conf = StateStoreConf(fsync=False, host_memory=202 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -197,7 +197,7 @@ def test_a_commit_that_does_not_fit_is_refused_and_changes_nothing(opened):
     assert counted(memory) == NOTHING
 
 
-def test_a_commit_that_comes_again_is_not_refused_beside_the_one_that_it_replaces(opened):
+def test_a_repeated_commit_is_not_refused_because_of_the_one_that_it_replaces(opened):
     conf = StateStoreConf(fsync=False, host_memory=18 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -251,7 +251,7 @@ def test_a_scan_is_counted_while_it_lives(opened):
     assert counted(memory)[SCANS] == 0 and counted(memory)[STAGED] == 0
 
 
-def test_what_open_databases_take_is_counted_and_leaves_less_for_commits(opened):
+def test_open_databases_are_counted_and_leave_less_for_commits(opened):
     conf = StateStoreConf(fsync=False, host_memory=19 * MIB)
     memory = host_memory(conf)
     states = opened(20, conf)

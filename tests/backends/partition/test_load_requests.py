@@ -81,7 +81,7 @@ def test_large_changelogs_are_not_kept_in_memory_while_a_snapshot_is_fetched(
             assert [ref for ref, _ in reads] == list(rest)
 
 
-def test_loads_that_go_on_together_read_each_object_once(tmp_path: Path) -> None:
+def test_concurrent_loads_read_each_object_once(tmp_path: Path) -> None:
     stored = Stored("read-once", tmp_path)
     shared = stored.storage.shared = SharedObjects(lambda nbytes, drop: object())
     before = stored.gets()

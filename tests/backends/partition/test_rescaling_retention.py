@@ -55,7 +55,7 @@ def test_without_a_snapshot_of_the_new_layout_nothing_below_it_is_lost(query):
     q.assert_right()
 
 
-def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_layout(query):
+def test_changelogs_from_before_the_query_went_back_are_not_taken_for_another_layout(query):
     q = query(4).commit(everywhere(b"1")).snapshots()
     for value in (b"2", b"3", b"4", b"5"):
         q.commit({key(0): value})

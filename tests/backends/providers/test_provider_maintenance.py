@@ -125,7 +125,7 @@ def test_litter_is_removed_when_its_version_is_no_longer_kept(open_provider, loc
     assert not list(directory.glob("3-dead.*")) and (directory / "12-running.changelog").exists()
 
 
-def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, location, monkeypatch):
+def test_commits_and_reads_succeed_while_a_snapshot_is_uploaded(open_provider, location, monkeypatch):
     provider = open_provider(conf=SOON)
     for version in range(3):
         commit(provider, version, a=str(version))
@@ -189,7 +189,7 @@ def test_backends_are_not_mixed_up(provider_class, open_provider, location):
         assert commit(new, 0, a="1") == 1
 
 
-def test_without_a_snapshot_another_backend_goes_on(provider_class, provider, location):
+def test_without_a_snapshot_another_backend_continues(provider_class, provider, location):
     """Changelogs are the same for all."""
     commit(provider, 0, a="1", b="1")
     provider.close()

@@ -42,7 +42,7 @@ def test_one_key_is_read_as_many_are(state):
         state.reads.get_one(b"a")
 
 
-def test_queries_leave_to_the_stream_what_it_has_read(state, monkeypatch):
+def test_reads_by_queries_do_not_evict_rows_of_the_stream(state, monkeypatch):
     keys = [b"%03d" % i for i in range(40)]
     commit(state, dict.fromkeys(keys, b"1"))
     state.reads.get_many(binary(*keys))

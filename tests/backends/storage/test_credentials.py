@@ -104,7 +104,7 @@ def test_credentials_of_the_machine_are_fetched_again_when_they_have_expired(
         assert machine.given == ["first", "second", "third"]
 
 
-def test_keys_that_have_expired_for_good_are_an_error_that_says_what_to_do(
+def test_permanently_expired_keys_are_an_error_with_a_remedy(
     servers: tuple[S3Server, FaultProxy], proxy: FaultProxy
 ) -> None:
     servers[0].make_bucket("expired")

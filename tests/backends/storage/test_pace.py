@@ -57,12 +57,12 @@ def sent_in_a_second(pace: AdaptiveRateLimit, clock: Clock) -> int:
         sent += 1
 
 
-def test_nobody_waits_before_the_service_refuses(pace: AdaptiveRateLimit, clock: Clock) -> None:
+def test_no_request_waits_before_the_service_refuses(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 10_000, 0.5)
     assert not pace.is_slowed
 
 
-def test_after_a_refusal_all_wait_and_go_on_at_half_the_rate(pace: AdaptiveRateLimit, clock: Clock) -> None:
+def test_after_a_refusal_all_wait_and_continue_at_half_the_rate(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 200)
     pace.refused(0.4)
     assert pace.is_slowed and pace.wait_seconds() == pytest.approx(0.4)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 # -- what works ----------------------------------------------------------------------------------
 
 
-def test_what_is_put_can_be_read_listed_and_deleted(s3: S3) -> None:
+def test_a_written_file_can_be_read_listed_and_deleted(s3: S3) -> None:
     storage = s3.open()
     assert storage.location == f"s3://{s3.bucket}/dir" and not storage.is_local
     assert storage.list() == [] and not storage.exists("a/b")
@@ -175,7 +175,7 @@ def test_a_bucket_that_does_not_exist_fails_at_once(s3: S3, tmp_path: Path) -> N
         assert len(s3.proxy.seen) == 1 and s3.clock.waits == []
 
 
-def test_what_is_forbidden_is_not_retried(s3: S3) -> None:
+def test_forbidden_requests_are_not_retried(s3: S3) -> None:
     s3.direct().put_new("there", b"content")
     for name, call in calls_on(s3.open()).items():
         s3.plan(Fault("answer", status=403, times=100))

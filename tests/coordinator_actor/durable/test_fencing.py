@@ -97,7 +97,7 @@ def test_a_manifest_that_is_written_during_a_claim_is_read(stored: Stored, momen
         old.append(manifest(old, 3), CheckpointIDCounter(4))
 
 
-def test_a_manifest_whose_answer_was_lost_is_taken_up_and_the_next_has_a_higher_id(stored: Stored) -> None:
+def test_a_manifest_whose_answer_was_lost_is_read_and_the_next_has_a_higher_id(stored: Stored) -> None:
     log, counter = stored.log("one"), CheckpointIDCounter(2)
     log.claim("run1")
     put_new = stored.storage.put_new
@@ -145,7 +145,7 @@ def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: S
     assert stored.storage.get(place_path(1, 2)) == FENCE and new.manifests == {}
 
 
-def test_who_stood_still_while_many_claimed_finds_out_though_the_next_claim_is_gone(stored: Stored) -> None:
+def test_a_coordinator_that_stalled_during_many_claims_notices_though_the_next_claim_is_gone(stored: Stored) -> None:
     slow = stored.log("slow")
     slow.claim("run1")
     assert slow.epochs.newest() is not None
@@ -196,7 +196,7 @@ def test_a_stale_listing_hides_neither_claims_nor_the_newest_manifests(servers: 
     assert sorted(new.manifests) == [1, 2, 3]
 
 
-def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None:
+def test_a_coordinator_that_stalled_for_many_epochs_removes_nothing(stored: Stored) -> None:
     old = stored.log("old")
     old.claim("run1")
     old.epochs.check()
@@ -208,7 +208,7 @@ def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_a_reader_whose_newest_manifest_goes_before_it_is_read_lists_again(stored: Stored, times: int) -> None:
+def test_a_reader_whose_newest_manifest_is_removed_before_the_read_lists_again(stored: Stored, times: int) -> None:
     """It stands still after its listing: older manifests that are still there must not be taken for the newest."""
     log, counter = stored.log("one"), CheckpointIDCounter(4)
     log.claim("run1")

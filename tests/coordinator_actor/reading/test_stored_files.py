@@ -49,7 +49,7 @@ def test_every_file_is_described(old: Stream, tmp_path: Path) -> None:
     old.close()
 
 
-def test_what_is_not_kept_is_what_retention_removes(old: Stream, tmp_path: Path) -> None:
+def test_files_without_a_reason_are_those_that_retention_removes(old: Stream, tmp_path: Path) -> None:
     before = found_at(tmp_path)
     old.world.now += 2
     old.c.maintain()
@@ -78,7 +78,7 @@ def test_files_of_a_version_are_enough_to_load_it(old: Stream, tmp_path: Path) -
             assert state.version == newest
 
 
-def test_what_other_files_are(old: Stream, tmp_path: Path) -> None:
+def test_other_files_are_explained(old: Stream, tmp_path: Path) -> None:
     base = tmp_path / "ck/statestore"
     directory = base / "operators/op/2/0/default"
     (directory / "11-lost.changelog").write_bytes(b"x")

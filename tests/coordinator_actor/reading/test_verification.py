@@ -223,7 +223,7 @@ def test_older_versions_can_be_verified(checkpoint: Path) -> None:
         verified(checkpoint, 7)
 
 
-def test_rows_that_cannot_be_read_are_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_rows_are_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file has the bytes that were written, and they cannot be loaded: only reading the rows shows that."""
     from backends.partition.partition_state import PartitionState
 

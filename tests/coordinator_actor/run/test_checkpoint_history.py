@@ -114,7 +114,7 @@ def test_requests_are_those_since_the_version_before(world: World) -> None:
     assert third["requests"] == second["requests"] + 50
 
 
-def test_a_partition_that_comes_again_counts_once_and_is_retried(world: World) -> None:
+def test_a_repeated_partition_counts_once_and_is_retried(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
     acknowledge(c, staged(world, c, 0, 0, CommitFigures(rows=5)))
@@ -261,7 +261,7 @@ def test_the_end_of_a_run_does_not_bring_a_removed_checkpoint_back(world: World)
     assert not (world.root / "ck").exists()
 
 
-def test_a_coordinator_that_comes_in_the_midst_counts_what_hosts_report(world: World) -> None:
+def test_a_coordinator_that_starts_in_a_batch_counts_the_reports_of_hosts(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
     reported = staged(world, c, 0, 0, CommitFigures(rows=5))
@@ -290,7 +290,7 @@ def test_the_full_size_is_measured_by_maintenance_and_written_with_the_next_reco
     assert [r.full_bytes is None for r in stored] == [True, True, False, False]
 
 
-def test_of_the_history_is_told_what_has_come_or_changed_since_a_mark(world: World) -> None:
+def test_the_history_returns_entries_that_are_new_or_changed_since_a_mark(world: World) -> None:
     c = begin(world, maintenance_interval=5.0)
 
     def told(since: str, query: str = "q") -> tuple[str, list[int]]:

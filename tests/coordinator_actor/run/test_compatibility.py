@@ -109,7 +109,7 @@ def test_a_new_query_gets_what_it_declares(query: Query) -> None:
     assert evolved_operators(query.run(declared, SCHEMA))[1].schema == SCHEMA
 
 
-def test_what_a_program_changes_is_gone_on_with_and_written_down(query: Query) -> None:
+def test_schema_changes_of_a_program_are_applied_and_recorded(query: Query) -> None:
     query.go_on(program(value("a"), value("b")), SCHEMA)
     (made, rows) = query.go_on(program(value("a", WIDER), value("c")), SCHEMA)
     assert made.variable("a").families["a"] == StateSchema(KEY, WIDER.value, (COUNTS.value,))
@@ -138,14 +138,14 @@ def test_nothing_but_the_schema_changes(query: Query) -> None:
         (SCHEMA, ["'op0'", "value a:", "rows default:"]),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_refused_with_both_sides(query: Query, declared: Any, words: list[str]) -> None:
+def test_an_incompatible_program_is_refused_with_both_sides(query: Query, declared: Any, words: list[str]) -> None:
     query.go_on(program(value("a")))
     refusal = refusal_of(query.run(declared))
     assert refusal is not None
     assert [w for w in words if w not in refusal] == [], refusal
 
 
-def test_a_program_is_put_back_if_spark_has_not_committed_what_it_became(query: Query) -> None:
+def test_a_program_is_rolled_back_if_spark_has_not_committed_its_batch(query: Query) -> None:
     """What only versions have that are given up counts for nothing: neither their schemas, nor what was deleted."""
     (first,) = query.go_on(program(value("a")))
     query.go_on(program(value("a", WIDER), StateVariable("b", "value", {}, deleted=True)))
@@ -201,14 +201,14 @@ def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable
 
 
 @pytest.mark.parametrize("remedy", ["Restore the old declaration", "replace it with a state variable of another name"])
-def test_what_a_refused_declaration_is_told_to_change_lets_it_go_on(query: Query, remedy: str) -> None:
+def test_the_remedy_for_a_refused_declaration_works(query: Query, remedy: str) -> None:
     query.go_on(program(value("a")))
     refusal = refusal_of(query.run(program(value("a", TEXTS))))
     assert refusal is not None and remedy in refusal
     query.go_on(program(value("a") if remedy.startswith("Restore") else value("another", TEXTS)))
 
 
-def test_a_run_beside_which_another_program_has_committed_is_started_again_as_it_is_told(tmp_path: Path) -> None:
+def test_a_run_overtaken_by_another_program_is_restarted_as_its_error_says(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     def start(run_id: str, declared: OperatorSchema) -> tuple[Coordinator, int]:

@@ -27,7 +27,7 @@ def test_uses_of_one_partition_end_none_but_themselves() -> None:
     assert files.directories(LAYOUTS, 1.0) == ()
 
 
-def test_a_use_that_is_renewed_goes_on_and_one_that_is_not_runs_out() -> None:
+def test_a_renewed_use_lasts_and_another_one_expires() -> None:
     files = FilesInUse()
     files.begin(TASK, "long", 0.0, is_rescaling=False, oldest=7)
     files.begin(("op", 1), "dead", 0.0, is_rescaling=True, oldest=3)
@@ -74,7 +74,7 @@ def test_changes_and_uploads_end_no_load_of_anybody_else(tmp_path: Path) -> None
     assert {use for _, use in run.files_in_use._uses} == {"copy"}
 
 
-def test_a_coordinator_that_was_restarted_lets_no_file_go_before_it_has_heard_of_the_loads(tmp_path: Path) -> None:
+def test_a_restarted_coordinator_removes_no_file_before_it_knows_of_the_loads(tmp_path: Path) -> None:
     world = World(tmp_path)
     c = world.coordinator()
     assert c.register_query(world.registration()).refusal is None

@@ -91,7 +91,7 @@ def test_a_partition_that_a_task_waits_for_is_given_away_and_no_other(world: Wor
     assert after == [f if f is not None else "h1" if owner == "h1" else None for f, owner in both]
 
 
-def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: World, before: list[str | None]) -> None:
+def test_unreported_partitions_are_assigned_when_the_time_is_over(world: World, before: list[str | None]) -> None:
     c = coordinator(world)
     for i in range(2):
         report(world, c, i, before)
@@ -112,7 +112,9 @@ def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: Wor
     assert len(c.verify_instances("h0", "a", ["run1"])["run1"]["op"]) == PARTITIONS // 2
 
 
-def test_time_in_which_the_coordinator_stood_still_is_no_time_to_report(world: World, before: list[str | None]) -> None:
+def test_time_in_which_the_coordinator_stalled_does_not_count_as_time_to_report(
+    world: World, before: list[str | None]
+) -> None:
     c = coordinator(world)
     report(world, c, 0, before)
     world.now += 60

@@ -53,7 +53,7 @@ def coordinator() -> Coordinator:
     return made
 
 
-def test_a_restored_checkpoint_is_one_from_which_the_coordinator_goes_on(made: Savepoint, tmp_path: Path) -> None:
+def test_the_coordinator_resumes_from_a_restored_checkpoint(made: Savepoint, tmp_path: Path) -> None:
     target = tmp_path / "new"
     restored = restore(made, target, num_partitions={"op": 2})
     assert (restored.version, restored.batch_id) == (BATCH + 1, BATCH)
@@ -147,7 +147,9 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         assert coordinator().register_query(again).refusal is None, paths[left]
 
 
-def test_what_a_failed_restore_left_where_the_state_is_elsewhere_is_removed(made: Savepoint, tmp_path: Path) -> None:
+def test_the_remains_of_a_failed_restore_are_removed_where_the_state_is_elsewhere(
+    made: Savepoint, tmp_path: Path
+) -> None:
     target, base = tmp_path / "new", str(tmp_path / "base")
     restore_into_checkpoint(str(made.path), str(tmp_path / "whole"), state_location=f"{base}-2", open_storage=storage)
     writes = len(tree(tmp_path / "whole")) + len(tree(tmp_path / "base-2"))
@@ -177,7 +179,7 @@ def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:
     assert coordinator().register_query(moved).refusal is None
 
 
-def test_nothing_below_the_restored_version_can_be_gone_back_to(made: Savepoint, tmp_path: Path) -> None:
+def test_a_query_cannot_go_back_below_the_restored_version(made: Savepoint, tmp_path: Path) -> None:
     target = tmp_path / "new"
     restored = restore(made, target)
     for directory in ("offsets", "commits"):

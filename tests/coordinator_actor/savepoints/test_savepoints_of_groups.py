@@ -97,7 +97,7 @@ def test_a_damaged_part_fails_it_by_name_and_the_other_partitions_are_served(mix
             pass
 
 
-def test_an_object_whose_index_is_cut_is_no_loss(mixed: Mixed) -> None:
+def test_an_object_whose_index_is_cut_loses_nothing(mixed: Mixed) -> None:
     entries = run_of(mixed.c, "run1").versions.chain[3].operators["op"].partitions
     parts_end = max(entries[p].changelog.offset + entries[p].changelog.size for p in range(PARTITIONS))
     group = mixed.group(3)
