@@ -187,7 +187,7 @@ def normal(value):
 
 
 def comparable(value):
-    """A value that is equal to what is exactly the same: NaN to NaN, -0.0 not to 0.0."""
+    """Return a value that is equal only for identical values: NaN equals NaN, -0.0 does not equal 0.0."""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else struct.pack("<d", value)
     if isinstance(value, dict):

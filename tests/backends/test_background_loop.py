@@ -49,7 +49,7 @@ def test_no_error_ends_the_loop(made: list[BackgroundLoop]) -> None:
         assert work.done.acquire(timeout=PATIENCE)
 
 
-def test_what_fails_is_known_until_it_succeeds(made: list[BackgroundLoop]) -> None:
+def test_a_failure_is_known_until_it_succeeds(made: list[BackgroundLoop]) -> None:
     loop = loop_of(Work(OSError("the disk is gone"), ValueError("x" * 10_000)), made)
     loop.run_once()
     (first,) = failing()
@@ -80,7 +80,7 @@ def test_a_loop_that_is_woken_does_not_wait(made: list[BackgroundLoop]) -> None:
 
 
 @pytest.mark.parametrize("ends", ["closed", "ending"])
-def test_what_fails_while_things_shut_down_is_no_news(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_during_a_shutdown_are_not_reported(ends: str, caplog: pytest.LogCaptureFixture) -> None:
     is_ending = False
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Threads decode a type for the first time, all at once: in a process of its own, for without care that ends it."""
+"""Threads decode a type for the first time at once. This needs a separate process: without care, it would die."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_rocksdb_gets_its_shares_or_what_it_is_given():
 
 
 def test_what_is_spared_is_not_kept_where_only_itself_could_make_room():
-    """Noted bytes cannot be dropped: they leave no room, however much could be spared otherwise."""
+    """Noted bytes cannot be dropped: they leave no room, however much other entries could spare."""
     memory = HostMemory(CONF)
     kept = Kept(memory)
     noted = memory.note(BEFORE_IMAGES, SPARED + MIB)
@@ -154,7 +154,7 @@ def test_what_is_spared_is_not_kept_where_only_itself_could_make_room():
     assert kept.keep("again", MIB) and memory.held()[LAST_READS] == MIB
 
 
-def test_whoever_keeps_what_was_dropped_meanwhile_can_tell():
+def test_the_holder_of_a_dropped_entry_can_tell():
     memory = HostMemory(CONF)
     claim = memory.spare(LAST_READS, 10 * MIB, lambda: None)
     assert not claim.is_dropped
@@ -192,7 +192,7 @@ def test_a_refusal_says_who_has_the_memory_and_what_helps_the_batch():
 
 
 class Commits:
-    """Commits that wait for their turn or are in, each in a thread of its own."""
+    """Commits that wait for their turn or are in, each in a separate thread."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
@@ -216,7 +216,7 @@ class Commits:
         self.threads.append(threading.Thread(target=work, daemon=True))
         self.threads[-1].start()
         with self.changed:
-            # One that waits is seen by looking: the budget tells nobody.
+            # A waiting commit is seen only by polling: the budget has no notification.
             while name not in self.entered and self.memory.num_waiting == waiting:
                 self.changed.wait(0.001)
 
@@ -256,7 +256,7 @@ def test_commits_wait_until_those_before_them_leave_room_and_keep_their_order(co
     assert commits.entered == ["a", "b", "c", "d", "small"]
 
 
-def test_a_commit_goes_alone_where_what_is_needed_leaves_no_room(commits: Commits):
+def test_a_commit_runs_alone_where_needed_memory_leaves_no_room(commits: Commits):
     deltas = commits.memory.claim(DELTAS, 50 * MIB, "A commit")
     commits.begin("a", 3 * MIB)
     commits.begin("b", 1 * MIB)

@@ -1,4 +1,4 @@
-"""Spans reach a collector by OTLP over HTTP, and a collector that is gone or slow holds nobody up."""
+"""Spans reach a collector by OTLP over HTTP, and a collector that is gone or slow delays no caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(time.perf_counter() - began)
 
 
 def run(setting: str, count: int, **variables: str) -> float:
-    """How many seconds ``count`` spans took, in a process of their own."""
+    """Return how many seconds ``count`` spans took, in a separate process."""
     given = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, setting, str(count)],
@@ -59,6 +59,6 @@ def test_spans_reach_a_collector(form: str) -> None:
     assert len(found) == 10
 
 
-def test_a_collector_that_is_gone_fails_nothing_and_holds_nobody_up() -> None:
+def test_a_collector_that_is_gone_fails_and_delays_no_caller() -> None:
     """Of more spans than the queue of the SDK holds; to wait for one request per span would take hours."""
     assert run("http://127.0.0.1:1", 5000) < 30

@@ -1,4 +1,4 @@
-"""Providers loaded in a process: loading, maintenance, what a coordinator is told (Spark: object ``StateStore``)."""
+"""Providers loaded in a process: loading, maintenance, reports to a coordinator (Spark: object ``StateStore``)."""
 
 import logging
 import tempfile
@@ -39,7 +39,7 @@ class FailingProvider(FileStateStoreProvider):
 
 
 class SlowProvider(FileStateStoreProvider):
-    """Its maintenance takes until it is told to end."""
+    """A provider whose maintenance runs until the test ends it."""
 
     begun = threading.Event()
     end = threading.Event()
@@ -68,7 +68,7 @@ class Answer:
 
 
 class Coordinator:
-    """Remembers what it is told; answers as the test says."""
+    """Records the reports it gets; answers as the test says."""
 
     def __init__(self):
         self.reports = []
@@ -136,7 +136,7 @@ def slow():
 
 @pytest.fixture
 def logged(caplog):
-    """The registry's messages so far, with their levels; each is told once."""
+    """Return the registry's messages until now, with their levels; each is logged once."""
     caplog.set_level(logging.DEBUG, "backends.loaded_providers")
 
     def told():
@@ -220,7 +220,7 @@ def test_without_a_conf_the_provider_is_rocksdb(loaded, provider_id):
     assert isinstance(loaded._providers[provider_id()], RocksDBStateStoreProvider)
 
 
-def test_a_restarted_query_has_providers_of_its_own(loaded, provider_id):
+def test_a_restarted_query_creates_new_providers(loaded, provider_id):
     first, second = provider_id(run="run-1"), provider_id(run="run-2")
     store = loaded.get(first, 0, CONF)
     store.put(b"a", b"1")
@@ -259,7 +259,7 @@ def test_many_threads_share_one_provider(loaded, provider_id, coordinator):
     assert len(maintenance_threads()) == 1
 
 
-def test_what_cannot_be_loaded_is_refused_and_not_kept(loaded, provider_id):
+def test_a_provider_that_fails_to_load_is_refused_and_not_kept(loaded, provider_id):
     with pytest.raises(InvalidStateStoreArgument, match="which is not a StateStoreProvider"):
         loaded.get(provider_id(), 0, conf_of(NoProvider))
     with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
@@ -287,7 +287,7 @@ def test_every_use_is_reported_with_the_others_that_are_loaded(loaded, provider_
     ]
 
 
-def test_what_the_coordinator_says_is_elsewhere_is_unloaded_at_once(loaded, provider_id, coordinator):
+def test_an_instance_that_the_coordinator_reports_as_moved_is_unloaded_at_once(loaded, provider_id, coordinator):
     one, two, three = provider_id(0), provider_id(1), provider_id(2)
     loaded.get(one, 0, CONF)
     loaded.get(two, 0, CONF)
@@ -333,7 +333,7 @@ def test_a_coordinator_that_does_not_answer_costs_the_instance(loaded, provider_
     assert ("WARNING", f"Error managing {provider}, unloading state store provider") in logged()
 
 
-def test_the_reference_is_fetched_once_and_anew_after_stop_or_another_coordinator(provider_id, coordinator):
+def test_the_reference_is_fetched_once_and_again_after_stop_or_another_coordinator(provider_id, coordinator):
     fetched = []
 
     def fetch():
@@ -364,7 +364,7 @@ def test_without_a_coordinator_all_instances_are_active(provider_id, logged):
     assert not [text for _, text in logged() if "Reported" in text or "Verified" in text or "Retrieved" in text]
 
 
-def test_maintenance_does_not_unload_what_is_being_loaded(loaded, provider_id, coordinator, monkeypatch):
+def test_maintenance_does_not_unload_an_instance_during_its_load(loaded, provider_id, coordinator, monkeypatch):
     """The coordinator knows an instance only once it is reported."""
     coordinator.inactive.add(provider_id())
     report = coordinator.report_active_instance
@@ -378,9 +378,7 @@ def test_maintenance_does_not_unload_what_is_being_loaded(loaded, provider_id, c
     assert list(loaded.get(provider_id(), 0, CONF).iterator()) == []
 
 
-def test_maintenance_does_not_unload_what_the_coordinator_is_being_told_of(
-    loaded, provider_id, coordinator, monkeypatch
-):
+def test_maintenance_does_not_unload_an_instance_during_its_report(loaded, provider_id, coordinator, monkeypatch):
     """As with ``StateStoreCoordinatorRef``, whose report returns at once: only its result says that it arrived."""
     coordinator.inactive.add(provider_id())
 
@@ -397,7 +395,7 @@ def test_maintenance_does_not_unload_what_the_coordinator_is_being_told_of(
 # -- maintenance -------------------------------------------------------------------------------
 
 
-def test_the_thread_maintains_what_is_loaded(loaded, provider_id, tmp_path):
+def test_the_thread_maintains_loaded_instances(loaded, provider_id, tmp_path):
     conf = StateStoreConf(provider="file", fsync=False, maintenance_interval=0.01, deltas_per_snapshot=2)
     for version in range(4):
         store = loaded.get(provider_id(), version, conf)
@@ -407,7 +405,7 @@ def test_the_thread_maintains_what_is_loaded(loaded, provider_id, tmp_path):
     assert loaded.is_maintenance_running()
 
 
-def test_an_instance_that_fails_is_unloaded_and_the_others_go_on(loaded, provider_id, tmp_path, caplog):
+def test_an_instance_that_fails_is_unloaded_and_the_others_stay(loaded, provider_id, tmp_path, caplog):
     good, bad = provider_id(0), provider_id(1)
     loaded.get(bad, 0, conf_of(FailingProvider))
     provider = loaded._providers[bad]
@@ -442,7 +440,7 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_next_round(loaded, pr
     assert slow.rounds == 2 and loaded.is_loaded(provider_id(0))
 
 
-def test_an_instance_unloaded_in_the_middle_of_its_maintenance_is_no_failure(loaded, provider_id, slow, logged):
+def test_an_instance_unloaded_in_the_middle_of_its_maintenance_does_not_fail(loaded, provider_id, slow, logged):
     loaded.get(provider_id(), 0, conf_of(slow))
     begun = loaded.do_maintenance()
     assert slow.begun.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""Switching tracing on: what the setting may be, what is refused, and that nothing is imported while it is off."""
+"""Switching tracing on: valid settings, refused ones, and that nothing is imported while it is off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_a_process(program: str, **variables: str) -> str:
-    """What a process prints: a process takes one setting for good."""
+    """Return the output of a new process: a process cannot change its setting."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -100,7 +100,7 @@ REFUSED = {
 
 
 def test_a_function_that_is_not_there_is_refused_and_fails_no_task() -> None:
-    """A fork each, for a process is told once that tracing is off."""
+    """Each case has its own fork, because a process logs only once that tracing is off."""
     program = f"""{LOGGED}import os
 for setting in {list(REFUSED)}:
     sys.stdout.flush()
@@ -122,7 +122,7 @@ for setting in {list(REFUSED)}:
     assert len(said) == len(REFUSED) and end == ""
     for words, one in zip(REFUSED.values(), said, strict=True):
         refused, in_tasks = one.split("in tasks:")
-        assert refused.count("refused:") == refused.count(words) == 2, "whoever tries again is refused again"
+        assert refused.count("refused:") == refused.count(words) == 2, "a second attempt is refused again"
         assert in_tasks.endswith("False")
         assert in_tasks.count("is off in this process") == 1, "not for each task of a worker"
 

@@ -1,4 +1,4 @@
-"""Ids, options and schemas: what is wrong is refused at once, with the value and the remedy."""
+"""Ids, options and schemas: wrong ones are refused at once, with the value and the remedy."""
 
 import pickle
 
@@ -28,7 +28,7 @@ def test_every_error_is_a_state_store_error_and_can_be_rebuilt_from_its_message(
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b", "x" * 201, None, "a\n"])
-def test_names_that_are_no_directory_are_refused(name):
+def test_names_that_cannot_be_a_directory_are_refused(name):
     with pytest.raises(InvalidStateStoreArgument, match="operator"):
         StateStoreId("ck", name, 0)
     with pytest.raises(InvalidStateStoreArgument, match="store"):
@@ -69,7 +69,7 @@ def test_wrong_options_are_refused_with_name_and_value(option, value):
 
 @settings(deadline=None, max_examples=examples(60))
 @given(batches(maps=True))
-def test_schemas_come_back_from_json(batch):
+def test_schemas_round_trip_through_json(batch):
     schema = StateSchema(pa.schema([("k", pa.int64())]), batch.schema)
     again = StateSchema.from_json(schema.to_json())
     assert again == schema and again.id == schema.id
@@ -105,7 +105,7 @@ def test_schema_ids_depend_on_names_types_and_order():
     assert made(("a", pa.string())) == made(("a", pa.large_string()))
 
 
-def test_what_cannot_be_stored_is_refused_when_the_schema_is_made():
+def test_unsupported_types_are_refused_when_the_schema_is_made():
     value = pa.schema([("v", pa.int64())])
     with pytest.raises(UnsupportedTypeError, match=r"'k'.*uint8"):
         StateSchema(pa.schema([("k", pa.uint8())]), value)

@@ -18,7 +18,7 @@ from tests.recorded_spans import recorded_spans
 BATCH = spans.batch("run", 7)
 
 
-def test_ids_follow_from_what_a_trace_is_about() -> None:
+def test_ids_follow_from_the_subject_of_a_trace() -> None:
     """These ids are promised: processes of several releases meet in one trace."""
     assert [f"{i:x}" for i in BATCH.ids] == ["7a9de209ef90a32ba86966a3328ece89", "f522a919a16b0588"]
     others = [
@@ -47,7 +47,7 @@ def test_spans_of_processes_that_do_not_know_each_other_are_one_trace() -> None:
     assert child.attributes == {"statestore.role": "host", **of_both}
 
 
-def test_a_span_stands_below_the_current_one_of_its_trace() -> None:
+def test_a_span_is_a_child_of_the_current_one_of_its_trace() -> None:
     with recorded_spans() as recorded:
         with spans.span("task", BATCH, partition=1), spans.step("task.read"):
             with spans.span("host.open", BATCH):
@@ -85,7 +85,7 @@ def test_an_error_is_the_status_without_its_message() -> None:
     assert recorded.one("batch").status.description == "SparkException"
 
 
-def test_a_generator_that_nobody_reads_on_has_not_failed() -> None:
+def test_an_abandoned_generator_has_not_failed() -> None:
     def rows() -> Any:
         with spans.span("task", BATCH):
             yield 1
@@ -98,7 +98,7 @@ def test_a_generator_that_nobody_reads_on_has_not_failed() -> None:
     assert recorded.one("task").status.status_code is StatusCode.UNSET
 
 
-def test_work_of_other_threads_stands_below_the_span_that_has_begun_it() -> None:
+def test_work_of_other_threads_is_a_child_of_the_span_that_has_begun_it() -> None:
     def work() -> None:
         with spans.step("storage.get"):
             pass
@@ -112,7 +112,7 @@ def test_work_of_other_threads_stands_below_the_span_that_has_begun_it() -> None
     assert [recorded.path(s) for s in recorded.named("storage.get")] == [["host.load", "storage.get"]] * 6
 
 
-def test_a_call_over_the_network_stands_below_the_span_of_its_caller() -> None:
+def test_a_call_over_the_network_is_a_child_of_the_span_of_its_caller() -> None:
     with recorded_spans(role="task") as task:
         assert spans.headers() == ()
         with spans.span("task", BATCH):

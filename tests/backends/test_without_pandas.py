@@ -7,7 +7,7 @@ import sys
 
 from tests.patience import HANG
 
-# One process for all, for it is imports that cost the time: actors keep pandas out when they start, not before.
+# One process for all, because the imports cost the time: actors keep pandas out when they start, not before.
 CODE = """
 import sys
 
@@ -24,7 +24,7 @@ keep_pandas_out()
 import pyarrow as pa
 assert pa.array([1, None]).to_pylist() == [1, None] and pa.scalar(b"x").as_py() == b"x"
 check("pyarrow")
-import pandas  # whoever wants it has it
+import pandas  # an explicit import still works
 assert pa.array([3.0, float("nan")]).null_count == 0
 """
 

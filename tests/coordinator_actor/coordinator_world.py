@@ -115,7 +115,7 @@ class World:
         return c.open_for_read(run, "op", partition).owner
 
     def stage(self, grant: OpenGrant, partition: int, batch: int, attempt: str, run: str = "run1") -> Acknowledge:
-        """What a host does before it acknowledges: the changelog is durable."""
+        """Write the changelog durably and return the acknowledgement, as a host does."""
         member = self._member(grant, partition, batch, attempt, run)
         ref = self.storage(grant.registration.state_location, {}).put_new(member.path, member.data)
         return self._message(grant, member.meta, ref)
@@ -157,11 +157,11 @@ class World:
         self.commit_spark(batch)
 
     def manifests(self) -> list[dict[str, Any]]:
-        """What is written, with an entry for each partition instead of columns."""
+        """Return the stored manifests, with an entry for each partition instead of columns."""
         return self.manifests_of("ck")
 
     def manifests_of(self, checkpoint: str) -> list[dict[str, Any]]:
-        """What is written below a checkpoint directory of this name."""
+        """Return the manifests stored below a checkpoint directory of this name."""
         paths = sorted((self.root / checkpoint / "statestore/manifests").glob("*.json"))
         found = [unseal(data, Manifest, p.name) for p in paths if (data := p.read_bytes()) != FENCE]
         return [json.loads(msgspec.json.encode(manifest, enc_hook=dict)) for manifest in found]

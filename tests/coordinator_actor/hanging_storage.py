@@ -32,7 +32,7 @@ class HangingStorage:
         def gated(*args: Any, **kwargs: Any) -> Any:
             if self._location is not None and location.startswith(self._location):
                 self._waiting.release()
-                assert self._goes_on.wait(HANG), "nobody let the storage go on"
+                assert self._goes_on.wait(HANG), "the storage was never released"
             return call(*args, **kwargs)
 
         return gated
@@ -50,4 +50,4 @@ class HangingStorage:
 
     def wait_for_call(self) -> None:
         """Wait until one more call hangs."""
-        assert self._waiting.acquire(timeout=PATIENCE), "nobody asked the storage"
+        assert self._waiting.acquire(timeout=PATIENCE), "the storage got no call"

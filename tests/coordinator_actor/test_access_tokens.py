@@ -53,7 +53,7 @@ def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens
     )
 
 
-def test_a_token_of_an_administrator_is_told_apart_by_its_signature(world: World, tokens: AccessTokens) -> None:
+def test_a_token_of_an_administrator_is_recognized_by_its_signature(world: World, tokens: AccessTokens) -> None:
     act, look = tokens.issue_token("act", admin=True), tokens.issue_token("look")
     assert is_admin(act) and not is_admin(look) and is_issued(act)
     assert [t.admin for t in tokens.list_tokens()] == [True, False] == [t.admin for t in world.tokens().list_tokens()]
@@ -87,7 +87,7 @@ def test_the_registry_outlives_the_coordinator_and_has_no_tokens(world: World, t
     assert SECRET.encode() not in saved
 
 
-def test_what_cannot_be_saved_is_neither_issued_nor_revoked(
+def test_a_token_change_that_cannot_be_saved_has_no_effect(
     world: World, tokens: AccessTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens.issue_token("a")
@@ -103,7 +103,7 @@ def test_what_cannot_be_saved_is_neither_issued_nor_revoked(
     assert [t.name for t in tokens.list_tokens()] == ["a"] and tokens.revoked() == ()
 
 
-def test_revoked_by_name_or_id_for_good(world: World, tokens: AccessTokens) -> None:
+def test_a_token_is_revoked_permanently_by_name_or_id(world: World, tokens: AccessTokens) -> None:
     first, second = tokens.issue_token("first"), tokens.issue_token("second")
     by_name = tokens.revoke_token("first")
     world.now += 10
@@ -159,7 +159,7 @@ def test_times_that_cannot_be(tokens: AccessTokens, seconds: float) -> None:
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 200), st.characters(exclude_categories=["Cs"]) | st.just(""))
-def test_an_altered_token_is_no_token(at: int, other: str) -> None:
+def test_an_altered_token_is_refused(at: int, other: str) -> None:
     token = World().tokens().issue_token("a", 60)
     at %= len(token)
     if token[at] == other:
@@ -170,12 +170,12 @@ def test_an_altered_token_is_no_token(at: int, other: str) -> None:
 
 @settings(deadline=None)
 @given(st.text() | st.lists(st.text(max_size=5), max_size=6).map(".".join).map("ssr1.".__add__))
-def test_anything_else_is_no_token(text: str) -> None:
+def test_anything_but_a_token_is_refused(text: str) -> None:
     with pytest.raises(InvalidTokenError, match=r"malformed|unknown"):
         verified_id(text, SECRET, (), 0.0)
 
 
-def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens: AccessTokens) -> None:
+def test_a_client_without_a_signed_token_learns_nothing_of_ids(world: World, tokens: AccessTokens) -> None:
     token = tokens.issue_token("a", 60)
     token_id = tokens.revoke_token("a").id
     forged = f"ssr1.{token_id}.never.{'0' * 64}"
@@ -186,7 +186,7 @@ def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens:
         verified_id(token, "another secret", (), world.now)
 
 
-def test_hosts_are_told_with_every_heartbeat(world: World, tmp_path: Path) -> None:
+def test_hosts_learn_of_revocations_with_every_heartbeat(world: World, tmp_path: Path) -> None:
     coordinator = Coordinator(lambda: world.now, CheckpointStorage.open, tokens=world.tokens())
     assert coordinator.heartbeat_host("h", "a").revoked_tokens == ()
     coordinator.tokens.issue_token("a")

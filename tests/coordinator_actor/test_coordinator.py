@@ -191,7 +191,7 @@ def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
         world.open(started, 1)
     assert started.heartbeat_host("h0", "a", {"run1": 0}).unload_runs == ("run1",)
     world.run_batch(started, 1, run="run2")
-    # The newer one has first made what was there the record of its own epoch.
+    # The newer one has first recorded the existing version under its epoch.
     assert [(m["run_id"], m["epoch"]) for m in world.manifests()] == [("run1", 1), ("run1", 2), ("run2", 2)]
 
 
@@ -248,7 +248,7 @@ def test_a_program_that_does_not_fit_the_checkpoint_is_refused(
     assert list((world.root / "ck/statestore/epochs").iterdir()) == epochs
 
 
-def test_what_a_refused_program_is_told_to_change_lets_it_go_on(world: World, started: Coordinator) -> None:
+def test_the_remedy_for_a_refused_program_works(world: World, started: Coordinator) -> None:
     world.run_batch(started, 0)
 
     def refusal_of(**changes: Any) -> str | None:
@@ -287,7 +287,7 @@ def delete_the_files_named_in(refusal: str, world: World) -> None:
             (world.root / "ck" / directory / str(number)).unlink(missing_ok=True)
 
 
-def test_the_remedy_for_a_batch_of_which_only_a_part_ran_works(world: World, started: Coordinator) -> None:
+def test_the_remedy_for_a_batch_that_ran_only_in_part_works(world: World, started: Coordinator) -> None:
     world.plan_spark(0)
     acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     world.commit_spark(0)
@@ -348,7 +348,7 @@ def test_the_remedy_for_batches_in_which_nothing_ran_works(world: World, started
 
 
 def test_a_version_without_a_manifest_is_put_together_from_groups_and_files(world: World, started: Coordinator) -> None:
-    """Of one partition the last attempt has a file of its own; a group of another run of the batch does not count."""
+    """The last attempt of one partition has a separate file; a group of another run of the batch does not count."""
     world.run_grouped_batch(started, 0)
     grants = {p: world.open(started, 1, p) for p in range(2)}
     in_group = world.stage_group({0: grants[0]}, 1, "t", "run1")
@@ -399,7 +399,7 @@ def test_a_stale_listing_that_hides_a_group_refuses_the_query_and_makes_no_other
 
 
 def test_changes_of_two_runs_never_make_one_version(world: World, started: Coordinator) -> None:
-    """Spark may have planned the batch anew for the second run, with other rows."""
+    """Spark may have planned the batch again for the second run, with other rows."""
     acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     c = world.coordinator()
     assert c.register_query(world.registration("run2")).refusal is None
@@ -449,7 +449,7 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
 
 
 def test_the_commit_of_a_run_in_another_cluster_completes_nothing_here(world: World, started: Coordinator) -> None:
-    """The old coordinator has prepared the version; a newer run makes it anew, and Spark commits that."""
+    """The old coordinator has prepared the version; a newer run makes it again, and Spark commits that."""
     for p in range(2):
         acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "old"))
     newer = world.coordinator()
@@ -548,7 +548,7 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
     assert c.heartbeat_host("h2", "a").known is False
 
 
-def test_changes_that_come_while_the_run_ends_are_not_answered_as_taken(
+def test_changes_that_arrive_while_the_run_ends_are_not_acknowledged(
     world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease of a driver ends without waiting for who is at work on the run: no manifest is written then."""
@@ -576,7 +576,7 @@ def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinato
     assert started.heartbeat_host("h0", "b").known is True
 
 
-def test_a_coordinator_that_has_just_begun_does_not_say_that_there_is_no_such_operator(tmp_path):
+def test_a_coordinator_that_has_just_begun_does_not_deny_an_operator(tmp_path):
     world = World(tmp_path)
     c = Coordinator(lambda: world.now, world.storage)
     with pytest.raises(UnknownRunError, match="ask again"):
@@ -586,7 +586,7 @@ def test_a_coordinator_that_has_just_begun_does_not_say_that_there_is_no_such_op
         c.locate("nobody")
 
 
-def test_locate_names_what_exists(world: World, started: Coordinator) -> None:
+def test_locate_names_the_existing_operators(world: World, started: Coordinator) -> None:
     with pytest.raises(UnknownOperatorError, match="'op'"):
         started.locate("nobody")
     other = world.registration("run9", query_id="q9", state_location=str(world.root / "other"), name=None)
@@ -616,7 +616,7 @@ def test_leases_end(world: World, started: Coordinator) -> None:
     assert started.is_idle()
 
 
-def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, started: Coordinator) -> None:
+def test_leases_do_not_run_while_the_coordinator_stalls(world: World, started: Coordinator) -> None:
     world.now += 6
     started.heartbeat_host("h0", "a")
     world.now += 100
@@ -624,7 +624,7 @@ def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, star
     assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0", "h1"] and started.describe()["queries"]
     assert all(h["seconds_since_heartbeat"] >= 0 for h in started.describe()["hosts"])
     world.now += 4
-    started.expire()  # h1 has not been heard of for 11 s of the coordinator's
+    started.expire()  # h1 has sent no heartbeat for 11 s of the coordinator's time
     assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0"]
     world.now += 49
     started.expire()
@@ -632,7 +632,7 @@ def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, star
     world.now += 1
     started.expire()
     assert not started.describe()["queries"] and not started.describe()["hosts"]
-    world.now += 500  # nobody has needed it for 654 s, of which 99 do not count
+    world.now += 500  # it was not needed for 654 s, of which 99 do not count
     assert not started.is_idle()
     world.now += 46
     assert started.is_idle()

@@ -1,4 +1,4 @@
-"""Which stored rows belong to keys: in families of any order of columns, with nulls, and where nobody can tell."""
+"""Which stored rows belong to keys: in families of any order of columns, with nulls, and where it cannot be decided."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_of_the_keys_go_from_every_family_and_no_others(gone: list[int]) ->
     assert len(forgotten.without("default", removals)) == len(left), "a removal has the bytes of the key as well"
 
 
-def test_what_no_schema_tells_of_may_be_a_note_with_a_key_in_it() -> None:
+def test_rows_without_a_schema_are_removed_as_possible_rows_of_a_key() -> None:
     forgotten = ForgottenKeys(batch([ROWS[0]]), FAMILIES, 16, is_whole=True)
     assert len(forgotten.without("ttl.-sweep", pairs(ROWS, KEY))) == 0
 

@@ -129,7 +129,7 @@ def test_a_coordinator_that_starts_while_a_storage_hangs_takes_up_the_other_quer
         storage.wait_for_call()
         assert again.open_batch(OpenBatch("healthy", 0, "h7", "a")).owners
         assert again.locate("op", "healthy").owners[3].host_id == "h0"
-        # The reports about the other query are being taken up, so nobody is asked for them again.
+        # The reports about the other query are in progress, so the hosts are not asked for them again.
         assert all(again.heartbeat_host(f"h{i}", "a", {"hanging": 0}).known for i in range(FEW_HOSTS))
         with pytest.raises(UnknownRunError):
             again.completed("hanging", "h0")
@@ -139,7 +139,7 @@ def test_a_coordinator_that_starts_while_a_storage_hangs_takes_up_the_other_quer
     assert again.locate("op", "hanging").owners[3].host_id in {f"h{i}" for i in range(FEW_HOSTS)}
 
 
-def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
+def test_a_report_that_cannot_be_processed_is_requested_again(
     world: World,
     storage: HangingStorage,
     cluster: Cluster,
@@ -200,7 +200,7 @@ def test_a_late_report_of_a_stopped_run_changes_nothing(
     assert again.coordinator.registries.runs.current() == []
     assert again.heartbeat_host("h0", "a", {"healthy": 0}).unload_runs == ("healthy",)
     if waits_for == "a thread":
-        assert sorted(epochs.iterdir()) == before, "nobody has claimed the state"
+        assert sorted(epochs.iterdir()) == before, "the state was not claimed"
 
 
 def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
@@ -254,7 +254,7 @@ def test_leases_and_maintenance_wait_for_no_savepoint_that_cannot_be_given_up(
     assert world.open(c, 2).version == 2
 
 
-def test_a_query_has_so_many_threads_and_so_much_may_wait() -> None:
+def test_the_threads_and_waiting_calls_of_a_query_are_bounded() -> None:
     threads, may_end, began = QueryThreads(threads=2, most_waiting=3), threading.Event(), threading.Semaphore(0)
 
     def work() -> str:

@@ -1,4 +1,4 @@
-"""The loop that ends leases goes on, whatever fails in it."""
+"""The loop that ends leases continues after any failure in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.coordinator_actor.coordinator_world import World
 
 
 def watched(world: World, c: Coordinator, publish: Callable[[int, int], None], looks: int) -> list[float]:
-    """Look at the leases so many times; return the times, in seconds, at which the process was to end."""
+    """Look at the leases so many times; return the times, in seconds, at which the process was asked to end."""
     ends: list[float] = []
     loop = LeaseWatch(c, publish, lambda: ends.append(world.now), clock=lambda: world.now).loop()
     for _ in range(looks):

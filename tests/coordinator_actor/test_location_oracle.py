@@ -35,14 +35,14 @@ def test_each_key_group_is_with_the_owner_of_its_partition(case: tuple[int, list
     assert view.num_partitions("op") == n
 
 
-def test_operators_have_owners_of_their_own() -> None:
+def test_operators_have_separate_owners() -> None:
     view = oracle({"a": [0, 1], "b": [1, 1, 2]})
     assert view.location_of("a", 63) == HOSTS[1] and view.location_of("b", 63) == HOSTS[2]
     assert [h.host_id for h in view.hosts] == ["h0", "h1", "h2"]
     assert view.completed_version == 7
 
 
-def test_an_unknown_operator_is_told_what_exists() -> None:
+def test_the_error_for_an_unknown_operator_names_the_existing_ones() -> None:
     view = oracle({"clicks": [0], "views": [1]})
     for ask in (
         lambda: view.location_of("nobody", 0),

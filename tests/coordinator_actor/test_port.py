@@ -105,7 +105,7 @@ def ck_of(c: Coordinator) -> str:
 
 
 def unknown(c: Coordinator, ask: Callable[[Coordinator, object, object], object]) -> object:
-    """What is answered about what nobody knows."""
+    """Return the answer to a question about an unknown query, operator or run."""
     try:
         return ask(c, "another", "another")
     except CoordinatorError as error:
@@ -113,7 +113,7 @@ def unknown(c: Coordinator, ask: Callable[[Coordinator, object, object], object]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_what_is_neither_text_nor_uuid_is_refused(message: str) -> None:
+def test_a_value_that_is_neither_string_nor_uuid_is_refused(message: str) -> None:
     declared = getattr(CoordinatorPort, message)
     hints = get_type_hints(declared)
     for name in inspect.signature(declared).parameters:
@@ -125,7 +125,7 @@ def test_what_is_neither_text_nor_uuid_is_refused(message: str) -> None:
             assert Arguments(declared).take((), {name: RUN}) == ([], {name: str(RUN)})
 
 
-def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) -> None:
+def test_records_have_strings_and_several_ids_are_not_a_string(started: Coordinator) -> None:
     with pytest.raises(InvalidRequestError, match="run_id in request of open_batch must be a string"):
         started.open_batch(OpenBatch(5, 0, "h0", "a"))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="run_ids of verify_instances must be several values"):
@@ -136,7 +136,7 @@ def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) ->
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_actor_answers_each_message_in_its_concurrency_group(message: str) -> None:
-    """A method that is no coroutine would answer in the one thread of all, and hold up the others."""
+    """A method that is not a coroutine would run in the thread that all share, and delay the others."""
     method = getattr(StateStoreCoordinator, message)
     assert inspect.iscoroutinefunction(method)
     assert inspect.signature(method) == inspect.signature(getattr(CoordinatorPort, message))

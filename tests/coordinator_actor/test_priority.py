@@ -32,7 +32,7 @@ def test_all_threads_take_ordinary_priority() -> None:
     assert found == "True [0]"
 
 
-def test_where_it_is_not_allowed_the_process_goes_on_as_it_is() -> None:
+def test_where_it_is_not_allowed_the_process_continues_as_it_is() -> None:
     no_rights = (
         "import resource; resource.setrlimit(resource.RLIMIT_NICE, (0, 0)); "
         "os.setuid(65534) if os.getuid() == 0 else None"

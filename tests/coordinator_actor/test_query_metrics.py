@@ -87,7 +87,7 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
     assert sink.get("statestore_query_storage_bytes_total", query="totals", direction="sent") > 100
 
 
-def test_gauges_say_how_old_the_newest_version_is_and_what_is_usual(world: World) -> None:
+def test_gauges_show_the_age_of_the_newest_version_and_the_usual_interval(world: World) -> None:
     sink, metrics = made(world)
     c = begin(world, name="totals")
     for batch in range(4):
@@ -102,7 +102,7 @@ def test_gauges_say_how_old_the_newest_version_is_and_what_is_usual(world: World
     assert sink.get("statestore_usual_interval_seconds", **labels) == pytest.approx(10.0)
     assert sink.get("statestore_completed_version", **labels) == 4
     assert sink.get("statestore_batch_seconds", **labels) == 0
-    assert sink.of("statestore_event_time_lag_seconds") == {}, "there is no watermark"
+    assert sink.of("statestore_event_time_lag_seconds") == {}, "without a watermark"
 
 
 def test_a_batch_counts_from_where_its_driver_is_at_work_until_spark_has_committed_it(world: World) -> None:
@@ -149,7 +149,7 @@ def test_a_query_that_has_ended_runs_no_more_and_a_restarted_one_does(world: Wor
     assert sink.get("statestore_epoch", query="totals") == 2
 
 
-def test_what_was_completed_before_the_coordinator_began_is_not_counted_again(world: World) -> None:
+def test_versions_completed_before_the_coordinator_began_are_not_counted_again(world: World) -> None:
     c = begin(world)
     batches(world, c, 0, 2)
     world.now += 100.0

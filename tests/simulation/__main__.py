@@ -1,7 +1,7 @@
 """``python -m tests.simulation --seed 17``: run one seed again; ``--seeds 1000:2000`` or ``--steps 1000000``: search.
 
 ``--for 1h`` searches fresh seeds in all worlds, and adds each that fails to ``found.txt``, which the suite runs.
-``--fresh`` begins a search at a seed that is drawn anew. A search fails as well if it never came to something that
+``--fresh`` begins a search at a random seed. A search also fails if it never reached one of the situations that
 ``sometimes.py`` declares, unless it was too short for that.
 """
 
@@ -27,19 +27,19 @@ def duration(text: str) -> float:
     """Read ``90``, ``90s``, ``10m`` or ``1h``."""
     match = re.fullmatch(r"(\d+)([smh]?)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: give seconds, or a number with s, m or h.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: give seconds, or a number with s, m or h.")
     return float(int(match[1]) * UNITS[match[2]])
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a seed failed, or a long search has left something out."""
+    """Run the seed or the search; return 1 if a seed failed, or a long search has left something out."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--seeds", help="first:last, the last not included")
     parser.add_argument("--world", choices=WORLDS, default="as-it-is", help="run or search in this world")
-    parser.add_argument("--steps", type=int, help="go on with new seeds until so many steps are done")
+    parser.add_argument("--steps", type=int, help="try new seeds until this many steps are done")
     parser.add_argument("--for", dest="seconds", type=duration, help="search fresh seeds for so long: 90s, 10m, 1h")
-    parser.add_argument("--fresh", action="store_true", help="begin with a seed that is drawn anew")
+    parser.add_argument("--fresh", action="store_true", help="begin with a random seed")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
     given = parser.parse_args()
     if given.seed is not None and not (given.steps or given.seconds):

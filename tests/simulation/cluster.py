@@ -38,7 +38,7 @@ class Cluster:
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        """As Ray starts the actor anew."""
+        """Start a new coordinator process, as Ray restarts the actor."""
         s = self.world.scheduler
         process = self.coordinator = s.process(f"coordinator of {self.name} at {s.now:.1f}")
         process.clock_offset = self.world.clock_offset
@@ -62,7 +62,7 @@ class Cluster:
         s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
 
     def _do(self, work: Callable[[], Any]) -> Any:
-        """Work that nobody may wait for: an error that nothing excuses must be seen all the same."""
+        """Do work that no caller waits for; fail the run if its error is not excused."""
         try:
             return work()
         except Exception as error:
@@ -75,7 +75,7 @@ class Cluster:
             self.start_coordinator()
 
     def replace_coordinator(self) -> None:
-        """Its node is cut off: Ray starts another one while the old one still works on what it has begun."""
+        """Cut off its node: Ray starts another one while the old one still finishes the calls that it has begun."""
         s, old = self.world.scheduler, self.coordinator
         if old is None or not old.is_alive:
             return
@@ -111,7 +111,7 @@ class HostSlot:
         self.local_dir = session.world.root / session.session_id / self.host_id
         self.process: Process | None = None
         self.replaced: list[Process] = []
-        """Those that nobody kills though another one has taken their place: they must end themselves."""
+        """Processes that were replaced but not killed: they must end themselves."""
         self._moves = 0
         self._starts = 0
         self._has_gone = False
@@ -146,7 +146,7 @@ class HostSlot:
             self.start()
 
     def replace(self) -> None:
-        """Its node is cut off from Ray; the old incarnation goes on, and tasks may reach it.
+        """Cut off its node from Ray; the old incarnation keeps running, and tasks may reach it.
 
         The old one is killed some time later, or its cable is put in again. Ray may have declared its node dead, also
         before there is another incarnation.

@@ -48,7 +48,7 @@ class HostClient:
         return self._run(name, lambda host: getattr(host, name)(*args))
 
     def _run(self, name: str, work: Callable[[Any], Any]) -> Any:
-        """What the Flight server does with one call."""
+        """Handle one call as the Flight server does."""
         process = self._world.addresses.get(self.address)
         try:
             return self._world.network.call(
@@ -237,7 +237,7 @@ class Query:
         held = self.world.disk.directory(self.stream.checkpoint, path).get(path)
         if held is not None:
             return self.stream.model.plans[held.decode()]
-        parent = self._last  # what another driver has removed meanwhile, this one still knows
+        parent = self._last  # another driver may have removed it, but this one still knows it
         if parent is None and batch > 0:
             below = f"offsets/{batch - 1}"
             log = self.world.disk.directory(self.stream.checkpoint, below)
@@ -380,7 +380,7 @@ class Query:
 
 
 class PerProcess:
-    """A module's global dict, of which every simulated process has its own."""
+    """A module's global dict, with a separate copy for every simulated process."""
 
     def _mine(self) -> dict[Any, Any]:
         held: dict[Any, Any] = scheduling.active.current.process.memory.setdefault("owners", {})

@@ -29,9 +29,9 @@ from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Faults
 
 faults = Faults()
-"""What goes wrong in the run under way."""
+"""The faults of the current run."""
 _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
-"""By what the marker in the directory of the engine says: a directory may be moved."""
+"""By the marker in the engine's directory, because a directory may be moved."""
 PARTS = 2
 
 
@@ -170,7 +170,7 @@ class SimulatedEngine:
         return len(self._pairs)
 
     def memory_bytes(self) -> int:
-        """Nobody asks."""
+        """Return a constant: no test reads it."""
         return 0
 
     def num_files(self) -> int:
@@ -191,7 +191,7 @@ class SimulatedEngine:
 
 
 class SimulatedRocksDB(LocalRocksDB):
-    """RocksDB in a simulated process, with which it is closed."""
+    """RocksDB in a simulated process: it is closed when the process ends."""
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         scheduling.active.current.process.memory.setdefault(LocalRocksDB, []).append(self)

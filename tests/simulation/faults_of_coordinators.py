@@ -107,7 +107,7 @@ def overwriting_storage(monkeypatch: pytest.MonkeyPatch) -> None:
         return put_new(self, path, data)
 
     monkeypatch.setattr(SimulatedStorage, "put_new", put)
-    # What refuses such a storage; it has tests of its own.
+    # Disable the check that refuses such a storage; other tests cover it.
     monkeypatch.setattr(CreateIfAbsentProofs, "require", lambda self, storage: None)
 
 

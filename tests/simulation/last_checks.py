@@ -1,4 +1,4 @@
-"""The end of a run: in a healthy world all queries go on, and then all that is kept is looked through."""
+"""The end of a run: in a healthy world all queries must make progress, and then all kept state is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE = 400.0
 
 
 def finish(world: World) -> None:
-    """Nothing goes wrong any more: all queries must go on; then they are stopped and all is looked through."""
+    """End all faults, wait until every query makes progress, stop the queries and check all that is kept."""
     s = world.scheduler
     deadline = s.now + PATIENCE
     for stream, goal in [(stream, stream.batches + BATCHES_AFTER) for stream in world.streams]:
@@ -86,7 +86,7 @@ def finish(world: World) -> None:
 
 
 def _litter(world: World, stream: Stream) -> str | None:
-    """What is still there of a query though it is not kept; None if that is within bounds."""
+    """Return what is left of a query though it is not kept; None if that is within bounds."""
     head = stream.model.head()
     assert head is not None
     files = world.disk.all_files(stream.state)
@@ -177,7 +177,7 @@ def check_restored(world: World, stream: Stream, location: str, version: int, st
 def refusal_of_start(world: World, stream: Stream, location: str) -> str | None:
     """Return why a query is refused that starts from a new checkpoint; None if it starts.
 
-    Without ``metadata`` Spark gives the query an id of its own.
+    Without ``metadata`` Spark gives the query a new id.
     """
     disk = world.disk.copy(location, f"{location}/statestore")
     metadata = disk.directory(location, METADATA).get(METADATA)

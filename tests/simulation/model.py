@@ -1,8 +1,8 @@
-"""What the state must be, and whether it is: the guarantees, checked from outside.
+"""A model of the state that checks the guarantees from outside.
 
 Every planned batch is a ``Plan``: which keys it touches, and what their values are afterwards. A value is a
 digest of the value before and of the plan, so that rows lost, counted twice, or applied to another state show at once.
-What is stored has the attempt behind it: of several attempts, only that of the one that the manifest names may be seen.
+A stored value contains its attempt: of several attempts, only that of the one that the manifest names may be seen.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def partition_of(key: bytes, num_partitions: int) -> int:
 
 
 def new_value(operator: str, token: str, key: bytes, old: bytes | None) -> bytes | None:
-    """What a batch makes of a key: not the same if it is done twice, left out or done in another order."""
+    """Return the value that a batch gives a key: it differs if the batch is done twice, left out or out of order."""
     made = hashlib.blake2b(b"|".join((operator.encode(), token.encode(), key, old or b"")), digest_size=DIGEST).digest()
     return None if made[0] % 8 == 0 else made
 
 
 class Plan:
-    """One batch as Spark has planned it: what is in ``offsets/<batch>``. ``values`` is the state that it leads to.
+    """One batch as Spark has planned it, in ``offsets/<batch>``. ``values`` is the state that it leads to.
 
     ``forgotten`` are the keys that an exchange of files has taken out of the changes and the state of this batch.
-    ``earlier`` has the values that exchanges have replaced: hosts show them until they hear of the exchange.
+    ``earlier`` has the values that exchanges have replaced: hosts show them until they learn of the exchange.
     """
 
     def __init__(self, token: str, batch: int, parent: Plan | None, operators: Collection[str]) -> None:
@@ -101,7 +101,7 @@ class Plan:
         self._compute()
 
     def follow(self, exchange: Exchange) -> None:
-        """Make the state anew, of that of the batch before, which an exchange has changed."""
+        """Compute the state again from that of the batch before, which an exchange has changed."""
         before_exchange = self.values
         self._compute()
         for key in exchange.keys:
@@ -122,8 +122,8 @@ class Plan:
 class Exchange:
     """Files were exchanged for ones without ``keys``, which are pairs of an operator and a key, at ``began``.
 
-    ``values`` are those that the keys had, and that no file may have any more. ``reported`` is when its caller was told
-    that nothing is left of the keys.
+    ``values`` are those that the keys had, and that no file may have any more. ``reported`` is the time at which its
+    caller learned that nothing is left of the keys.
     """
 
     path: str
@@ -133,12 +133,12 @@ class Exchange:
     reported: float | None = None
 
     def is_unreported(self, since: float) -> bool:
-        """Return whether whoever has asked at ``since`` may still be shown what has gone."""
+        """Return whether a client that asked at ``since`` may still see the forgotten values."""
         return self.reported is None or since < self.reported
 
 
 def stored(value: bytes | None, attempt: str) -> bytes | None:
-    """What a task writes for a value: a row with one column, as ``SCHEMA`` encodes it."""
+    """Return the bytes that a task writes for a value: a row with one column, as ``SCHEMA`` encodes it."""
     if value is None:
         return None
     content = value + attempt.encode()
@@ -146,20 +146,20 @@ def stored(value: bytes | None, attempt: str) -> bytes | None:
 
 
 def value_in(content: bytes | None) -> bytes | None:
-    """The value in what is stored."""
+    """Return the value in stored content."""
     return None if content is None else content[HEADER : HEADER + DIGEST]
 
 
 def attempt_in(content: bytes) -> str:
-    """The attempt in what is stored."""
+    """Return the attempt in stored content."""
     return content[HEADER + DIGEST :].decode()
 
 
 def is_before(plan: Plan, operator: str, key: bytes, value: bytes | None) -> bool:
     """Return whether a task of the batch may read a value.
 
-    A task that works in vain, for its batch is over or its coordinator replaced, may read what was forgotten since.
-    What counts is in the changelogs that manifests name.
+    A task whose work is wasted, because its batch is over or its coordinator replaced, may read values that were
+    forgotten since. Only the changelogs that manifests name count.
     """
     return value is None if plan.parent is None else plan.parent.may_be((operator, key), value, 0.0)
 
@@ -182,15 +182,15 @@ class Model:
     seen: dict[tuple[str, bytes], set[bytes | None]] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
     records: dict[str, RewrittenFiles] = field(default_factory=dict)
-    """Which files stand in the place of others, by the paths of the records."""
+    """Which files have replaced others, by the paths of the records."""
     to_forget: dict[str, frozenset[tuple[str, bytes]]] = field(default_factory=dict)
     """By the path of a record: the operators and keys that are to go."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     """By the path of the record, in their order."""
     shown: dict[tuple[str, str], list[bytes | None]] = field(default_factory=dict)
-    """By plan and operator, what was answered first: a completed version does not change."""
+    """The first answer by plan and operator: a completed version does not change."""
     written_anew: set[str] = field(default_factory=set)
-    """The names of the changelogs that stand in the place of others."""
+    """The names of the changelogs that have replaced others."""
     has_lost_files: bool = False
     """Retention has removed some."""
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
@@ -245,8 +245,8 @@ class Model:
     ) -> None:
         """A query client reads one completed version, and of it what the attempts made that its manifest names.
 
-        It has asked at ``since``: what was forgotten by then must not be shown. A follower may show the attempts of an
-        earlier manifest of the version, until its next look.
+        The client asked at ``since``: values that were forgotten by then must not be shown. A follower may show the
+        attempts of an earlier manifest of the version, until its next look.
         """
         for key, content in zip(keys, contents, strict=True):
             self.check_read(operator, key, content)
@@ -297,7 +297,7 @@ class Model:
             self.check_attempts(made.id, operator, keys, contents)
 
     def check_attempts(self, manifest_id: int, operator: str, keys: list[bytes], contents: list[bytes | None]) -> None:
-        """What is shown is of the attempts that the manifests name."""
+        """Check that the values shown are of the attempts that the manifests name."""
         for key, content in zip(keys, contents, strict=True):
             expected = self.attempts[manifest_id].get((operator, key))
             if content is not None and attempt_in(content) != expected:
@@ -326,7 +326,7 @@ class Model:
         return chains.walk(self.as_rewritten(head, head), manifest, str)
 
     def as_rewritten(self, manifest: Manifest, head: Manifest) -> Manifest:
-        """What a manifest means where ``head`` is the newest one."""
+        """Return the meaning of a manifest where ``head`` is the newest one."""
         for path in head.rewritten:
             manifest = self.records[path].of(manifest)
         return manifest
@@ -343,7 +343,7 @@ class Model:
             raise Violation(f"Manifest {manifest.id} is written twice.")
         self.named.update(entry.attempt for _, _, entry in entries(manifest))
         if manifest.epoch in self.closed or (newest is not None and manifest.epoch < newest.epoch):
-            # By a coordinator that has lost the query, and perhaps stood still for long: nobody is answered.
+            # By a coordinator that has lost the query, and perhaps stalled for long: its answer reaches no client.
             self.fenced.add(manifest.id)
             self.manifests[manifest.id] = manifest
             self.plan_of_manifest[manifest.id] = self.plan_of_attempt[next(entries(manifest))[2].attempt]
@@ -374,7 +374,7 @@ class Model:
             made = manifest.operators[operator]
             n = made.num_partitions
             if meta.base == f"{layout_of(operator, made).directory(partition)}/{meta.version - 1}-removed":
-                continue  # in place of the changelog that has led to the snapshot at which loads begin: nobody reads it
+                continue  # in place of the changelog below the snapshot where loads begin: no load reads it
             below = earlier.operators[operator] if earlier is not None else None
             if below is not None and (below.num_partitions, below.backend) == (n, made.backend):
                 base = below.partitions[partition].changelog.path
@@ -423,7 +423,7 @@ class Model:
         plan: Plan | None = self.plan_of_attempt[next(entries(manifest))[2].attempt]
         forgotten = {p.values[key] for p in self.plans.values() for key in keys if key in p.values}
         changed = {plan}
-        for following in self.plans.values():  # in the order in which they were planned
+        for following in self.plans.values():  # in planning order
             if following.parent in changed:
                 changed.add(following)
         while plan is not None:
@@ -442,7 +442,7 @@ class Model:
         return made
 
     def _check_forgotten(self, manifest: Manifest, files: dict[str, bytes]) -> None:
-        """What a manifest behind an exchange names for the first time has no value that was forgotten."""
+        """Check that the files which a manifest after an exchange names for the first time have no forgotten value."""
         gone = [value for exchange in self.exchanges.values() for value in exchange.values]
         chain = self.chain()
         for operator, partition, entry in entries(manifest):
@@ -468,12 +468,12 @@ class Model:
         return any(value in data for exchange in self.exchanges.values() for value in exchange.values)
 
     def reported(self, path: str, now: float, born: Callable[[str], float], files: dict[str, bytes]) -> None:
-        """Somebody was told that nothing is left of some keys: no file has them that was there before the exchange."""
+        """Check the report that nothing is left of some keys: no file from before the exchange may still have them."""
         exchange = self.exchanges[path]
         exchange.reported = now
         for file, data in files.items():
             if born(file) < exchange.began and any(value in data for value in exchange.values):
-                raise Violation(f"{file} has rows of keys, though their caller was told that they were forgotten.")
+                raise Violation(f"{file} has rows of keys that were reported as forgotten.")
 
     def check_acknowledged(
         self, coordinator: str, message: Acknowledge, manifest_id: int | None, num_tasks: int
@@ -493,7 +493,7 @@ class Model:
                 f"Attempt {message.attempt} of {message.operator}/{message.partition} is answered with manifest "
                 f"{manifest_id}, which does not name it."
             )
-        # With a new epoch, whoever coordinates may have to learn all anew.
+        # With a new epoch, the coordinator may have to learn everything again.
         batch = (coordinator, self.epoch, message.run_id, message.version)
         answered = self.answered.setdefault(batch, set())
         answered.add((message.operator, message.partition))
@@ -567,7 +567,7 @@ class Model:
         while above is not None and above.batch > plan.batch:
             above = above.parent
         if above is plan:
-            return  # it comes late: others have gone on from there
+            return  # it comes late: others have already built on that version
         found = set()
         for meta in _commits(files, plan.batch + 1):
             if (meta.query_run_id, meta.num_partitions) != (run_id, n):

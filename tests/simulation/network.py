@@ -1,4 +1,4 @@
-"""Calls between processes: late, lost, twice, out of order, answered by nobody.
+"""Calls between processes: late, lost, twice, out of order, or without an answer.
 
 A call runs as a task of the process that is called. Its answer is lost with either of the two.
 """
@@ -22,7 +22,7 @@ KNOWN_ERRORS = (CoordinatorError, StateStoreError, SparkBridgeError)
 
 
 class UnreachableError(Exception):
-    """Nobody answered: it is not known whether the call was carried out."""
+    """The call got no answer: it is not known whether it was carried out."""
 
 
 class _Call:
@@ -60,8 +60,7 @@ class Network:
     ) -> Any:
         """Have a function called in another process; raises what it raises, or ``UnreachableError``.
 
-        Ray knows nothing any more of a process that it takes for dead (``is_cut_off``); a connection of its own
-        may still reach it.
+        Ray forgets a process that it takes for dead (``is_cut_off``); a direct connection may still reach it.
         """
         s = scheduling.active
         call = _Call(s.current)

@@ -1,6 +1,6 @@
 """Those who work on a query from outside of it, with the real code: they stand still, are cut off and die, as all do.
 
-Each piece of work is a process of its own. Its errors need an excuse: something that went wrong during the work.
+Each piece of work runs in its own process. Its errors need an excuse: a fault that was injected during the work.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ OTHERS = (
     UnknownQueryError,
     UnknownRunError,
 )
-"""Another run has begun, another coordinator knows nothing of the query yet, somebody else holds it."""
+"""Another run has begun, another coordinator does not know the query yet, or another one holds it."""
 LONG = 40.0
-"""Virtual seconds for which an outsider stands still at most, or is cut off."""
+"""The longest time, in virtual seconds, for which an outsider stalls or is cut off."""
 
 
 class Outsider:
-    """Somebody who does a piece of work again and again, in a process each time. A subclass says what in ``work``."""
+    """A client that repeats a piece of work, in a new process each time. A subclass defines ``work``."""
 
     name = "an outsider"
 
@@ -88,7 +88,7 @@ class Outsider:
         """Nothing happens to the process but that it stands still in the middle of its work."""
 
     def begin(self) -> None:
-        """Go on until nothing goes wrong any more."""
+        """Run until all faults have ended."""
         self._task = self._world.scheduler.spawn(self._world.outside, self._run, self.name)
 
     def _run(self) -> None:
@@ -222,7 +222,7 @@ class Forgetter(Outsider):
             sometimes("a forgetter begins again, for the query has gone on")
 
     def _check(self, stream: Stream, process: Process) -> None:
-        """The caller is told that nothing is left of the keys."""
+        """Check the report to the caller that nothing is left of the keys."""
         world, held = self._world, stream.model
         counting = [path for path in process.memory.get("records", ()) if path in held.exchanges]
         if not counting:
@@ -263,7 +263,7 @@ class Forgetter(Outsider):
 
 
 class Saver(Outsider):
-    """Takes a savepoint of a stream, restores it to a new checkpoint, and looks at what is there."""
+    """Takes a savepoint of a stream, restores it to a new checkpoint, and checks the result."""
 
     name = "a saver"
 
@@ -312,9 +312,9 @@ class Saver(Outsider):
 
 
 class Forker(Outsider):
-    """Copies the checkpoint of a stream while its query stands, and gives the copy a state of its own.
+    """Copies the checkpoint of a stream while its query is stopped, and gives the copy its own state.
 
-    The state lies in the checkpoint here, and is forked as if it lay elsewhere. An attempt goes on where one has died.
+    The state is in the checkpoint here, and is forked as if it were elsewhere. An attempt resumes where one has died.
     """
 
     name = "a forker"
@@ -374,7 +374,7 @@ class Forker(Outsider):
             return "there is no state" in str(error)
         if not isinstance(error, CheckpointPlaceError):
             return False
-        # Its first batch is not committed, or the query has gone on since the copy was made.
+        # Its first batch is not committed, or the query has progressed since the copy was made.
         return self._version == 0 or self._copied_at != self._state_files()
 
     def _state_files(self) -> set[str]:
@@ -449,15 +449,15 @@ class Rewriter(Outsider):
             raise Violation(f"No query starts from the rewritten checkpoint: {refusal}")
 
     def _check_left(self) -> None:
-        """What an attempt has left that was cut short is either whole or refused: nobody opens a part of the state."""
+        """Check that an attempt that was cut short has left a whole checkpoint, or one that every start refuses."""
         assert self._location is not None
         if METADATA in self._world.disk.directory(self._location, METADATA):
             self._check()  # only the answer was lost
-        # A late write may bring back a file that no manifest names: a new query begins beside it, with no state.
+        # A late write may bring back a file that no manifest names: a new query ignores it and begins with no state.
         elif any(not path.startswith(("operators/", "groups/", "schemas/", "audit/")) for path in self._files()) and (
             refusal_of_start(self._world, self._world.streams[0], self._location) is None
         ):
-            raise Violation(f"A query starts from what a rewrite has left at {self._location}: {self._files()}.")
+            raise Violation(f"A query starts from the remains of a rewrite at {self._location}: {self._files()}.")
 
     def _remove(self) -> None:
         """Remove the checkpoint, as its user does: late writes may follow, so its name is not used again."""
@@ -559,7 +559,7 @@ class StorageReader(Outsider):
             sometimes("a version is looked up again in storage")
 
     def go_on(self) -> None:
-        """Go on to the next batch: what the last ones have looked up is kept."""
+        """Begin the next batch: the lookups of the last batches are kept."""
         self.once(is_troubled=False)
 
     def stalls(self, process: Process, seconds: float) -> None:
@@ -578,17 +578,17 @@ class StorageReader(Outsider):
         path = LookupRecords.path("reading", self._batch)
         record = world.disk.directory(world.streams[0].state, path)
         if path in record and (self._is_troubled or world.has_gone_back or self._first is None):
-            # What the error says is to be done: the batch looks up anew.
+            # Follow the remedy in the error: the batch looks up again.
             if path in str(error):
                 sometimes("the record of a version that is gone is removed, as its error says")
             del record[path]
             self._first = None
             return True
-        return path not in record  # there is no version yet, or none that Spark's commits name
+        return path not in record  # no version exists yet, or none that Spark's commits name
 
 
 class Follower(Outsider):
-    """Serves the stream from its storage, in a cluster of its own, and follows it (``serve_state(follow=True)``)."""
+    """Serves the stream from its storage, in its own cluster, and follows it (``serve_state(follow=True)``)."""
 
     name = "a follower"
 
@@ -605,7 +605,7 @@ class Follower(Outsider):
         super().begin()
 
     def finish(self) -> None:
-        """Begin when all of the cluster goes on again."""
+        """Begin when the whole cluster is healthy again."""
         self._world.scheduler.sleep(2 * LONG)
         super().finish()
 
@@ -685,7 +685,7 @@ class Follower(Outsider):
         """Return whether what goes wrong in this world explains an error."""
         if super().is_excused(error, process):
             return True
-        # There is no state yet, or retention, which knows of no follower, has removed a version meanwhile.
+        # No state exists yet, or retention has removed a version, because it does not know of the follower.
         return not self._is_last and isinstance(
             error, (*OTHERS, VersionNotFoundError, MissingFileError, UnknownHostError)
         )

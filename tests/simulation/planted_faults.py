@@ -1,16 +1,16 @@
-"""Deliberate faults of the protocol: the simulation, or the test that is named beside a fault, finds each.
+"""Deliberate faults of the protocol. The simulation finds each, or the test that is named with a fault does.
 
 A fault breaks one rule, as a mistake in the product could. The simulation tries the seeds of its range one after the
 other until one fails. A change of the protocol gives each seed another course, so a range has at least eight times as
 many seeds as it takes on average to find the fault. It begins where the fault is found soon today.
 
-A fault that the simulation does not find, or not soon, has a ``test`` beside it: one without a simulation that sees the
-fault. The simulation looks for such faults in a thorough run only.
+A fault that the simulation does not find, or not soon, has a ``test``: one that finds the fault without the
+simulation. The simulation looks for such faults in a thorough run only.
 That run also plants each fault and sees its ``test`` fail.
 
-Two faults take away what only a second mistake would need, so that no world shows them: stale-owner (a host that has
-lost a partition is mostly refused as an incarnation that is not registered, and whoever opens the next batch goes by
-what the manifest names) and any-base (a host applies changes to what the manifest names, and to nothing else).
+Two faults take away a protection that only a second mistake would need, so that no world shows them. stale-owner: a
+host that has lost a partition is mostly refused as an incarnation that is not registered, and the host that opens the
+next batch follows the manifest. any-base: a host applies changes only to the version that the manifest names.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from tests.simulation.searches import (
 Plant = Callable[[pytest.MonkeyPatch], None]
 NO_SEEDS = range(0)
 FORGETFUL = range(3, 403, 4)
-"""Worlds in which files are exchanged."""
+"""Worlds that exchange files."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ FAULTS: Sequence[PlantedFault] = (
         no_lookup_record,
         range(7000, 7040),
         None,
-        f"{_LOOKUPS}::test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died",
+        f"{_LOOKUPS}::test_a_batch_gets_the_same_version_for_every_caller_and_after_any_crash",
     ),
     PlantedFault(
         "no-lookup-pin",
@@ -126,11 +126,11 @@ FAULTS: Sequence[PlantedFault] = (
         no_lookup_pin,
         range(7000, 7040),
         None,
-        f"{_LOOKUPS}::test_what_may_be_read_again_is_kept_and_no_more",
+        f"{_LOOKUPS}::test_only_versions_that_may_be_read_again_are_kept",
     ),
     PlantedFault(
         "no-fencing",
-        "A coordinator that has lost the query goes on completing versions.",
+        "A coordinator that has lost the query continues to complete versions.",
         no_fencing,
         range(166, 306),
         prepare=restless_in_two_clusters,
@@ -150,7 +150,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "no-claim",
-        "A registration claims no epoch, but goes on under the newest one.",
+        "A registration claims no epoch, but continues under the newest one.",
         no_claim,
         range(205, 365),
         None,
@@ -193,7 +193,7 @@ FAULTS: Sequence[PlantedFault] = (
         shared_threads,
         range(219, 1019, 10),  # calm worlds: elsewhere batches may be slow
         None,
-        "tests/coordinator_actor/test_hanging_storage.py::test_a_query_has_so_many_threads_and_so_much_may_wait",
+        "tests/coordinator_actor/test_hanging_storage.py::test_the_threads_and_waiting_calls_of_a_query_are_bounded",
     ),
     PlantedFault(
         "stale-owner",
@@ -221,7 +221,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "greedy-retention",
-        "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
+        "Maintenance removes the snapshot that the oldest kept version begins with: one too many.",
         greedy_retention,
         range(178, 708),
     ),
@@ -245,7 +245,7 @@ FAULTS: Sequence[PlantedFault] = (
         prepared_is_completed,
         range(43, 343),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
-        "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
+        "test_a_coordinator_that_restarts_in_a_repeat_continues_it",
     ),
     PlantedFault(
         "forgotten-changelog",
@@ -261,7 +261,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "unseen-duplicate",
-        "A host that has loaded a partition for a duplicate attempt alone does not look whether Spark has gone on.",
+        "A host that has loaded a partition for a duplicate attempt alone does not check for later commits of Spark.",
         unseen_duplicate,
         test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
         "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
@@ -330,7 +330,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "removal-beside-rewriting",
-        "Files are removed that were written anew for old versions, and that no manifest names yet.",
+        "Files are removed that were rewritten for old versions, and that no manifest names yet.",
         removal_beside_rewriting,
         FORGETFUL,
         None,
@@ -344,7 +344,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "exchange-without-hold",
-        "Files are exchanged under a hold that has lapsed since, and nobody looks whether they are still there.",
+        "Files are exchanged under a hold that has lapsed since, without a check that they still exist.",
         exchange_without_hold,
         FORGETFUL,
         None,
@@ -352,7 +352,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "unfiltered-rewriting",
-        "Files that are written anew have the rows that are to be forgotten.",
+        "Rewritten files have the rows that are to be forgotten.",
         unfiltered_rewriting,
         FORGETFUL,
         None,
@@ -421,7 +421,7 @@ FAULTS: Sequence[PlantedFault] = (
     ),
     PlantedFault(
         "unrenewed-uploads",
-        "An upload that takes long counts as dead, so that files are exchanged beside it.",
+        "An upload that takes long counts as dead, so that files are exchanged during it.",
         unrenewed_uploads,
         test="tests/spark_bridge/host/test_snapshots_together.py::"
         "test_upload_counts_as_running_while_its_host_reports_it",

@@ -28,9 +28,9 @@ ANSWER_SECONDS = 20.0
 EXACT = 0.3
 """How often a client asks for one of the last versions, and not for the last completed one."""
 KEPT = 0.7
-"""How often a client goes by the owners that it knows, and does not ask for them anew."""
+"""How often a client uses the owners that it knows, and does not ask for them again."""
 NEXT_BATCH = 0.3
-"""How often a query that looks up goes on to its next batch before it looks up."""
+"""How often a lookup query begins its next batch before it looks up."""
 CUT_OFF_SECONDS = 60.0
 """Within this many seconds a host that was cut off has heard that another one has taken its place, or is dead."""
 OLDER = 3
@@ -121,7 +121,7 @@ class QueryClient:
         seen = self._seen.get(run_id, 0)
         if not seen or r.random() >= EXACT:
             return At()
-        # What a host has no more, it loads from storage; a calm world is one in which nothing is loaded again.
+        # A host loads from storage a version that it no longer holds; in a calm world no version is loaded again.
         return At("version", max(0, seen - r.randint(0, OLDER)), held_only=self._world.is_calm)
 
     def _ask(self, stream: Stream, location: OperatorLocation, at: At) -> None:
@@ -171,7 +171,7 @@ class LookingUpQuery:
             try:
                 self._look_up(stream, operator)
             except VersionNotFoundError as error:
-                # Only a query that goes back makes a version anew, or has it no more.
+                # Only a query that goes back repeats a version, or loses it.
                 if not self._world.has_gone_back:
                     raise Violation(f"Batch {self._batch} cannot look up again: {error}") from error
                 self._batch, self._first = self._batch + 1, None

@@ -1,8 +1,8 @@
 """Requests to an object store under the scheduler: the real sender with its pace and its second requests.
 
-The simulated cluster stores files in a dict, whose calls fail as ``CheckpointStorage`` says that they may. Here is what
-stands behind that promise: real ``CheckpointStorage`` objects of several processes over a service that refuses requests
-above a rate, is late now and then, breaks connections, and loses answers to what it has done.
+The simulated cluster stores files in a dict, whose calls fail as ``CheckpointStorage`` says that they may. This module
+tests that promise: real ``CheckpointStorage`` objects of several processes over a service that refuses requests above a
+rate, is late now and then, breaks connections, and loses answers to requests that it has carried out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Service:
 
 
 class BucketsOfProcess(BucketTraffic):
-    """What the requests of one simulated process share."""
+    """State that the requests of one simulated process share."""
 
     def __init__(self, seed: int) -> None:
         s = scheduling.active
@@ -135,7 +135,7 @@ class Requests:
         return s.process(name), storage
 
     def timed(self, call: Callable[[], Any]) -> Any:
-        """Make a call, and take note of how long it took."""
+        """Make a call and record its duration."""
         began = self.scheduler.now
         try:
             return call()
@@ -163,9 +163,9 @@ def requests(seed: int, service: Service) -> Iterator[Requests]:
 def rivals(seed: int, *, processes: int = 3, threads: int = 4, names: int = 60) -> Counter[str]:
     """Let writers of several processes create the same files on a troubled service, and read them.
 
-    Raises ``Violation`` unless of the writers of a file one at most was told that it has created it, a file is what
-    that one has written, whoever was told that it is taken finds another's file there, and all come to an end. Return
-    what the service has seen.
+    Raises ``Violation`` unless all writers end and, for each file, at most one writer learned that it created it, the
+    file has that writer's content, and each writer that got the answer "taken" finds another writer's file there.
+    Returns the events that the service has seen.
     """
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.02, 0.2))
@@ -181,7 +181,7 @@ def rivals(seed: int, *, processes: int = 3, threads: int = 4, names: int = 60) 
                     told.setdefault(path, []).append(me)
                 except FileExistsInStorageError:
                     if service.files.get(f"ck/{path}") in (None, me.encode()):
-                        raise Violation(f"{me} was told that {path} is another's, but it is its own") from None
+                        raise Violation(f"{path} belongs to {me}, but the service says it is another's") from None
                 except StorageError:
                     pass  # it may be there, or not
                 try:
@@ -202,7 +202,9 @@ def rivals(seed: int, *, processes: int = 3, threads: int = 4, names: int = 60) 
         _ended(s, writers)
     for path, creators in told.items():
         if len(creators) > 1 or service.files[f"ck/{path}"] != creators[0].encode():
-            raise Violation(f"{path} is of {service.files[f'ck/{path}']!r}; {creators} were told that they created it")
+            raise Violation(
+                f"{path} is of {service.files[f'ck/{path}']!r}; each of {creators} got the answer that it created it"
+            )
     return service.seen
 
 

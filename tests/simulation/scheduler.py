@@ -1,10 +1,9 @@
 """One seeded scheduler: virtual time, processes that can be killed or paused, and the tasks that run in them.
 
-A task is synchronous code. It gives way where it waits (a message, a storage call, a lock, a sleep),
-and there another one goes on, its process may die, or all of it may stand still for a while. Tasks are OS
-threads of which exactly one runs at a time: whoever waits picks the next event and passes
-the baton on, so that a step costs one switch at most, and none if it is the same task's turn. After
-FoundationDB's simulation (Zhou et al., SIGMOD 2021) and SlateDB's ``slatedb-dst``.
+A task is synchronous code. It yields where it waits (a message, a storage call, a lock, a sleep). There another task
+runs, or its process dies, or all of it stalls for a while. Tasks are OS threads, and exactly one of them runs at a
+time: the waiting thread picks the next event and passes the baton on, so that a step costs one switch at most, and none
+if it is the same task's turn. After FoundationDB's simulation (Zhou et al., SIGMOD 2021) and SlateDB's ``slatedb-dst``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Violation(Exception):
 class Process:
     """What dies as one: tasks, and the objects and locks in its memory. ``clock_offset`` is how wrong its clock is.
 
-    Ray has given up a process that ``is_cut_off``. Until ``severed_until`` none of its own messages arrives.
+    Ray has given up a process that ``is_cut_off``. Until ``severed_until`` none of its messages arrives.
     """
 
     __slots__ = ("clock_offset", "is_cut_off", "memory", "name", "on_death", "paused_until", "severed_until", "tasks")
@@ -152,7 +151,7 @@ class Scheduler:
         self._push(self.now + delay, callback, -1)
 
     def sleep(self, seconds: float) -> None:
-        """Let others run; raises ``Killed`` if the process has died meanwhile."""
+        """Let others run; raises ``Killed`` if the process has died while it slept."""
         me = self.current
         if me.is_killed or me.process.tasks is None:
             raise Killed
@@ -171,7 +170,7 @@ class Scheduler:
         return me.is_woken
 
     def wake(self, task: Task) -> None:
-        """Let a task that is parked go on."""
+        """Resume a parked task."""
         if not task.is_done:
             task.is_woken = True
             self._push(self.now, task, task.ticket)
@@ -191,7 +190,7 @@ class Scheduler:
             self.wake(task)
 
     def kill(self, process: Process) -> None:
-        """End a process: its tasks never go on, its locks are gone with it."""
+        """End a process: its tasks never resume, and its locks are gone with it."""
         tasks = process.tasks
         if tasks is None:
             return
@@ -231,7 +230,7 @@ class Scheduler:
     # -- the run -------------------------------------------------------------------------------
 
     def run(self, max_steps: int | None = None) -> None:
-        """Carry out events until somebody stops, a rule is broken, or so many steps are done."""
+        """Carry out events until a task stops the run, a rule is broken, or so many steps are done."""
         self._limit = max_steps if max_steps is not None else 1 << 62
         self._is_stopping = False
         following = self._next()

@@ -1,4 +1,4 @@
-"""Searching seeds for a failure, and the worlds in which to do so: in some of them, some faults have much to spoil."""
+"""Searching seeds for a failure, and the worlds to search in: some worlds give a fault more chances to do damage."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def in_which_keys_are_forgotten(world: World) -> None:
 
 
 def in_which_writes_come_late(world: World) -> None:
-    """Have writes carried out once more after their answer, or long after their sender has given up.
+    """Have writes carried out again after their answer, or long after their sender has given up.
 
-    Keys are forgotten meanwhile: what comes late has rows of them.
+    Keys are forgotten at the same time: late writes have rows of them.
     """
     in_which_keys_are_forgotten(world)
     world.faults.late_write = 0.3
@@ -183,7 +183,7 @@ TELL_SECONDS = 30.0
 
 
 class Found:
-    """What a search has found: seeds that failed, by their worlds, and what came about how often."""
+    """The findings of a search: seeds that failed, by their worlds, and how often each situation was reached."""
 
     def __init__(self) -> None:
         self.seeds = 0

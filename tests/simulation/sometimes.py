@@ -1,7 +1,7 @@
-"""What a search must have come to at least once: a rule is worth little where nothing ever puts it to the test.
+"""Situations that a search must reach at least once: a rule is worth little where no situation tests it.
 
-After the "sometimes" assertions of FoundationDB and Antithesis. Whoever sees that something has come about calls
-``sometimes`` with its name. A search prints how often each came about, and fails if one of them never did.
+After the "sometimes" assertions of FoundationDB and Antithesis. Code that sees a situation calls ``sometimes`` with its
+name. A search prints how often each was reached, and fails if one of them never was.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "the record of a version that is gone is removed, as its error says",
     ),
 }
-"""By the kind of run, what it must reach."""
+"""The situations that each kind of run must reach."""
 _NAMES = frozenset(name for names in MUST_BE_REACHED.values() for name in names)
 
 
 def sometimes(name: str) -> None:
-    """Take note that something has come about that a search must reach."""
+    """Record that the run has reached a situation that a search must reach."""
     if name not in _NAMES:
         raise KeyError(f"{name!r} is not declared in MUST_BE_REACHED.")
     scheduling.active.reached[name] += 1

@@ -25,7 +25,7 @@ class Faults:
     storage_error: float = 0.0
     storage_slow: float = 0.0
     late_write: float = 0.0
-    """How often a write is carried out long after its caller has given up, or once more after it was answered."""
+    """How often a write is carried out long after its caller has given up, or again after it was answered."""
     paged_listing: float = 0.0
     """How often a listing takes two requests, and time between them: its beginning is stale when its end is read."""
     disk_full: float = 0.0
@@ -43,9 +43,9 @@ class Faults:
 
 @dataclass
 class Disk:
-    """What is stored, by location and the first part of the path.
+    """The stored files, by location and the first part of the path.
 
-    ``watch`` hears of every change and every read, as it happens.
+    ``watch`` receives every change and every read, as it happens.
     """
 
     faults: Faults
@@ -76,7 +76,7 @@ class Disk:
         return tops.setdefault(path.split("/", 1)[0], {})
 
     def copy(self, *locations: str) -> Disk:
-        """What is at some locations now, to be looked through while the world goes on."""
+        """Copy the files at some locations, to be checked while the world continues."""
         held = {at: {top: dict(files) for top, files in self.files.get(at, {}).items()} for at in locations}
         return Disk(Faults(), held, self.born, is_still=True)
 
@@ -86,7 +86,7 @@ class Disk:
 
 
 def content_of(ref: FileRef, files: dict[str, bytes]) -> bytes | None:
-    """What is at the place that a reference names; None if there is no such file."""
+    """Return the content of the file that a reference names; None if it does not exist."""
     held = files.get(ref.stored_in)
     return held if held is None or ref.within is None else held[ref.offset : ref.offset + ref.size]
 
@@ -246,11 +246,11 @@ class SimulatedStorage:
         return found
 
     def delete(self, path: str) -> None:
-        """Remove a file; it is no error if there is none."""
+        """Remove a file, if it exists."""
         self._call("delete", path, lambda: self._remove([path]))
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Remove files in two requests: whoever removes may die between them."""
+        """Remove files in two requests: the caller may die between them."""
         for some in (paths[: len(paths) // 2], paths[len(paths) // 2 :]):
             if some:
                 self._call("delete", some[0], partial(self._remove, some))

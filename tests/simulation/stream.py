@@ -22,7 +22,7 @@ class Stream:
     layout_of_run: dict[str, tuple[int, str]] = field(default_factory=dict)
     newest_run: str = ""
     superseded: set[str] = field(default_factory=set)
-    """Runs whose epoch somebody has ended who is no run: they still work, and cannot know that it is in vain."""
+    """Runs superseded by a client that is not a run: they still work, and cannot know that their work is lost."""
     num_runs: int = 0
     keep: int = 4
     """So many versions and batches are retained."""
@@ -31,7 +31,7 @@ class Stream:
     """By run, the version of the last batch that Spark has committed."""
 
     def is_newest(self, run_id: str) -> bool:
-        """Whether a run is the last one that has registered, and nobody has ended its epoch since."""
+        """Return whether a run is the last one that has registered, and its epoch has not been ended since."""
         return run_id == self.newest_run and run_id not in self.superseded
 
     @property

@@ -1,6 +1,6 @@
 """The simulation is worth something: it finds the faults that are planted. ``planted_faults.py`` has the table.
 
-The faults that it does not find, or not soon, have another test beside them.
+Another test covers the faults that it does not find, or not soon.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ USUAL = ("no-fencing", "hasty-commit", "greedy-retention", "prepared-is-complete
 
 
 def searched(fault: PlantedFault) -> Any:
-    """A usual run looks for one fault of each rule. What has a test beside it is found late."""
+    """A usual run looks for one fault of each rule. A fault with its own test is found late."""
     return pytest.param(fault, id=fault.name) if fault.name in USUAL else only_thorough(fault, id=fault.name)
 
 
@@ -51,7 +51,7 @@ def test_the_simulation_finds_a_planted_fault(fault: PlantedFault, monkeypatch: 
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, id=f.name) for f in FAULTS if f.test is not None])
-def test_what_the_simulation_does_not_find_soon_has_another_test(fault: PlantedFault) -> None:
+def test_faults_that_the_simulation_does_not_find_soon_have_another_test(fault: PlantedFault) -> None:
     assert fault.test is not None
     file, name = fault.test.split("::")
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{fault.test} is not there."

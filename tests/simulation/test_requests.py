@@ -1,4 +1,4 @@
-"""What stands behind storage that fails only as it says: the pace, second requests and repeats, under the scheduler."""
+"""The pace, second requests and repeats of the real storage, under the scheduler: it fails only as it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed set of seeds of the simulation, and that runs repeat exactly. ``test_planted_faults.py``: what it finds.
+"""A fixed set of seeds of the simulation, and that runs repeat exactly. ``test_planted_faults.py`` tests what it finds.
 
 More seeds: ``python -m tests.simulation --for 10m``.
 """
@@ -19,7 +19,7 @@ from tests.simulation.sometimes import MUST_BE_REACHED, never_reached, sometimes
 from tests.simulation.world import Result, run
 
 SEEDS = range(8)
-"""A usual run tries a few of them: those in which the most planted faults show for the least work."""
+"""A usual run tries a few of them: the seeds that show the most planted faults for the least work."""
 
 
 def check(result: Result) -> None:
@@ -61,11 +61,11 @@ def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "world"), [(3, "as-it-is"), *(only_thorough(*one) for one in kept() if one != (3, "as-it-is"))]
 )
-def test_what_was_found_once_is_not_found_again(seed: int, world: str) -> None:
+def test_a_seed_that_failed_once_passes_now(seed: int, world: str) -> None:
     check(run(seed, prepare=WORLDS[world]))
 
 
-def test_a_search_keeps_what_fails_with_its_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_records_failing_seeds_with_their_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Violation("a rule is broken")
 
     def failing(seed: int, **given: Any) -> Result:
@@ -78,10 +78,10 @@ def test_a_search_keeps_what_fails_with_its_world(tmp_path: Path, monkeypatch: p
     keep(found.failed, tmp_path / "found.txt")
     keep([*found.failed, (9, "on-failing-storage")], tmp_path / "found.txt")
     assert kept(tmp_path / "found.txt") == [(1, "as-it-is"), (3, "as-it-is"), (9, "on-failing-storage")]
-    assert len(search(fresh(0), steps=25).failed) == 1, "a search ends at the first failure, unless it is to go on"
+    assert len(search(fresh(0), steps=25).failed) == 1, "a search ends at the first failure, unless it is to continue"
 
 
-def test_a_search_says_what_it_never_came_to() -> None:
+def test_a_search_names_the_situations_that_it_never_reached() -> None:
     reached = Counter(name for names in MUST_BE_REACHED.values() for name in names)
     assert never_reached(reached) == []
     del reached["files are exchanged"]

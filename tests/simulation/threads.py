@@ -23,7 +23,7 @@ from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Task
 
 PREEMPTED = 0.03
-"""How often somebody else runs just before a lock is taken."""
+"""How often another task runs just before a lock is taken."""
 
 
 class Lock:
@@ -85,7 +85,7 @@ class Lock:
                 return
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Return whether a task holds it."""
         return self._owner is not None
 
     def __enter__(self) -> bool:
@@ -286,7 +286,7 @@ class Future:
         return self._is_cancelled
 
     def cancel(self) -> bool:
-        """Cancel it if it has not ended; what runs goes on."""
+        """Cancel it if it has not ended; work that already runs continues."""
         if self.done():
             return self._is_cancelled
         self._is_cancelled = True
@@ -355,7 +355,7 @@ def wait(futures: Iterable[Future], timeout: float | None = None) -> Waited:
 
 
 class Pool:
-    """``ThreadPoolExecutor``. Work that somebody waits for at once is done on the spot."""
+    """``ThreadPoolExecutor``. Work whose result the caller waits for at once is done on the spot."""
 
     def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "pool", **_: Any) -> None:
         self._max_workers = max_workers or 1
@@ -385,7 +385,7 @@ class Pool:
         return iter([function(*args) for args in zip(*iterables, strict=False)])
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing to do: idle workers are no tasks."""
+        """Do nothing: idle workers are not tasks."""
 
     def __enter__(self) -> Pool:
         return self
@@ -395,7 +395,7 @@ class Pool:
 
 
 class Background:
-    """A pool of the process that nobody closes: each piece of work is a task of its own, or done at once."""
+    """A pool of the process that is never closed: each piece of work is a task, or is done at once."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Begin some work."""
@@ -411,7 +411,7 @@ class Background:
 def _settle(future: Future, call: Callable[[], Any]) -> None:
     try:
         result = call()
-    except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+    except Exception as error:  # noqa: BLE001 - the waiting task gets it
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -500,7 +500,7 @@ def modules_under_test() -> list[types.ModuleType]:
 
 @contextmanager
 def installed(replacements: Mapping[tuple[str, str], Any]) -> Iterator[Callable[[Mapping[tuple[str, str], Any]], None]]:
-    """While a run lasts, the modules under test use simulated threads, clocks and ids, and these replacements besides.
+    """While a run lasts, the modules under test use simulated threads, clocks and ids, and these replacements.
 
     ``replacements`` has objects by module and name. The function that is given takes more of them. Everything is as
     before afterwards.

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated world, until all of it ends at once."""
+"""The faults of a simulated world, until all of them end at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Troubles:
     def __init__(self, world: World) -> None:
         self._world = world
         self.only: list[Callable[[], None]] = []
-        """What goes wrong, if it is this alone."""
+        """If not empty, the only faults of the world."""
         self.cut_off_at = -math.inf
         """When a process was cut off last. A replaced host answers from its old state for a while."""
         self.last_at = 0.0
@@ -60,7 +60,7 @@ class Troubles:
         return [h for x in self._world.sessions for h in x.hosts if h.process is not None and h.process.is_alive]
 
     def kill_host(self) -> None:
-        """A host dies; one to which partitions are to move, if there is such a host."""
+        """Kill a host; one that partitions are to move to, if there is such a host."""
         hosts = self._hosts()
         targets = [host for host in hosts if self._is_target(host)]
         if targets:

@@ -1,4 +1,4 @@
-"""One run: a world made from a seed, what goes wrong in it, and what must hold afterwards."""
+"""One run: a world made from a seed, its faults, and the rules that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_calm(seed: int) -> bool:
 
 @dataclass(frozen=True)
 class Constants:
-    """Settings and limits of the product that a world may have drawn anew."""
+    """Settings and limits of the product that a world may draw at random."""
 
     hold_seconds: float = HOLD_SECONDS
     driver_timeout: float = 30.0
@@ -90,7 +90,7 @@ class Constants:
     told_seconds: float = TOLD_SECONDS
     grant_seconds: float = GRANT_SECONDS
     directory_seconds: float = DIRECTORY_SECONDS
-    """The age up to which a host answers where a partition is: what it says may be wrong by then."""
+    """The age up to which a host answers where a partition is: its answer may be wrong by then."""
     shared_load_seconds: float = SHARED_LOAD_SECONDS
     task_answer_seconds: float = TASK_ANSWER_SECONDS
     abandoned_seconds: float = ABANDONED_SECONDS
@@ -103,7 +103,7 @@ class Constants:
     def drawn(draw: random.Random) -> Constants:
         """Draw each of them; a changelog of the simulation has some hundred bytes.
 
-        A lease lasts for three renewals at least, and hosts are told of an exchange for longer than a lease of theirs.
+        A lease lasts for three renewals at least, and hosts learn of an exchange for longer than one of their leases.
         """
         first = Constants(
             hold_seconds=draw.choice((5.0, 10.0, HOLD_SECONDS)),
@@ -160,7 +160,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run. ``trace`` is a digest of its events, if it was asked for."""
+    """The result of a run. ``trace`` is a digest of its events, if it was asked for."""
 
     seed: int
     steps: int
@@ -170,7 +170,7 @@ class Result:
     last_events: list[str]
     trace: int
     reached: Counter[str]
-    """What came about of ``sometimes.MUST_BE_REACHED``, and how often."""
+    """How often the run reached each situation of ``sometimes.MUST_BE_REACHED``."""
 
     def __str__(self) -> str:
         head = f"seed {self.seed}: {self.steps} steps, {self.batches} batches, {self.seconds:.0f} virtual seconds"
@@ -386,10 +386,10 @@ class World:
             stream.committed[run_id] = plan.batch + 1
 
     def _check_calm_read(self, location: str, path: str) -> None:
-        """Check that hosts which go on holding a query read no state of it: each read is a request that is paid for."""
+        """Check that hosts which keep holding a query read no state of it: each read is a request that is paid for."""
         stream = self.streams[0]
         is_state = location == stream.state and path.endswith((".changelog", ".changelogs", ".sst"))
-        # Of a request that fails nobody knows what it has done, so the state is loaded.
+        # A request that fails may have been carried out or not, so the state is loaded.
         if is_state and stream.batches >= SETTLED_BATCHES and not self.faults.storage_error:
             raise Violation(f"{path} of {stream.name} is read behind batch {stream.batches}, though nothing has moved.")
 

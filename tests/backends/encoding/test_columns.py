@@ -77,13 +77,13 @@ def test_an_order_is_undone(values):
 
 @pytest.mark.parametrize("n", [1, 7, EVEN_ROWS, EVEN_ROWS + 1])
 @pytest.mark.parametrize("width", [1, 10, EVEN_WIDTH, EVEN_WIDTH + 1])
-def test_arrays_and_their_slices_are_known_to_be_of_one_width_or_seen_to_be(n, width):
+def test_arrays_and_their_slices_of_one_width_are_recognized(n, width):
     rows = np.frombuffer(np.random.default_rng(n).bytes(n * width), f"V{width}")
     array = even_array(rows)
     array.validate(full=True)
     assert array.to_pylist() == [row.tobytes() for row in rows]
     for part in (array, array.slice(n // 2), array.slice(n // 3, n // 3 + 1), array[: n - 1]):
-        copied = binary(part.to_pylist())  # has offsets of its own
+        copied = binary(part.to_pylist())  # has separate offsets
         assert content_bytes(part) == content_bytes(copied) == len(part) * width
         found, seen = even_rows(part), even_rows(copied)
         if not len(part):

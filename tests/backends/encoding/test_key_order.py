@@ -1,4 +1,4 @@
-"""Keys come in the order in which Arrow would bring them, whatever they have in common and however long they are."""
+"""Keys are sorted in Arrow's order, whatever prefix they share and however long they are."""
 
 from __future__ import annotations
 

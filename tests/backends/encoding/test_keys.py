@@ -53,7 +53,7 @@ def test_columns_are_compared_one_after_the_other(batch):
 
 
 @pytest.mark.parametrize("kind", LADDERS, ids=str)
-def test_every_type_has_its_order_whatever_comes_behind(kind):
+def test_every_type_has_its_order_whatever_follows_it(kind):
     ladder = [None, *LADDERS[kind]]
     behind = pa.array([-128, None, 127] * len(ladder), pa.int8())
     steps = pa.array([value for value in ladder for _ in range(3)], kind)
@@ -68,13 +68,13 @@ def test_every_type_has_its_order_whatever_comes_behind(kind):
 
 
 @pytest.mark.parametrize("kind", LADDERS, ids=str)
-def test_what_lies_under_a_null_is_not_in_the_key(kind):
+def test_bytes_under_a_null_are_not_in_the_key(kind):
     values = LADDERS[kind][-2:]
     hidden = pa.record_batch([hide(values, kind, [True, False])], names=["k"])
     assert encode_keys(hidden, np.zeros(2, np.int32)).to_pylist() == encoded([None, values[1]], kind)
 
 
-def test_arrays_of_many_lengths_come_back():
+def test_arrays_of_many_lengths_round_trip():
     rng = np.random.default_rng(3)
     rows = [
         None if i % 7 == 0 else [[f"{i}\0{k}" for k in range(rng.integers(0, 40))] for _ in range(rng.integers(0, 5))]
@@ -89,7 +89,7 @@ def test_arrays_of_many_lengths_come_back():
 
 @settings(deadline=None, max_examples=examples(60))
 @given(batches())
-def test_keys_come_back(batch):
+def test_keys_round_trip(batch):
     groups = np.arange(batch.num_rows, dtype=np.int32) * 7
     keys = encode_keys(batch, groups)
     decoded = decode_keys(keys, batch.schema)
@@ -102,7 +102,7 @@ def test_keys_come_back(batch):
     assert comparable(again) == comparable(normal(batch.to_pylist() + batch.to_pylist()[1:]))
 
 
-def test_the_key_group_comes_first():
+def test_the_key_group_is_the_first_part_of_a_key():
     assert encoded([5], pa.int64(), group=1) < encoded([4], pa.int64(), group=2)
     assert encoded([7], pa.int8(), group=65535) == [b"\xff\xff\x01\x87"]
 

@@ -1,4 +1,4 @@
-"""Rows of earlier schemas, read with later ones; which schema may follow on which; the variables of an operator."""
+"""Rows of earlier schemas, read with later ones; which schemas may follow each other; the variables of an operator."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def drawable(kind: pa.DataType) -> pa.DataType:
 
 
 def as_python(value: Any, was: pa.DataType, kind: pa.DataType) -> Any:
-    """What a value of one type is in another, without Arrow."""
+    """Return what a value of one type becomes in another, without Arrow."""
     if value is None:
         return None
     if pa.types.is_struct(kind):
@@ -148,7 +148,7 @@ def test_rows_of_the_newest_schema_alone_are_not_converted(monkeypatch: pytest.M
     assert state.decode_values(gaps).to_pylist() == [{"n": 1, "s": "a"}, {"n": None, "s": None}]
 
 
-def test_a_number_that_there_is_no_schema_for_is_an_error() -> None:
+def test_an_unknown_schema_number_is_an_error() -> None:
     rows = pa.record_batch({"n": [1]})
     stored = pa.concat_arrays([encode_values(rows, 1), encode_values(rows, 3)])
     state = StateSchema(KEY, schema(n=pa.int64()), (schema(n=pa.int64()), schema(n=pa.int32())))
@@ -258,7 +258,7 @@ def test_the_same_schema_again_adds_nothing() -> None:
         (pa.int64(), required(pa.int64()), "'v' was nullable"),
     ],
 )
-def test_what_would_lose_or_change_values_is_refused(was: Any, is_now: Any, words: str) -> None:
+def test_a_schema_change_that_would_lose_or_change_values_is_refused(was: Any, is_now: Any, words: str) -> None:
     with pytest.raises(IncompatibleSchemaError, match=words):
         chain(schema(v=was), schema(v=is_now))
 
@@ -366,12 +366,12 @@ def test_a_deleted_variable_that_comes_back_is_empty() -> None:
         made.variable("m").family("x")
 
 
-def test_deleting_what_is_not_there_does_nothing() -> None:
+def test_deleting_a_missing_variable_does_nothing() -> None:
     assert go_on(None, operator(deleted("a"))) == operator()
     assert go_on(None, operator(value("b")), operator(value("b"), deleted("a"))) == operator(value("b"))
 
 
-def test_deleted_and_declared_again_it_goes_on_if_it_can() -> None:
+def test_a_variable_deleted_and_declared_again_continues_if_it_can() -> None:
     first = operator(value("a"))
     made = go_on(first, operator(deleted("a"), value("a", WIDER)))
     assert made.variable("a").families["a"].history == (COUNTS.value,)
@@ -397,7 +397,7 @@ def test_deleted_and_declared_again_it_goes_on_if_it_can() -> None:
         (OperatorSchema.of_rows(COUNTS), r"Stored: value a: .*Program: rows default: "),
     ],
 )
-def test_what_cannot_be_gone_on_from_names_both_sides(declared: OperatorSchema, words: str) -> None:
+def test_an_incompatible_schema_is_refused_naming_both_sides(declared: OperatorSchema, words: str) -> None:
     stored = operator(value("a"), key_columns=("k",), settings={"time_mode": "none"})
     assert go_on(stored, operator(value("a"))) == stored
     with pytest.raises(IncompatibleSchemaError, match=words):
@@ -434,7 +434,7 @@ def test_compacted_it_has_neither_history_nor_deleted_variables() -> None:
     made = go_on(operator(value("a"), value("b")), operator(value("a", WIDER), deleted("b")))
     made = go_on(made, operator(value("a", WIDER), value("b", TEXTS)))
     assert made.compacted() == operator(value("a", WIDER), StateVariable("b", "value", {"b.-2": TEXTS}))
-    # It may be gone on with as well, and narrower than before.
+    # A compacted operator can be continued as well, and with narrower types than before.
     assert go_on(made.compacted(), operator(value("b", TEXTS), value("a", WIDER))) == made.compacted()
 
 

@@ -43,7 +43,7 @@ ANYTHING = st.one_of(
     st.integers(-200, 200).map(np.int64),
     st.lists(st.integers(), max_size=1),
 )
-"""What a caller may give for a key, whatever the column's type."""
+"""Values that a caller may give for a key, whatever the column's type."""
 
 leaf_kinds = st.sampled_from(list(LEAVES))
 group_numbers = st.sampled_from([1, 2, 7, 1000, 1024, 1 << 16])
@@ -83,7 +83,7 @@ def test_each_value_likely_to_go_wrong(kind):
 
 @settings(deadline=None, max_examples=examples(200))
 @given(leaf_kinds, ANYTHING, group_numbers)
-def test_what_columns_refuse_is_never_encoded(kind, value, num_groups):
+def test_values_that_columns_refuse_are_never_encoded(kind, value, num_groups):
     schema = schema_of([kind])
     encoded = KeyEncoder.of(schema, num_groups).encode((value,))
     if encoded is not None:
@@ -183,7 +183,7 @@ def test_other_values_have_no_decoder():
     assert ValueDecoder.of(pa.schema([("a", pa.int8()), ("a", pa.int8())])) is None
 
 
-def test_bytes_that_are_no_row_are_left_to_the_columns():
+def test_bytes_that_are_not_a_row_are_left_to_the_columns():
     schema = schema_of([pa.string(), pa.int64()])
     for wrong in (b"", b"\0\0", bytes(15), bytes(14)):
         decoded = ValueDecoder.of(schema).decode(wrong)

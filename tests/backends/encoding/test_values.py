@@ -14,7 +14,7 @@ from tests.effort import examples
 
 @settings(deadline=None, max_examples=examples(60))
 @given(batches(maps=True))
-def test_values_come_back(batch):
+def test_values_round_trip(batch):
     values = encode_values(batch)
     decoded = decode_values(values, batch.schema)
     decoded.validate(full=True)
@@ -38,7 +38,7 @@ def test_decoded_rows_are_aligned_for_arrows_query_engine(n, capfd):
     assert "aligned" not in capfd.readouterr().err
 
 
-def test_nulls_of_more_columns_than_a_byte_has_bits_come_back():
+def test_nulls_of_more_columns_than_a_byte_has_bits_round_trip():
     width = 20
     columns = [pa.array([None if row == i else row for row in range(width)], pa.int32()) for i in range(width)]
     batch = pa.RecordBatch.from_arrays(columns, names=[f"c{i}" for i in range(width)])
@@ -60,7 +60,7 @@ def test_a_missing_value_is_a_row_of_nulls(batch):
 @settings(deadline=None, max_examples=examples(30))
 @given(batches(maps=True))
 def test_equal_rows_give_equal_bytes(batch):
-    """Whatever lies under a null in Arrow's buffers does not matter."""
+    """The bytes under a null in Arrow's buffers do not matter."""
     again = pa.record_batch(
         [pa.array(column.to_pylist(), column.type) for column in batch.columns], names=batch.schema.names
     )
@@ -68,7 +68,7 @@ def test_equal_rows_give_equal_bytes(batch):
 
 
 @pytest.mark.parametrize("kind", LADDERS, ids=str)
-def test_every_type_comes_back(kind):
+def test_every_type_round_trips(kind):
     values = [None, *LADDERS[kind], None]
     entries = [None, [], [("a\0", x) for x in values], [("", None)]]
     arrays = [pa.array(values, kind), pa.array([values, None, [], values[:2]], pa.list_(kind))]
@@ -88,7 +88,7 @@ def test_values_keep_the_bits_of_floats():
 
 
 @pytest.mark.parametrize("kind", LADDERS, ids=str)
-def test_what_lies_under_a_null_is_not_stored(kind):
+def test_bytes_under_a_null_are_not_stored(kind):
     values = LADDERS[kind][-2:]
     hidden, plain = hide(values, kind, [True, False]), pa.array([None, values[1]], kind)
     batches = [pa.record_batch([column], names=["v"]) for column in (hidden, plain)]

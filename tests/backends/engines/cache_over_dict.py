@@ -1,4 +1,4 @@
-"""A row cache over a dict, and the keys with which tests fill the cache."""
+"""A row cache over a dict, and the keys that tests fill the cache with."""
 
 import random
 import threading
@@ -53,7 +53,7 @@ def key_sets():
 
 
 def forced_hashes(number, seed=0):
-    """Hashes of which there are only a few: keys of another hash than their own, which many others have as well."""
+    """Return a hash function with only a few values: it differs from the real one, and many keys share each value."""
     return lambda keys, even=None: (
         np.array([hash((seed, key)) % number for key in keys.to_pylist()], np.uint64) << np.uint64(60)
     )

@@ -32,7 +32,7 @@ PAIRS = {b"%04d" % n: b"value %d" % n for n in range(0, 1000, 2)}
 
 @pytest.fixture(params=MADE)
 def engine(request, tmp_path):
-    """Every second number below a thousand in two families; a few of them are removed from one, and written anew."""
+    """Every second number below a thousand in two families; a few are removed from one, and written again."""
     (tmp_path / "engine").mkdir()
     made = MADE[request.param](tmp_path / "engine", StateStoreConf(fsync=False))
     pairs = SortedPairs.from_dict(PAIRS)
@@ -83,7 +83,7 @@ def random_ranges(seed):
 
 
 @pytest.mark.parametrize("family", ["default", "other"])
-def test_ascending_ranges_come_one_behind_the_other(engine, family, monkeypatch):
+def test_ascending_ranges_follow_one_another(engine, family, monkeypatch):
     pairs = sorted(expected(family).items())
     for seed in range(60):
         monkeypatch.setattr(rocksdb_scan, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))
@@ -112,7 +112,7 @@ def test_a_family_that_is_not_there_is_empty(engine):
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_sorted_pairs_are_taken_in_bulk(made, tmp_path, monkeypatch, file_bytes):
-    """Parts that do not go on behind the last one of their family too, and families without pairs."""
+    """Includes parts that do not follow the last one of their family, and families without pairs."""
     monkeypatch.setattr(rocksdb_scan, "FILE_BYTES", file_bytes)
     pairs = SortedPairs.from_dict(PAIRS)
     parts = [

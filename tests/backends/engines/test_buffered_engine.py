@@ -26,7 +26,7 @@ ROOM = 400
 
 
 def with_room(room: int, backend: str = "file") -> StateStoreConf:
-    """So much memory is left beside the caches, and what open databases take."""
+    """Leave this much memory for all but the caches and open databases."""
     caches = 8 << 20
     return StateStoreConf(
         provider=backend,
@@ -39,7 +39,7 @@ def with_room(room: int, backend: str = "file") -> StateStoreConf:
 
 
 class Model:
-    """An engine, and dicts of what it must hold."""
+    """An engine, and dicts of its expected content."""
 
     def __init__(self, engine: BufferedEngine, backend: str, rng: random.Random) -> None:
         self.engine, self.backend, self.rng = engine, backend, rng
@@ -136,7 +136,7 @@ def test_of_changes_only_a_range_is_held(room: int, tmp_path: Path) -> None:
     assert host_memory(conf).held()["copies"] == 0
 
 
-def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_path: Path) -> None:
+def test_a_scan_shows_the_pairs_of_its_start_and_ends_with_the_engine(tmp_path: Path) -> None:
     engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
     engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1"})}))(LocalState(1, "head", None))
     scan, later = engine.scan(None, None), engine.scan(None, None)
@@ -149,7 +149,7 @@ def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_
         engine.get_one(b"a")
 
 
-def test_what_begins_with_changes_needs_no_database(tmp_path: Path) -> None:
+def test_a_load_that_begins_with_changes_needs_no_database(tmp_path: Path) -> None:
     """To open one takes longer than to read a small state."""
     engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
     engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1", b"b": None})}))(LocalState(1, "head", None))

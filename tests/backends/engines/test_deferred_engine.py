@@ -104,7 +104,7 @@ def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_p
     state = loaded()
     assert opened == [READ]
     commit(state, {b"a": None})
-    state.close()  # as if the process had ended: what was not written is in the changelogs
+    state.close()  # as if the process had ended: unwritten changes are in the changelogs
     state = loaded()
     commit(state, {b"a": None})
     opened.clear()
@@ -137,7 +137,7 @@ def test_a_snapshot_bears_the_version_of_batches_that_changed_nothing(restored: 
     copy.close()
 
 
-def test_a_scan_goes_on_with_the_files_that_it_began_with(restored: DeferredEngine, tmp_path: Path) -> None:
+def test_a_scan_continues_with_the_files_that_it_began_with(restored: DeferredEngine, tmp_path: Path) -> None:
     scans = [restored.scan(None, None, "default"), restored.scan_ranges([(b"", None)], "default")]
     files = set((tmp_path / "engine").glob("*.sst"))
     write(restored, 2, dict.fromkeys(KEYS, b"new"))
@@ -162,7 +162,7 @@ def test_a_reader_of_the_time_before_leaves_no_old_rows_in_the_cache(
     assert read(restored) == [b"new"] * len(KEYS)
 
 
-def test_reads_beside_the_first_write_show_the_changes(
+def test_reads_during_the_first_write_show_the_changes(
     restored: DeferredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each moment: before the changes are below, when they are, and when they are no longer held."""
@@ -202,7 +202,7 @@ def test_changes_that_were_prepared_before_a_load_are_not_below_those_that_it_ho
     assert read(restored, KEYS[:2]) == [b"third", b"old"]
 
 
-def test_a_database_that_cannot_be_opened_for_writing_is_no_version_to_go_on_from(
+def test_a_database_that_cannot_be_opened_for_writing_is_not_resumed_from(
     restored: DeferredEngine, captured: Path, tmp_path: Path
 ) -> None:
     write(restored, 2, {KEYS[0]: b"new"})

@@ -16,7 +16,7 @@ FAMILIES = ("default", "timers", "lists")
 ROWS = 10
 MIB = 1 << 20
 DESCRIPTORS_OF_ITS_OWN = 12
-"""A database has so many files open at most beside those of its pairs: lock, log, manifest and directories."""
+"""The most files that a database has open apart from those of its pairs: lock, log, manifest and directories."""
 
 
 class Partitions:
@@ -54,7 +54,7 @@ def descriptors() -> int:
     ("number", "buffer_bytes"),
     [
         pytest.param(12, 4 * MIB, id="12 partitions with a thirty-second of the usual write buffers"),
-        # The case above stands in for this one.
+        # The case above replaces this one in other runs.
         pytest.param(500, 128 * MIB, id="500 partitions", marks=pytest.mark.thorough),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is RocksDB's own: the local directory that is used again."""
+"""RocksDB alone: it uses its local directory again."""
 
 import re
 import shutil
@@ -62,7 +62,7 @@ def ends_midway(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt("no space left on device")])
-def test_a_write_that_ends_midway_shows_nobody_what_it_has_written(location, tmp_path, ends_midway, error):
+def test_a_write_that_ends_midway_stays_invisible(location, tmp_path, ends_midway, error):
     with open_provider(location, local_dir=tmp_path / "local") as provider:
         commit(provider, 0, a="1", b="1", c="1", d="1")
         store = provider.get_store(1)
@@ -72,7 +72,7 @@ def test_a_write_that_ends_midway_shows_nobody_what_it_has_written(location, tmp
         for _ in range(2):
             with pytest.raises(LocalStateDamagedError, match="no space left"):
                 content(store)
-        # It is loaded anew as soon as somebody asks for a version, be it the same.
+        # The state is loaded again on the next request for a version, even for the same one.
         assert content(provider.get_store(1)) == dict.fromkeys("abcd", "1")
         assert content(provider.get_store(2)) == dict.fromkeys("abcde", "2")
         commit(provider, 2, a=None)
@@ -91,7 +91,7 @@ def test_after_a_write_that_ended_midway_loading_takes_another_way(location, tmp
         ends_midway(OSError("no space left on device"))
         try:
             assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
-        except LocalStateDamagedError:  # there was one way only; the next attempt begins it anew
+        except LocalStateDamagedError:  # there was one way only; the next attempt starts it again
             assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
 
 
@@ -161,7 +161,7 @@ def test_a_partition_that_is_empty_is_read_without_a_database(location, tmp_path
         assert content(provider.get_store(1)) == {"a": "1"}
 
 
-def test_the_copy_of_a_database_keeps_the_file_of_its_id_so_that_nobody_waits_for_a_new_one(tmp_path):
+def test_the_copy_of_a_database_keeps_its_identity_file(tmp_path):
     conf, captured = StateStoreConf(), tmp_path / "captured"
     engine = rocksdb.LocalRocksDB(tmp_path / "first", conf)
     engine.prepare(changes({b"k": b"1"}))(LocalState(1, "head"))
@@ -176,7 +176,7 @@ def test_the_copy_of_a_database_keeps_the_file_of_its_id_so_that_nobody_waits_fo
     assert (tmp_path / "second" / rocksdb.IDENTITY).stat().st_ino == written.st_ino
 
 
-def test_a_local_directory_that_an_error_says_to_remove_is_loaded_anew(location, tmp_path, ends_midway):
+def test_a_local_directory_that_an_error_says_to_remove_is_loaded_again(location, tmp_path, ends_midway):
     with open_provider(location, local_dir=tmp_path / "local") as provider:
         commit(provider, 0, a="1", b="1", c="1", d="1")
         ends_midway(OSError("Input/output error"))

@@ -40,7 +40,7 @@ def test_a_hash_depends_on_the_key_alone(name):
         assert len(set(together)) == len(set(keys))
 
 
-def test_what_was_read_or_found_absent_is_not_read_again():
+def test_read_and_absent_keys_are_not_read_again():
     below = Below()
     below.put({b"key%d" % i: b"value%d" % i for i in range(1000)})
     asked = [b"key%d" % i for i in range(0, 1500, 3)] + [b"key3", b"none"]
@@ -54,7 +54,7 @@ def test_what_was_read_or_found_absent_is_not_read_again():
     assert below.cache._budget.counts == {"asked": 3 * len(asked) + 7, "hits": 2 * len(asked) + 5}
 
 
-def test_what_need_not_be_kept_is_not():
+def test_rows_read_without_keep_are_not_cached():
     below = Below()
     below.pairs = {b"%d" % i: b"v" for i in range(30)}
     keys = binary(list(below.pairs))
@@ -67,7 +67,7 @@ def test_what_need_not_be_kept_is_not():
     assert below.num_read == 62 + 28 + 28
 
 
-def test_what_is_written_is_seen_and_still_not_read():
+def test_writes_are_visible_without_a_read():
     below = Below()
     keys = [b"%04d" % i for i in range(100)]
     below.put(dict.fromkeys(keys[:50], b"old"))
@@ -127,7 +127,7 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
             assert below.num_read <= asked + len(keys) // 2
 
 
-def test_keys_of_one_hash_are_told_apart(monkeypatch):
+def test_keys_of_one_hash_are_distinguished(monkeypatch):
     monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(1))
     below = Below()
     below.put({b"key one": b"1", b"key two": b"2"})

@@ -133,7 +133,7 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
 
 
 def test_the_work_of_a_cache_does_not_grow_with_the_number_of_the_others(monkeypatch):
-    """Whoever asked each cache for its size would do so here."""
+    """A budget that asked each cache for its size would do that work here."""
     looks, nbytes = [], EvenRows.nbytes.fget
     monkeypatch.setattr(EvenRows, "nbytes", property(lambda rows: looks.append(rows) or nbytes(rows)))
     room = [MIB]

@@ -180,7 +180,7 @@ def test_chunks_that_no_change_touches_are_shared():
     assert sum(id(chunk) not in held for chunk in merged.chunks) <= 2
 
 
-def test_what_removals_leave_is_joined():
+def test_chunks_left_small_by_removals_are_merged():
     pairs = {b"%04d" % i: b"v" for i in range(200)}
     removed = {key: None for key in pairs if not key.endswith(b"00")}
     run = Run.of(SortedPairs.from_dict(pairs)).under(Run.of(SortedPairs.from_dict(removed)), is_lowest=True)

@@ -50,7 +50,7 @@ def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Database:
-    """A database, what it should hold, and its version."""
+    """A database, its expected content, and its version."""
 
     def __init__(self, path: Path, **conf: object) -> None:
         self.path = path
@@ -106,7 +106,7 @@ def value_of(rng: random.Random, even: bool) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(effort(4, 20)))
-def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_random_pairs_match_those_of_rocksdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     even = seed % 3 == 0
     monkeypatch.setattr(sst_reader, "STEP_BLOCKS", rng.choice([1, 3, 256]))
@@ -142,7 +142,7 @@ def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: py
 
 
 def test_levels_and_files_that_are_taken_over_are_read(tmp_path: Path) -> None:
-    """Sorted files lie at the bottom; what is written later, and what it removes, is above them in several files."""
+    """Sorted files are at the bottom level; later writes and removals are above them in several files."""
     db = Database(tmp_path / "db")
     below = {i.to_bytes(4, "big"): b"old" for i in range(20_000)}
     db.engine.load_sorted([("default", SortedPairs.from_dict(below))], LocalState.unfinished("x"))
@@ -199,7 +199,7 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
 
 
 def with_one_pair_in_memory(tmp_path: Path) -> Database:
-    """Make a database of a hundred pairs in files, of which one has been written again since."""
+    """Make a database of a hundred pairs in files, and write one of them again."""
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -397,7 +397,7 @@ def test_a_damaged_file_lets_go_of_those_opened_before_it(tmp_path: Path) -> Non
 
 
 def test_content_that_cannot_be_decoded_is_a_read_failure(tmp_path: Path) -> None:
-    """Whoever wrote the file may have had a defect: then the checksum is right, and the content wrong."""
+    """A defective writer may have produced the file: then the checksum is right, and the content wrong."""
     db = Database(tmp_path / "db", rocksdb_compression="none")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -476,7 +476,7 @@ def test_a_file_of_long_keys_is_left_to_rocksdb(tmp_path: Path) -> None:
         db.engine.close()
 
 
-def test_what_rocksdb_does_not_say_is_not_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_property_of_rocksdb_is_not_taken_for_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -541,7 +541,7 @@ def test_another_compression_and_another_size_are_left_to_rocksdb(tmp_path: Path
     db.engine.close()
 
 
-def test_what_is_not_understood_is_left_to_rocksdb(tmp_path: Path) -> None:
+def test_unsupported_tables_are_left_to_rocksdb(tmp_path: Path) -> None:
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(4, "big"): b"v" for i in range(3000)})
     db.write_files(tmp_path)
@@ -570,7 +570,7 @@ def test_files_in_another_order_are_left_to_rocksdb() -> None:
     assert listed_tables(table(1, 5, b"a", b"d") + table(1, 9, b"d", b"z")) is None
 
 
-def test_the_part_of_the_keys_in_a_range_is_told_by_key_groups() -> None:
+def test_the_share_of_the_keys_in_a_range_is_estimated_by_key_groups() -> None:
     tables = listed_tables(table(6, 1, b"\x00\x00a", b"\x00\x63z"))
     assert tables is not None
     assert part_of(tables, None, None) == 1.0

@@ -1,4 +1,4 @@
-"""A chain of manifests of which one is missing: it leaves that version out, or the gap is an error."""
+"""A chain of manifests with one missing: the chain leaves that version out, or the gap is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chain_of(first: int, last: int) -> dict[int, Manifest]:
 
 
 def walked(manifests: dict[int, Manifest], gap: bool) -> tuple[list[int], list[Exception]]:
-    """The versions of a chain, and its gaps, behind which it goes on with what was written last before the gap."""
+    """Return the versions of a chain, and its gaps; below a gap it continues with the last manifest written before."""
     gaps: list[Exception] = []
 
     def go_on(child: Manifest, error: Exception) -> Manifest | None:
@@ -50,8 +50,8 @@ def test_a_chain_leaves_out_two_manifests_that_are_missing() -> None:
     assert versions == [6, 4, 3, 1] and len(gaps) == 2
 
 
-def test_a_chain_goes_on_below_a_gap_whatever_was_written_before() -> None:
-    """What was written last before the gap may be another attempt of the version that is missing, or of later ones."""
+def test_a_chain_continues_below_a_gap_whatever_was_written_before() -> None:
+    """The last manifest before the gap may be another attempt of the missing version, or of a later one."""
     manifests = chain_of(1, 4)
     manifests[110] = structs.replace(manifests[104], id=110, version=5, parent=104)  # later given up
     manifests[121] = structs.replace(manifests[104], id=121, version=4, parent=120)  # 120 is of version 3, and missing

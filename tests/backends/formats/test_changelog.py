@@ -1,4 +1,4 @@
-"""Changelogs: what is written comes back, and damage never gives a wrong value."""
+"""Changelogs: reading returns the written changes, and damage never gives a wrong value."""
 
 import pyarrow as pa
 import pytest
@@ -28,7 +28,7 @@ def as_dicts(changes):
 
 @settings(deadline=None, max_examples=examples(60))
 @given(st.dictionaries(st.sampled_from(["default", "a", "ü"]), PAIRS), st.sampled_from(["none", "lz4", "zstd"]))
-def test_changes_come_back(families, compression):
+def test_changes_round_trip(families, compression):
     data = write_changelog(changes_of(**families), META, compression)
     meta, changes = read_changelog(data)
     assert meta == META == read_changelog_meta(data)
@@ -36,7 +36,7 @@ def test_changes_come_back(families, compression):
     assert changes.num_changes == sum(map(len, families.values()))
 
 
-def test_slices_are_written_as_what_they_are():
+def test_slices_are_written_without_the_rest_of_their_array():
     keys, values = pa.array([b"a", b"b", b"c", b"d"]), pa.array([b"1", None, b"3", b"4"])
     changes = Changes.of(keys.slice(1, 2), values.slice(1, 2))
     assert as_dicts(read_changelog(write_changelog(changes, META))[1]) == {"default": {b"b": None, b"c": b"3"}}
@@ -86,7 +86,7 @@ def test_a_damaged_changelog_without_its_digest_never_crashes_the_process(compre
             assert "the-file" in str(error)
 
 
-def test_other_files_are_no_changelogs():
+def test_other_files_are_refused_as_changelogs():
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, pa.schema([("x", pa.int64())])) as writer:
         writer.write_table(pa.table({"x": [1]}))

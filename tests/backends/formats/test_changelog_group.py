@@ -84,7 +84,7 @@ def test_every_part_is_read_by_its_reference_and_the_index_says_which_commit_it_
 
 
 @pytest.mark.parametrize("tail", [1, 16, 17, 1000, 64 << 10])
-def test_an_index_longer_than_what_is_read_first_is_read_whole(
+def test_an_index_longer_than_the_first_read_is_read_whole(
     group: Stored, monkeypatch: pytest.MonkeyPatch, tail: int
 ) -> None:
     monkeypatch.setattr(changelog, "_TAIL_BYTES", max(tail, changelog._FOOTER_BYTES))

@@ -25,7 +25,7 @@ def manifest(version: int, sizes: list[int], *snapshots: tuple[int, SnapshotRef]
     return Manifest(version, version - 1, version, 1, "run", 0, {"op": OperatorEntry.of(n, "s", "rocksdb", entries)})
 
 
-def test_of_a_partition_the_newest_snapshot_counts_and_what_follows_it() -> None:
+def test_the_newest_snapshot_of_a_partition_counts_and_the_changes_after_it() -> None:
     chain = {
         1: manifest(1, [1, 10]),
         2: manifest(2, [2, 20], (0, snapshot(2, 0, 1))),
@@ -44,7 +44,7 @@ def test_a_snapshot_of_unknown_size_makes_the_sum_unknown() -> None:
     assert full_bytes(chain, 1, lambda ref: None) is None
 
 
-def test_an_earlier_layout_counts_until_every_partition_has_a_snapshot_of_its_own() -> None:
+def test_an_earlier_layout_counts_until_every_partition_has_its_own_snapshot() -> None:
     chain = {
         1: manifest(1, [1, 10]),
         2: manifest(2, [100, 200, 300]),

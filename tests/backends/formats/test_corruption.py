@@ -22,7 +22,7 @@ BLOB = random.Random(0).randbytes(100_000)
 
 
 ALIKE = ("flip again", "cut by one", "emptied")
-"""Damages of which a checksum or a length tells the same as of others."""
+"""Damages that test the same checksum or length as others do."""
 
 
 def cases(kinds):
@@ -173,7 +173,7 @@ def test_a_damaged_snapshot_is_got_round_where_older_files_allow_it(tmp_path, ma
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
-def test_damage_of_what_is_not_needed_does_no_harm(tmp_path, made, backend):
+def test_damage_of_unneeded_files_does_no_harm(tmp_path, made, backend):
     source = made(backend, ALL_KEPT)
     directory = tmp_path / "copy"
     copied(source, directory)
@@ -189,7 +189,7 @@ def test_damage_of_what_is_not_needed_does_no_harm(tmp_path, made, backend):
 
 @pytest.mark.parametrize("backend", PROVIDERS)
 @pytest.mark.parametrize("how", ["deleted", "cut in half"])
-def test_a_snapshot_uploads_again_what_an_earlier_one_has_lost(tmp_path, backend, how):
+def test_a_snapshot_uploads_lost_files_of_an_earlier_one_again(tmp_path, backend, how):
     with opened(backend, tmp_path, ALL_KEPT) as provider:
         for version in range(1, 7):
             store = provider.get_store(version - 1)
@@ -229,7 +229,7 @@ def local_files(directory, pattern):
 
 @pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
 @pytest.mark.parametrize("how", [only_thorough(how) if how in ALIKE else how for how in DAMAGES])
-def test_a_damaged_local_directory_is_made_anew_or_named(tmp_path, local, pattern, how):
+def test_a_damaged_local_directory_is_rebuilt_or_named(tmp_path, local, pattern, how):
     if how == "exchanged" and pattern != "*.sst":
         pytest.skip("there is one")
     moments = random.Random(f"{pattern}{how}")
@@ -252,7 +252,7 @@ def test_a_damaged_local_directory_is_made_anew_or_named(tmp_path, local, patter
             assert not any(isinstance(r, StateStoreError) for r in found.values())
 
 
-def test_a_removed_manifest_is_noticed_by_who_has_seen_it(tmp_path, made):
+def test_a_removed_manifest_is_noticed_by_a_reader_that_has_seen_it(tmp_path, made):
     copied(made("file", ALL_KEPT), tmp_path)
     with opened("file", tmp_path, ALL_KEPT) as provider:
         newest = files_of_kind(tmp_path, "manifest")[-1]
@@ -264,7 +264,7 @@ def test_a_removed_manifest_is_noticed_by_who_has_seen_it(tmp_path, made):
 
 
 @pytest.mark.parametrize(("backend", "kind", "how"), cases(KINDS))
-def test_what_is_held_locally_is_right_whatever_happens_to_the_files(tmp_path, made, backend, kind, how):
+def test_local_state_is_right_whatever_happens_to_the_files(tmp_path, made, backend, kind, how):
     source = made(backend, FEW_KEPT)
     copied(source, tmp_path)
     local = tmp_path / "local"
@@ -282,12 +282,10 @@ def test_what_is_held_locally_is_right_whatever_happens_to_the_files(tmp_path, m
         assert found[LAST] == expected(LAST)
 
 
-@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])  # changelogs are read by what they share
+@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])  # both share the code for changelogs
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize("at", [2, 4, LAST])
-def test_a_damaged_changelog_spoils_no_more_than_the_versions_up_to_the_next_snapshot(
-    tmp_path, made, backend, order, at
-):
+def test_a_damaged_changelog_spoils_only_the_versions_up_to_the_next_snapshot(tmp_path, made, backend, order, at):
     copied(made(backend, ALL_KEPT), tmp_path)
     files = files_of_kind(tmp_path, "changelog")
     damage(files[at - 1], "flip", files, files, random.Random(at))
@@ -303,7 +301,7 @@ def test_a_damaged_changelog_spoils_no_more_than_the_versions_up_to_the_next_sna
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_another_store_of_the_same_partition_is_told_apart(tmp_path, kind):
+def test_a_file_of_another_store_of_the_same_partition_is_distinguished(tmp_path, kind):
     stores = {}
     for name in ("left", "right"):
         provider = FileStateStoreProvider(

@@ -1,4 +1,4 @@
-"""Partitions of a manifest, kept by columns: what comes out, and what is damage."""
+"""Partitions of a manifest, kept by columns: reading them back, and damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REF = SnapshotRef(1, "head", FileRef("operators/op/4/2/default/1-y.snapshot", 5,
 
 
 @pytest.mark.parametrize("numbers", [[], [0], [0, 1, 2, 3], [2], [1, 3], [3, 0, 1]])
-def test_entries_come_out_as_they_went_in(numbers):
+def test_entries_round_trip(numbers):
     given = {p: entry(p, f"1-{p}.changelog", snapshots=(REF,) if p == 2 else ()) for p in numbers}
     packed = PartitionEntries.of(given)
     assert dict(packed) == given and list(packed) == sorted(numbers) and len(packed) == len(numbers)
@@ -45,7 +45,7 @@ def test_entries_come_out_as_they_went_in(numbers):
     assert PartitionEntries.of(packed) is packed
 
 
-def test_entries_know_the_groups_that_their_changelogs_lie_in():
+def test_entries_name_the_groups_of_their_changelogs():
     given = {p: entry(p, f"1-{p}.changelog") for p in (1, 2, 4, 5)}
     for p, group, offset in ((1, "groups/1-b.changelogs", 40), (2, "groups/1-a.changelogs", 0)):
         given[p] = msgspec.structs.replace(
@@ -99,7 +99,7 @@ def test_entries_that_differ_are_not_equal():
     assert one != PartitionEntries.of({0: entry(0), 1: entry(1, "1-other.changelog")})
 
 
-def test_changelogs_that_lie_elsewhere_are_refused():
+def test_changelogs_at_another_place_are_refused():
     for wrong in (entry(1, n=3), entry(2)):
         with pytest.raises(ValueError, match="is not in"):
             PartitionEntries.of({0: entry(0), 1: wrong})

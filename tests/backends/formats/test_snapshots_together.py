@@ -151,7 +151,7 @@ def test_damage_of_one_part_leaves_the_others_readable(uploads: Uploads) -> None
             uploads.loaded(stored[1])
 
 
-def test_what_lies_in_one_object_is_one_request(uploads: Uploads) -> None:
+def test_snapshots_in_one_object_take_one_request(uploads: Uploads) -> None:
     stored = store_together(uploads.storage, [uploads.prepare(p, files_of(p)) for p in range(3)])
     counts = RequestCounts()
     storage = CheckpointStorage.open(uploads.storage.location, fsync=False, requests=counts)
@@ -174,7 +174,7 @@ def test_what_lies_in_one_object_is_one_request(uploads: Uploads) -> None:
     assert read_together(storage, sound) == {}
 
 
-def test_of_an_object_that_was_cut_only_whole_snapshots_are_sound(uploads: Uploads) -> None:
+def test_only_whole_snapshots_of_an_object_that_was_cut_are_sound(uploads: Uploads) -> None:
     stored = store_together(uploads.storage, [uploads.prepare(p, files_of(p)) for p in range(2)])
     (path,) = uploads.paths()
     whole = uploads.storage.get(path)

@@ -3,9 +3,10 @@
 It reads jobs from its input, a line each, and ends every answer with a line ``end``:
 
 ``prepare <provider> <directory>``: makes the versions that ``maintain`` begins with.
-``commit <provider> <directory> <every>``: says what the steps are of a process that commits the very first version, in
-order; then, for every so-manieth step k, and for those at which a file gets its name and just behind, forks such a
-process in ``<directory>/<k>``, which dies by ``os._exit`` just before it; and at last one that lives.
+``commit <provider> <directory> <every>``: lists in order the steps of a process that commits the very first version.
+Then it forks such processes in ``<directory>/<k>``, which die by ``os._exit`` just before step k: one for every
+<every>-th step, and one each for the steps that give a file its name and the steps just behind those. At last it forks
+one that lives.
 ``maintain <provider> <directory>``: the same with a commit, maintenance that takes a snapshot and removes
 files, the loading of an older version into a copy, and going back to it; ``<directory>/before`` is copied first.
 ``copies <provider> <directory>``: the same while an older version is read.
@@ -111,7 +112,7 @@ def at_once(pool, work, *args, **kwargs):
     future = Future()
     try:
         future.set_result(work(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001 - whoever asks for the result hears of it
+    except Exception as error:  # noqa: BLE001 - result() raises it
         future.set_exception(error)
     return future
 
@@ -161,7 +162,7 @@ def prepare(backend, directory):
         with provider_in(backend, directory, local=local, conf=ALL_KEPT) as provider:
             for version in range(first, last + 1):
                 make_version(provider, version)
-                if version in (2, MADE_BEFORE - 2):  # few enough that RocksDB does not begin to compact meanwhile
+                if version in (2, MADE_BEFORE - 2):  # few enough that RocksDB does not begin to compact
                     provider.do_maintenance()
     shutil.rmtree(directory / "other")
     for log in directory.rglob("LOG*"):
@@ -194,7 +195,7 @@ def run_fork(call, *args):
 
 
 def heard(call, *args):
-    """How a fork has ended, and what it has said."""
+    """Return how a fork has ended, and its output."""
     answer = os.dup(1)
     said, into = os.pipe()
     os.dup2(into, 1)

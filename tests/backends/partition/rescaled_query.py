@@ -1,4 +1,4 @@
-"""A query whose partitions are made anew in other numbers and by other backends, without a host."""
+"""A query whose partitions are rebuilt in other numbers and by other backends, without a host."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Query:
         return state
 
     def load(self, p: int, version: int | None = None, layout: Layout | None = None) -> PartitionState:
-        """What a host that has nothing yet makes of a partition."""
+        """Load a partition as a host does that has no local state yet."""
         state = self.open(p, layout=layout)
         state.load(self.lineage(p, version, layout))
         return state
@@ -128,7 +128,7 @@ class Query:
             chain_from=self.chain_from,
         )
         self.next_id += 1
-        # As it comes out of the file.
+        # As a reader gets it from the file.
         self.chain[version] = unseal(seal(manifest), Manifest, "a manifest")
 
     def snapshots(self, *partitions: int) -> Query:
@@ -153,7 +153,7 @@ class Query:
         return kept, gone
 
     def assert_right(self, version: int | None = None, *, layout: Layout | None = None) -> None:
-        """A host that has nothing yet finds, in every partition, what the version should show, and nothing else."""
+        """Check that a new host finds in every partition exactly the content of the version."""
         version = self.version if version is None else version
         layout = layout or self.layout
         states = [self.load(p, version, layout) for p in range(layout.num_partitions)]

@@ -1,4 +1,4 @@
-"""Processes die at every step of commits, snapshots, maintenance and loads; the state is whole, and goes on."""
+"""Processes die at every step of commits, snapshots, maintenance and loads; the state stays whole and usable."""
 
 import os
 import random
@@ -85,7 +85,7 @@ def files_in(directory):
 
 
 def traces(directory):
-    """What tells two ends apart: names, but for what is random in them, and sizes."""
+    """Return what distinguishes two ends: names without their random parts, and sizes."""
     names = (
         (re.sub(r"[0-9a-f]{32}|[0-9a-f]{8}$|#\d+", "*", str(p.relative_to(directory))), p) for p in files_in(directory)
     )
@@ -105,7 +105,7 @@ def check_durable(backend, directory, at_least, at_most):
 
 
 def check_goes_on(backend, directory, latest, *, conf=CONF, local="local", more=3):
-    """What the local directory holds is right as well; so are commits and maintenance from there on."""
+    """Check that the local directory is right as well, and that further commits and maintenance succeed."""
     with provider_in(backend, directory, conf=conf, local=local) as provider:
         for version in range(latest, latest + more):
             assert dict(provider.get_store(version).iterator()) == content_of(version)
@@ -121,7 +121,7 @@ def check_goes_on(backend, directory, latest, *, conf=CONF, local="local", more=
 def check_no_litter(provider, directory, oldest):
     """Every file is one that something kept refers to, and every such file is there."""
     log = provider._manifests
-    assert log.oldest_version() >= oldest, "what the dead process left is of versions that are no longer kept"
+    assert log.oldest_version() >= oldest, "the dead process left files of versions that are no longer kept"
     needed = {log._path(m.id) for m in log._chain.values()}
     for version in range(log.oldest_version(), log.latest_version() + 1):
         lineage = log.lineage(version)
@@ -213,7 +213,7 @@ def test_a_process_killed_at_any_moment_loses_nothing_it_reported(server, tmp_pa
 
 
 def dead_between_write_and_link(files, path):
-    """What a process leaves that dies while it writes a file."""
+    """Leave the files of a process that dies while it writes a file."""
     child = os.fork()
     if child == 0:
         os.link = lambda *names: os._exit(9)

@@ -53,7 +53,7 @@ def written(storage: CheckpointStorage, local: Path) -> Lineage:
     return Lineage(8, tuple(chain), (snapshot,))
 
 
-def test_a_load_that_finds_the_disk_full_says_so_and_goes_on_when_there_is_room(
+def test_a_load_that_finds_the_disk_full_says_so_and_resumes_when_there_is_room(
     small: Path, tmp_path: Path, storage: CheckpointStorage
 ) -> None:
     lineage = written(storage, tmp_path / "large")
@@ -69,7 +69,7 @@ def test_a_load_that_finds_the_disk_full_says_so_and_goes_on_when_there_is_room(
 
 
 class FullDatabase:
-    """A database that has found the disk full: RocksDB refuses all writes then, until it is opened anew."""
+    """A database that has found the disk full: from then on RocksDB refuses all writes, until it is reopened."""
 
     def __init__(self, db: Any) -> None:
         self._db = db
@@ -81,7 +81,7 @@ class FullDatabase:
         return getattr(self._db, name)
 
 
-def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load(
+def test_a_database_that_has_found_the_disk_full_is_reopened_by_the_next_load(
     tmp_path: Path, storage: CheckpointStorage
 ) -> None:
     chain = written(storage, tmp_path / "a").changelogs
@@ -97,7 +97,7 @@ def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load
     state.destroy()
 
 
-def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_on_when_there_is_room(
+def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_resumes_when_there_is_room(
     small: Path, tmp_path: Path, storage: CheckpointStorage
 ) -> None:
     first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)

@@ -1,4 +1,4 @@
-"""What the partitions of a process really hold, by the counts of Arrow, RocksDB and numpy of their own memory."""
+"""The real memory of the partitions of a process, by the counts of Arrow, RocksDB and numpy."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def arrow_bytes():
     ("number", "limit", "rows", "batches"),
     [
         pytest.param(10, 20 * MIB, 1000, 4, id="10 partitions"),
-        # The case above stands in for this one.
+        # The case above replaces this one in other runs.
         pytest.param(500, 512 * MIB, 100, 3, id="500 partitions", marks=pytest.mark.thorough),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_host_of_many_partitions_stays_within_its_memory(opened, number, limit
     for i, state in enumerate(states):
         commit(state, keys_of(range(2)))
         if i % 2:
-            state.write_out()  # the others hold their changes in memory, over a database that nobody has written
+            state.write_out()  # the others hold their changes in memory, over a database without a write
     others, resident = arrow_bytes(), psutil.Process().memory_info().rss
     least = number * rows * len(FAMILIES) * (KEY_BYTES + VALUE_BYTES)
     peaks = []
@@ -134,14 +134,14 @@ def test_a_host_of_many_partitions_stays_within_its_memory(opened, number, limit
         for state, ref in zip(states, refs, strict=True):
             state.complete(batch + 2, ref.path)
         look()
-    # The changes of a batch alone are so many: what is older has made room.
+    # The changes of one batch alone reach this size: older ones have made room.
     assert max(peaks) > least
-    # Threads and allocators take some memory of their own: up to 16 MiB above half of the limit were seen.
+    # Threads and allocators also take memory: up to 16 MiB above half of the limit were seen.
     assert psutil.Process().memory_info().rss - resident <= 1.5 * limit + 32 * MIB
     assert memory.held()["row_cache"] > 0
 
 
-def test_what_was_read_is_counted_until_its_task_commits(opened):
+def test_read_rows_are_counted_until_their_task_commits(opened):
     conf = StateStoreConf(fsync=False, host_memory=201 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -167,7 +167,7 @@ def test_what_was_read_is_counted_until_its_task_commits(opened):
     assert now[BEFORE_IMAGES] - before[BEFORE_IMAGES] >= 3 * 20_000 * VALUE_BYTES
 
 
-def test_what_was_read_at_an_older_version_is_dropped(opened):
+def test_rows_read_at_an_older_version_are_dropped(opened):
     conf = StateStoreConf(fsync=False, host_memory=202 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -197,7 +197,7 @@ def test_a_commit_that_does_not_fit_is_refused_and_changes_nothing(opened):
     assert counted(memory) == NOTHING
 
 
-def test_a_commit_that_comes_again_is_not_refused_beside_the_one_that_it_replaces(opened):
+def test_a_repeated_commit_is_not_refused_because_of_the_one_that_it_replaces(opened):
     conf = StateStoreConf(fsync=False, host_memory=18 * MIB)
     memory = host_memory(conf)
     (state,) = opened(1, conf)
@@ -251,13 +251,13 @@ def test_a_scan_is_counted_while_it_lives(opened):
     assert counted(memory)[SCANS] == 0 and counted(memory)[STAGED] == 0
 
 
-def test_what_open_databases_take_is_counted_and_leaves_less_for_commits(opened):
+def test_open_databases_are_counted_and_leave_less_for_commits(opened):
     conf = StateStoreConf(fsync=False, host_memory=19 * MIB)
     memory = host_memory(conf)
     states = opened(20, conf)
     for state in states:
         state.complete(1, staged(state, keys_of(range(1)), families=("default",)).path)
-    assert counted(memory)[DATABASES] == 0 < counted(memory)[COPIES], "what is small is not written at once"
+    assert counted(memory)[DATABASES] == 0 < counted(memory)[COPIES], "small changes are not written at once"
     for state in states:
         state.write_out()
     assert counted(memory)[COPIES] == 0

@@ -1,4 +1,4 @@
-"""A load that fails midway: what it has fetched and applied is neither fetched nor applied again."""
+"""A load that fails midway: the next attempt does not fetch or apply the same files again."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_changelogs_are_applied_once(files: Files, conf: StateStoreConf, tmp_pat
     state.destroy()
 
 
-def test_a_load_that_is_ended_is_gone_on_with(files: Files, conf: StateStoreConf, tmp_path: Path) -> None:
+def test_an_ended_load_is_resumed(files: Files, conf: StateStoreConf, tmp_path: Path) -> None:
     lineage = written(files, conf, tmp_path / "a", with_snapshot=False)
     state = opened(files, conf, tmp_path / "b")
     watch = LoadWatch("version 8", is_abandoned=lambda: state.version < 8 and watch.progress().files == 3)
@@ -197,7 +197,7 @@ def test_a_load_of_long_is_logged_with_its_progress(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_progress_is_what_was_done() -> None:
+def test_progress_counts_finished_work() -> None:
     none, first = LoadProgress(), LoadProgress("a", 0, 5, 0, 100, 0)
     assert not none.is_behind(first)  # it has begun, and done nothing
     assert first.is_behind(replaced(first, nbytes=1)) and first.is_behind(replaced(first, steps=1))

@@ -1,4 +1,4 @@
-"""What a load asks of object storage: which requests wait for which, and what the loads of a host ask together."""
+"""The requests of a load to object storage: which wait for which, and which the loads of a host share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SNAPSHOT, LAST = 3, 6
 
 
 class Stored:
-    """Partitions with a snapshot of version 3, all in one object, and changelogs to version 6 of their own."""
+    """Partitions with a snapshot of version 3, all in one object, and separate changelogs to version 6."""
 
     def __init__(self, name: str, root: Path) -> None:
         self.counts = RequestCounts()
@@ -81,7 +81,7 @@ def test_large_changelogs_are_not_kept_in_memory_while_a_snapshot_is_fetched(
             assert [ref for ref, _ in reads] == list(rest)
 
 
-def test_loads_that_go_on_together_read_each_object_once(tmp_path: Path) -> None:
+def test_concurrent_loads_read_each_object_once(tmp_path: Path) -> None:
     stored = Stored("read-once", tmp_path)
     shared = stored.storage.shared = SharedObjects(lambda nbytes, drop: object())
     before = stored.gets()

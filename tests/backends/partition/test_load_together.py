@@ -1,4 +1,4 @@
-"""Small changelogs of a load are applied together: what they lead to is what they lead to one after the other."""
+"""Small changelogs of a load are applied together: the result is the same as one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pairs = dict[str, dict[bytes, bytes | None]]
 
 
 def _random_steps(seed: int) -> list[Pairs]:
-    """Return changes of few keys that are put, removed and put again, in families of which one begins without pairs."""
+    """Return changes of few keys that are put, removed and put again, in families; one family begins without pairs."""
     rng = np.random.default_rng(seed)
     steps: list[Pairs] = []
     for version in range(1, VERSIONS + 1):

@@ -61,7 +61,7 @@ def test_a_version_becomes_visible_step_by_step(state):
         state.reads.get_many(keys, 1)
 
 
-def test_a_range_ends_where_it_should_however_memory_is_used_meanwhile(state):
+def test_a_range_ends_where_it_should_however_memory_is_reused(state):
     commit(state, {b"%03d" % i: b"x" for i in range(1000)})
     for i in range(100):
         scan = state.reads.scan(start=b"%03d" % 100, end=b"%03d" % (200 + i))
@@ -136,7 +136,7 @@ def test_several_pending_versions_stack_up(state):
     assert everything(state) == {b"b": b"3", b"z": b"0"} and state.attempts.pending() == []
 
 
-def test_a_completed_attempt_orphans_what_was_built_on_another(state):
+def test_a_completed_attempt_orphans_changes_built_on_another(state):
     one = stage(state, {b"a": b"1"}, attempt="1")
     state.attempts.accept(1, "1")
     stage(state, {b"a": b"2"}, version=2, base=one.path)
@@ -285,7 +285,7 @@ def test_any_version_can_be_loaded_from_the_files_alone(tmp_path, state, open_st
     assert everything(state) == {} and (state.version, state.head) == (0, None)
 
 
-def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp_path, state, open_state):
+def test_records_of_older_versions_are_forgotten_when_another_is_loaded(tmp_path, state, open_state):
     chain, seen = history(state)
     late = open_state(tmp_path / "late")
     late.load(lineage(chain[:2]))

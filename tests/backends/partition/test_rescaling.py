@@ -164,7 +164,7 @@ def test_partitions_without_a_key_are_empty_and_can_be_written(query, backend):
 
 
 @backends
-def test_every_column_family_comes_along_the_empty_ones_too(query, backend):
+def test_every_column_family_is_taken_over_the_empty_ones_too(query, backend):
     q = query(4, backend)
     q.commit(everywhere(b"1"), timers={key(3, "t"): b"t", key(30, "t"): b"u"}, gone={key(8): b"x"})
     q.commit({}, gone={key(8): None})

@@ -33,7 +33,7 @@ def kill_at(point: str, nth: int) -> list[str]:
 
 @pytest.mark.parametrize(("point", "nth"), [("load:rescaling", 1), ("load:rescaling", 3), ("load:ingest", 1)])
 @backends
-def test_whoever_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query, backend, point, nth, tmp_path):
+def test_a_process_that_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query, backend, point, nth, tmp_path):
     q = query(4, backend).commit(everywhere(b"1", "x"))
     layout, local = Layout("op", 1, "rocksdb" if point == "load:ingest" else OTHER[backend]), tmp_path / "host"
     lineage = q.lineage(0, layout=layout)
@@ -44,7 +44,7 @@ def test_whoever_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query,
     assert len(reached) == nth
     fault_points.set_hook(None)
     first.close()
-    # A query that goes back to the beginning meanwhile, and one that goes on.
+    # A query that goes back to the beginning in between, and one that continues.
     for wanted in (Lineage(0), lineage):
         state = q.open(0, local, layout)
         state.load(wanted)
@@ -67,7 +67,7 @@ def test_a_load_that_failed_can_be_repeated_in_the_same_process(query, backend):
     assert state.metrics().num_keys == len(q.content[2]["default"])
 
 
-def test_what_was_made_once_is_not_made_again_by_the_next_process(query, tmp_path):
+def test_a_rescaled_partition_is_not_rebuilt_by_the_next_process(query, tmp_path):
     q = query(4).commit(everywhere(b"1"))
     layout, local = Layout("op", 3, "rocksdb"), tmp_path / "host"  # the file backend keeps nothing locally
     state = q.open(1, local, layout)
@@ -86,7 +86,7 @@ def test_what_was_made_once_is_not_made_again_by_the_next_process(query, tmp_pat
 
 
 @backends
-def test_what_was_made_of_other_files_is_made_anew(query, backend, tmp_path):
+def test_a_state_made_of_other_files_is_rebuilt(query, backend, tmp_path):
     """The same version, of a repeated attempt: its head says so, and the local directory is of no use."""
     q = query(4, backend).commit(everywhere(b"1"))
     base = q.chain.copy(), q.content[1]
@@ -105,7 +105,7 @@ def test_what_was_made_of_other_files_is_made_anew(query, backend, tmp_path):
     assert content_of(state) == q.content[2] and q.content[2]["default"][key(1)] == b"11"
 
 
-def test_another_backend_does_not_take_up_what_the_first_one_left(query, tmp_path):
+def test_another_backend_does_not_use_the_remains_of_the_first_one(query, tmp_path):
     """The heads of both must differ: a host finds what it holds by them."""
     q = query(4).commit(everywhere(b"1"))
     heads = {

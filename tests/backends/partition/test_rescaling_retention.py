@@ -16,7 +16,7 @@ def test_the_old_layout_is_kept_until_every_new_partition_has_a_snapshot(query):
     q.rescale(3, "file").commit({key(1): b"3"}).snapshots(0, 2).commit({})
     kept, gone = q.retain(4)
     assert (kept.oldest, kept.chain_from) == (3, 1) and {b.segment.layout.num_partitions for b in kept.bases} == {3, 4}
-    # What lies below the snapshots of either layout goes, but nothing from which the second new partition is made.
+    # Files below the snapshots of either layout are removed, except those that the second new partition is made from.
     assert {version_in(p) for p in gone if "/op/4/" in p} == {1}
     assert [p for p in gone if "/op/3/" in p and version_in(p) != 3] == []
     assert {p.split("/")[3] for p in gone if "/op/3/" in p} == {"0", "2"}
@@ -55,7 +55,7 @@ def test_without_a_snapshot_of_the_new_layout_nothing_below_it_is_lost(query):
     q.assert_right()
 
 
-def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_layout(query):
+def test_changelogs_from_before_the_query_went_back_are_not_taken_for_another_layout(query):
     q = query(4).commit(everywhere(b"1")).snapshots()
     for value in (b"2", b"3", b"4", b"5"):
         q.commit({key(0): value})

@@ -208,7 +208,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), keys=st.lists(KEYS, min_size=6, max_size=8))
     def read_late(self, back, keys):
-        """What was opened is read for the first time when much has been committed and removed since."""
+        """A store is first read long after it was opened, when much has been committed and removed since."""
         self.run_batches(keys[:1], maintained=False)
         self.begin_to_read(back)
         self.run_batches(keys[1:], maintained=True)
@@ -267,7 +267,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3), keys=st.lists(KEYS, min_size=1, max_size=4), maintained=st.booleans())
     def come_back(self, back, keys, maintained):
-        """A local directory is used again when others have gone back and made its version anew."""
+        """A local directory is used again after another one has gone back and made its version again."""
         left = self.local
         self.reload(fresh=True)
         self.go_back(back)
@@ -279,7 +279,7 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def crash(self):
-        """What is on disk at this moment is all that the next process finds."""
+        """The next process finds only the files that are on disk at this moment."""
         self.end_reading()
         self.lives += 1
         there = self.root / str(self.lives)

@@ -8,16 +8,16 @@ StateStoreSuiteBase
     numKeys metrics                                      test_keys_are_counted_exactly, test_metrics
     removing while iterating                             test_removing_while_iterating
     abort                                                test_abort_leaves_nothing_behind, test_an_ended_store...
-    getStore with invalid versions                       test_version_mistakes_say_what_there_is
+    getStore with invalid versions                       test_errors_about_versions_name_the_existing_ones
     two concurrent StateStores - one for read-only ...   test_read_stores_stay..., test_readers_of_many_versions...
     SPARK-18342: commit fails when rename fails          test_a_failed_commit_changes_nothing
-    SPARK-38320: state store iterator behavior           test_an_iterator_shows_what_there_was_when_it_was_made
+    SPARK-38320: state store iterator behavior           test_an_iterator_shows_the_rows_of_the_moment_it_was_made
     StateStore.get                                       test_registry.py: test_get_loads_a_provider...
     reports memory usage                                 test_metrics, test_metrics_of_loading_reading_and_snapshots
     SPARK-35659: StateStore.put cannot put null value    test_keys_and_values_are_bytes
     SPARK-48997: maintenance threads with exceptions     test_registry.py: test_an_instance_that_fails...
     with every compression codec                         test_changelog.py
-    SPARK-34270, SPARK-35763: combined metrics, SQL ones none: figures are not combined here, and there is no SQL metric
+    SPARK-34270, SPARK-35763: combined metrics, SQL ones none: figures are not combined, and SQL metrics do not exist
     SPARK-42572, (de)serialization of encoder specs      none: bytes have no row format; schemas are in test_values.py
 
 StateStoreSuite
@@ -32,8 +32,8 @@ StateStoreSuite
     reports memory usage on current version              test_metrics_of_loading_reading_and_snapshots
     SPARK-48105: unload or close during maintenance      test_registry.py: test_an_instance_unloaded_in_the_middle...;
                                                          a scan of a closed provider is an error here
-    maintenance                                          test_registry.py: test_the_thread_maintains..., test_what_...
-    SPARK-40492: maintenance before unload               none: what is not cleaned is cleaned by the next owner
+    maintenance                                          test_registry.py: test_the_thread_maintains_loaded_instances
+    SPARK-40492: maintenance before unload               none: the next owner cleans the rest
     SPARK-18416: do not create temp delta file until ... test_nothing_is_written_before_the_commit
     SPARK-21145: restarted queries create new providers  test_registry.py: test_a_restarted_query...
     error writing [version].delta cancels the stream     test_a_failed_commit_changes_nothing, test_crash.py
@@ -164,7 +164,7 @@ def test_own_writes_are_seen_by_every_read_in_order(provider):
     assert list(provider.get_read_store(2).iterator()) == pairs
 
 
-def test_an_iterator_shows_what_there_was_when_it_was_made(provider):
+def test_an_iterator_shows_the_rows_of_the_moment_it_was_made(provider):
     commit(provider, 0, a="1", b="1")
     store = provider.get_store(1)
     before = store.iterator()
@@ -316,7 +316,7 @@ def test_versions_kept_in_memory_and_others_read_the_same(open_provider):
         assert content(provider.get_store(8)) == expected[8]
 
 
-def test_scans_show_what_there_was_when_they_began(provider):
+def test_scans_show_the_rows_of_the_moment_they_began(provider):
     store = provider.get_store(0)
     store.put_many(pa.array([b"%06d" % i for i in range(20_000)]), pa.array([b"1"] * 20_000))
     store.commit()

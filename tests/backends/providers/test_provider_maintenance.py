@@ -125,7 +125,7 @@ def test_litter_is_removed_when_its_version_is_no_longer_kept(open_provider, loc
     assert not list(directory.glob("3-dead.*")) and (directory / "12-running.changelog").exists()
 
 
-def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, location, monkeypatch):
+def test_commits_and_reads_succeed_while_a_snapshot_is_uploaded(open_provider, location, monkeypatch):
     provider = open_provider(conf=SOON)
     for version in range(3):
         commit(provider, version, a=str(version))
@@ -155,7 +155,7 @@ def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, loc
 
 
 def test_a_snapshot_uploads_only_what_is_new(open_provider, location):
-    """Random values: what is written is about as large as the state."""
+    """The values are random, so that an upload is about as large as the state it has."""
     conf = StateStoreConf(fsync=False, deltas_per_snapshot=1, file_snapshot_part_bytes=4 << 10)
     provider = open_provider(conf=conf)
     store = provider.get_store(0)
@@ -189,7 +189,7 @@ def test_backends_are_not_mixed_up(provider_class, open_provider, location):
         assert commit(new, 0, a="1") == 1
 
 
-def test_without_a_snapshot_another_backend_goes_on(provider_class, provider, location):
+def test_without_a_snapshot_another_backend_continues(provider_class, provider, location):
     """Changelogs are the same for all."""
     commit(provider, 0, a="1", b="1")
     provider.close()

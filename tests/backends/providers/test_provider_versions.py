@@ -150,7 +150,7 @@ def test_racing_providers_never_mix(location, open_provider):
             try:
                 store = providers[i].get_store(version)
                 if providers[i].latest_version() != version:
-                    continue  # made meanwhile by another: this would be rolling it back
+                    continue  # another has made one since: this would be rolling it back
                 before = int(store.get(b"n") or b"0")
                 assert before == version
                 store.put(b"n", str(before + 1).encode())
@@ -227,7 +227,7 @@ def test_two_providers_in_one_local_directory_are_refused(location, tmp_path, op
     open_provider(location, local_dir=tmp_path / "local").close()
 
 
-def test_a_local_directory_of_another_past_is_not_believed(location, tmp_path, open_provider):
+def test_a_local_directory_with_another_history_is_not_used(location, tmp_path, open_provider):
     local = tmp_path / "local"
     with open_provider(local_dir=local) as first:
         for version in range(3):
@@ -244,7 +244,7 @@ def test_a_local_directory_of_another_past_is_not_believed(location, tmp_path, o
     assert content(open_provider().get_store(4)) == {"a": "other", "k0": "1", "b": "1", "c": "1"}
 
 
-def test_a_local_directory_is_cleared_of_what_a_killed_process_left(location, tmp_path, open_provider):
+def test_leftovers_of_a_killed_process_are_removed_from_a_local_directory(location, tmp_path, open_provider):
     with open_provider(local_dir=tmp_path / "local") as first:
         for version in range(5):
             commit(first, version, a=str(version))

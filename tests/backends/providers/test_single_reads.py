@@ -1,4 +1,4 @@
-"""Look-ups of one key, and reads by queries beside the stream: what they show, and that the stream notices nothing."""
+"""Look-ups of one key, and reads by queries next to the stream: their results, and that the stream is not affected."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def test_one_key_is_read_as_many_are(state):
         state.reads.get_one(b"a")
 
 
-def test_queries_leave_to_the_stream_what_it_has_read(state, monkeypatch):
+def test_reads_by_queries_do_not_evict_rows_of_the_stream(state, monkeypatch):
     keys = [b"%03d" % i for i in range(40)]
     commit(state, dict.fromkeys(keys, b"1"))
     state.reads.get_many(binary(*keys))
@@ -89,7 +89,7 @@ def test_a_version_that_completes_as_a_read_begins(state, read):
 
 
 def test_single_reads_while_versions_complete(state):
-    """Every version gives all keys its number: what is read one by one must never go back, nor be of no version."""
+    """Every version gives all keys its number: single reads must never go back, nor show a number without a version."""
     keys = [b"%03d" % i for i in range(30)]
     commit(state, dict.fromkeys(keys, b"1"))
     failures, done = [], threading.Event()

@@ -126,7 +126,7 @@ def test_a_column_family_is_named_by_a_string(provider):
 
 
 @shared
-def test_version_mistakes_say_what_there_is(provider):
+def test_errors_about_versions_name_the_existing_ones(provider):
     commit(provider, 0, a="1")
     commit(provider, 1, a="2")
     for version in (3, -1, 2**70, True, "1", None, 1.0):

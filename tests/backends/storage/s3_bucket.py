@@ -60,7 +60,7 @@ class S3:
         )
 
     def plan(self, *faults: Fault) -> None:
-        """What goes wrong from now on, and count requests anew. A minute has passed: nothing is held back."""
+        """Plan the next faults, and count requests from zero. A minute passes first: no request is held back."""
         self.clock.now += 60
         self.proxy.plan = list(faults)
         self.proxy.seen = []

@@ -1,6 +1,6 @@
 """A real S3-protocol server for tests, and a proxy before it that injects faults of the network and of the service.
 
-The server is moto's, in a process of its own, which can be told to check credentials.
+The server is moto's, in a separate process. It can be switched to check credentials.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class S3Server:
         self._request("PUT", f"/{name}")
 
     def overwrite(self, bucket: str, key: str, data: bytes) -> None:
-        """Write an object past the code under test, as somebody else would."""
+        """Write an object past the code under test, as another client would."""
         self._request("PUT", f"/{bucket}/{key}", data)
 
     def fill(self, bucket: str, keys: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class S3Server:
 
     @contextmanager
     def checking_credentials(self) -> Iterator[None]:
-        """The server accepts only its account meanwhile; otherwise it accepts everybody."""
+        """The server accepts only its account during this; otherwise it accepts every client."""
         self._request("POST", "/moto-api/reset-auth", b"0")
         try:
             yield
@@ -77,7 +77,7 @@ class S3Server:
 
     def _request(self, method: str, path: str, body: bytes = b"") -> None:
         with closing(http.client.HTTPConnection(_HOST, self.port, timeout=30)) as connection:
-            # Whoever is nobody may write nothing that somebody has written.
+            # A client without an account may not overwrite an object of another.
             connection.request(method, path, body, {"Authorization": "AWS any:any"})
             response = connection.getresponse()
             text = response.read()
@@ -86,7 +86,7 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Run the server in a process of its own, which ends with its standard input: it never outlives the tests."""
+    """Run the server in a separate process, which ends with its standard input: it never outlives the tests."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).resolve())],
@@ -196,7 +196,7 @@ class FaultProxy(ThreadingHTTPServer):
         self.writing = threading.Lock()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up, which faults make them do, are no news."""
+        """Ignore clients that hang up: faults make them do so."""
 
     def count(self, method: str = "", path: str = "") -> int:
         """How many requests with this method and with ``path`` in their address were seen."""
@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         refusal = b""
         if fault is not None and kind == "refuse":
             first = re.search(rb"<Object><Key>(.*?)</Key></Object>", body)
-            assert first is not None, f"{self.command} {path} is no bulk removal"
+            assert first is not None, f"{self.command} {path} does not remove in bulk"
             body = body.replace(first[0], b"", 1)
             refusal = b"<Error><Key>%s</Key><Code>%s</Code><Message>Refused.</Message></Error>" % (
                 first[1],
@@ -361,7 +361,7 @@ def _main() -> None:
             s3_backends["123456789012"]["aws"].put_object(command["bucket"], name, b"x")
         sys.stdout.write("done\n")
         sys.stdout.flush()
-    os._exit(0)  # its thread may be serving a connection that nobody closes
+    os._exit(0)  # its thread may be serving a connection that is never closed
 
 
 if __name__ == "__main__":

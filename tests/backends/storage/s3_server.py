@@ -42,7 +42,7 @@ class FaultyS3:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of Spark with which this server is found."""
+        """Return the settings of Spark that lead to this server."""
         return {
             "spark.hadoop.fs.s3a.endpoint": self.endpoint,
             "spark.hadoop.fs.s3a.path.style.access": "true",
@@ -51,7 +51,7 @@ class FaultyS3:
         }
 
     def client(self) -> Any:
-        """A client of the server itself, for which nothing fails."""
+        """Return a client of the server itself, without faults."""
         import boto3
 
         return boto3.client(

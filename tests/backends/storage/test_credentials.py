@@ -104,7 +104,7 @@ def test_credentials_of_the_machine_are_fetched_again_when_they_have_expired(
         assert machine.given == ["first", "second", "third"]
 
 
-def test_keys_that_have_expired_for_good_are_an_error_that_says_what_to_do(
+def test_permanently_expired_keys_are_an_error_with_a_remedy(
     servers: tuple[S3Server, FaultProxy], proxy: FaultProxy
 ) -> None:
     servers[0].make_bucket("expired")
@@ -115,6 +115,6 @@ def test_keys_that_have_expired_for_good_are_an_error_that_says_what_to_do(
         proxy.seen = []
         with pytest.raises(StorageError, match=r"ExpiredToken\. The credentials have expired.*with new ones.*profile"):
             call()
-        assert len(proxy.seen) == 2, "once more with what the store finds, and never again"
+        assert len(proxy.seen) == 2, "one retry with the credentials that the store finds, no more"
     again = opened(proxy, "expired", **{**keys, "fs.s3a.session.token": "new"})
     assert again.read(again.put_new("x", b"1")) == b"1"

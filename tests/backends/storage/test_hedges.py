@@ -31,7 +31,7 @@ def never() -> None:
     raise AssertionError("nothing was late")
 
 
-def test_what_is_late_follows_from_the_last_requests_of_its_kind() -> None:
+def test_a_request_is_late_by_the_last_requests_of_its_kind() -> None:
     hedges = Hedges()
     for i in range(FEWEST):
         assert hedges.late_after("read") is None
@@ -104,7 +104,7 @@ class Hedged:
         self.counts = RequestCounts()
         options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
         options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
-        buckets = BucketTraffic(lambda: 0.0)  # requests that are held back are held back for good
+        buckets = BucketTraffic(lambda: 0.0)  # requests that are held back stay so
         self.storage = CheckpointStorage.open(f"s3://{bucket}/ck", options, requests=self.counts, buckets=buckets)
         # Nothing is usual there: its requests have no second one, however slow the machine is.
         self.direct = CheckpointStorage.open(f"s3://{bucket}/ck", options, buckets=BucketTraffic())
@@ -158,7 +158,7 @@ def test_a_late_write_whose_name_another_has_taken_is_not_ours(s3: Hedged) -> No
     assert s3.counts.read()["put"] == 2 and s3.direct.get("x") == b"theirs"
 
 
-def test_large_files_and_what_the_service_refuses_are_made_once(s3: Hedged) -> None:
+def test_large_files_and_refused_requests_are_sent_once(s3: Hedged) -> None:
     s3.proxy.plan = [Fault("delay", seconds=5 * MIN_SECONDS, times=100)]
     ref = s3.storage.put_new("large", bytes(HEDGED_BYTES + 1))
     assert s3.counts.read()["put"] == 1

@@ -1,4 +1,4 @@
-"""What one refused request does to all others of its bucket."""
+"""The effect of one refused request on all others of its bucket."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def sent_in_a_second(pace: AdaptiveRateLimit, clock: Clock) -> int:
         sent += 1
 
 
-def test_nobody_waits_before_the_service_refuses(pace: AdaptiveRateLimit, clock: Clock) -> None:
+def test_no_request_waits_before_the_service_refuses(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 10_000, 0.5)
     assert not pace.is_slowed
 
 
-def test_after_a_refusal_all_wait_and_go_on_at_half_the_rate(pace: AdaptiveRateLimit, clock: Clock) -> None:
+def test_after_a_refusal_all_wait_and_continue_at_half_the_rate(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 200)
     pace.refused(0.4)
     assert pace.is_slowed and pace.wait_seconds() == pytest.approx(0.4)
@@ -136,7 +136,7 @@ def test_one_throttled_request_holds_back_the_others_of_its_bucket_alone(
     clock.now += 30
     neighbour.put_new("later", b"1")
     assert len(clock.waits) == 4
-    # An error that is no refusal concerns its own request alone.
+    # An error other than a refusal concerns only its request.
     proxy.plan = [Fault("answer", "PUT", "/paced/one", status=500)]
     one.put_new("y", b"1")
     neighbour.put_new("y", b"1")

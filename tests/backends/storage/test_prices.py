@@ -16,12 +16,12 @@ def test_each_kind_has_its_price() -> None:
     assert Prices(sent_gib=0.01, received_gib=0.09).dollars(moved) == pytest.approx(0.19)
 
 
-def test_what_is_not_given_is_the_default_and_the_text_says_all() -> None:
+def test_missing_prices_are_defaults_and_the_string_says_all() -> None:
     given = Prices.parse(" put=0.0054, received_gib = 0.09 ")
     assert given == Prices(put=0.0054, received_gib=0.09) == Prices.parse(str(given)) and Prices.parse("") == Prices()
 
 
 @pytest.mark.parametrize("text", ["putt=1", "put", "put=", "put=x", "put=-1", "put=nan", "put=inf", "put=1,get"])
-def test_what_is_no_price_is_refused_with_those_that_there_are(text: str) -> None:
+def test_an_unknown_price_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=r"is not a price: give put=, get=, .* dollars"):
         Prices.parse(text)

@@ -1,4 +1,4 @@
-"""What is asked of storage is counted by kind, each attempt as one."""
+"""Storage requests are counted by kind, each attempt as one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_bytes_are_counted_by_location(tmp_path: Path) -> None:
         assert counts.at("elsewhere") == {}
 
 
-def test_what_was_forgotten_in_between_has_begun_anew() -> None:
+def test_counters_that_were_reset_count_from_zero() -> None:
     assert used_since({"put": 5, "get": 2}, {"put": 3, "get": 2}) == {"put": 2}
     assert used_since({"put": 2}, {"put": 300}) == {"put": 2}
     together = used_together({"put": 1, "sent_bytes": 9}, {"put": 2, "list": 1})

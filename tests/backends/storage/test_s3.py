@@ -13,7 +13,7 @@ from backends.storage.requests import BucketTraffic
 from tests.backends.storage.s3_server import faulty_s3
 
 # Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that
-# fails for good.
+# fails permanently.
 pytestmark = pytest.mark.thorough
 
 PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider]
@@ -91,7 +91,7 @@ def storage(open_storage):
     return open_storage()
 
 
-def test_listing_goes_on_behind_the_first_thousand(storage, boto):
+def test_listing_continues_after_the_first_thousand(storage, boto):
     from moto.s3.models import s3_backends
 
     prefix = storage.location.removeprefix("s3://bucket/")
@@ -129,7 +129,7 @@ def put(provider, version, **pairs):
     return store.commit()
 
 
-def test_a_provider_goes_on_through_throttling(open_provider, s3):
+def test_a_provider_survives_throttling(open_provider, s3):
     provider = open_provider()
     seen = [0]
 
@@ -148,7 +148,7 @@ def test_a_provider_goes_on_through_throttling(open_provider, s3):
     assert seen[0] > 60
 
 
-def test_a_commit_that_fails_for_good_leaves_everything_as_before(open_provider, s3, storage):
+def test_a_commit_that_fails_permanently_leaves_everything_as_before(open_provider, s3, storage):
     provider = open_provider()
     put(provider, 0, a="1")
     before = storage.list()

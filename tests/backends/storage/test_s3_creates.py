@@ -98,7 +98,7 @@ def test_a_large_file_goes_through_whole(s3: S3, tmp_path: Path, faults: tuple[F
     assert storage.list() == [("large", LARGE)]
 
 
-def test_large_changes_under_a_name_of_their_own_go_in_parts(s3: S3) -> None:
+def test_large_changes_under_a_unique_name_are_uploaded_in_parts(s3: S3) -> None:
     data = os.urandom(LARGE)
     storage = s3.open()
     ref = storage.put_unique("large", data)

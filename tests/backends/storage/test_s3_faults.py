@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 # -- what works ----------------------------------------------------------------------------------
 
 
-def test_what_is_put_can_be_read_listed_and_deleted(s3: S3) -> None:
+def test_a_written_file_can_be_read_listed_and_deleted(s3: S3) -> None:
     storage = s3.open()
     assert storage.location == f"s3://{s3.bucket}/dir" and not storage.is_local
     assert storage.list() == [] and not storage.exists("a/b")
@@ -36,7 +36,7 @@ def test_what_is_put_can_be_read_listed_and_deleted(s3: S3) -> None:
     storage.delete("a/b")
     storage.delete("with space/ü+%20&=#?")
     assert storage.list() == [("a/c/d", 0)]
-    # A location is a directory: another that begins with its name is no part of it.
+    # A location is a directory: it does not contain another that begins with its name.
     s3.server.overwrite(s3.bucket, "directory/x", b"1")
     assert storage.list() == [("a/c/d", 0)]
     assert s3.open(f"s3a://{s3.bucket}").list() == [("dir/a/c/d", 0), ("directory/x", 1)]
@@ -164,7 +164,7 @@ def test_wrong_credentials_fail_at_once(s3: S3, settings: dict[str, str], reason
 def test_a_bucket_that_does_not_exist_fails_at_once(s3: S3, tmp_path: Path) -> None:
     storage = s3.open("s3a://no-such-bucket/dir")
     calls = calls_on(storage)
-    # HEAD says 404 without a body, be it the file or the bucket that is missing.
+    # HEAD says 404 without a body, whether the file or the bucket is missing.
     assert calls.pop("exists")() is False
     calls["read_to_file"] = lambda: storage.read_to_file(FileRef("there", 7, ""), tmp_path / "copy")
     for call in calls.values():
@@ -175,7 +175,7 @@ def test_a_bucket_that_does_not_exist_fails_at_once(s3: S3, tmp_path: Path) -> N
         assert len(s3.proxy.seen) == 1 and s3.clock.waits == []
 
 
-def test_what_is_forbidden_is_not_retried(s3: S3) -> None:
+def test_forbidden_requests_are_not_retried(s3: S3) -> None:
     s3.direct().put_new("there", b"content")
     for name, call in calls_on(s3.open()).items():
         s3.plan(Fault("answer", status=403, times=100))

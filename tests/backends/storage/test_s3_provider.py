@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 def open_provider(s3: S3, local_dir: Path) -> RocksDBStateStoreProvider:
     location = f"s3a://{s3.bucket}/ck"
     conf = StateStoreConf(deltas_per_snapshot=3, min_versions_to_retain=3)
-    # All threads share the clock: what one of them waits, the others have waited too.
+    # All threads share the clock: when one of them waits, time passes for the others too.
     storage = s3.open(f"{location}/statestore", retry_seconds=300)
     return RocksDBStateStoreProvider(StateStoreId(location, "op", 0), conf, local_dir, storage=storage)
 
@@ -45,7 +45,7 @@ def test_sparks_settings_reach_a_provider_through_its_conf(s3: S3) -> None:
     assert any(p.endswith(".changelog") for p in paths) and any("/manifests/" in p for p in paths)
 
 
-def test_storage_does_not_hold_up_reads_of_what_is_loaded(s3: S3, tmp_path: Path) -> None:
+def test_storage_does_not_delay_reads_of_loaded_state(s3: S3, tmp_path: Path) -> None:
     with open_provider(s3, tmp_path) as provider:
         commit(provider, 0, a="1")
         store = provider.get_read_store(1)
@@ -90,7 +90,7 @@ def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Pa
         only_thorough(Fault("drop_before"), "/manifests/"),
     ],
 )
-def test_a_commit_that_fails_for_good_changes_nothing(s3: S3, tmp_path: Path, fault: Fault, path: str) -> None:
+def test_a_commit_that_fails_permanently_changes_nothing(s3: S3, tmp_path: Path, fault: Fault, path: str) -> None:
     with open_provider(s3, tmp_path / "one") as provider:
         commit(provider, 0, a="1", b="1")
         before = s3.direct().list()

@@ -99,8 +99,8 @@ def test_a_body_that_was_cut_short_is_read_again(s3: S3, tmp_path: Path, keep: i
     assert len(s3.clock.waits) == 2
 
 
-def test_a_large_file_is_read_on_behind_what_has_come(s3: S3, tmp_path: Path) -> None:
-    """Each break comes behind another piece, so that the time for repeats begins anew."""
+def test_a_large_file_is_read_from_where_the_connection_broke(s3: S3, tmp_path: Path) -> None:
+    """Each connection breaks after another piece, so that the time for repeats starts again."""
     data = os.urandom(13 << 20)
     (tmp_path / "source").write_bytes(data)
     storage = s3.open(retry_seconds=0.15)

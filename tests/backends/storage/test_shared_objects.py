@@ -59,7 +59,7 @@ def test_parts_that_are_read_together_are_shared_as_well() -> None:
     assert counts.read()["get"] == ALONE + 1
 
 
-def test_what_lies_behind_the_beginning_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_after_the_beginning_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_files, "OBJECT_BYTES", 100)
     storage, counts = opened("behind", SharedObjects(room))
     for _ in range(4):
@@ -69,7 +69,7 @@ def test_what_lies_behind_the_beginning_is_read_alone(monkeypatch: pytest.Monkey
         assert storage.read_together(PARTS[9:11]) == {PARTS[i].path: DATA[10 * i : 10 * i + 10] for i in (9, 10)}
 
 
-def test_damage_is_told_to_whoever_needs_that_part_and_to_nobody_else() -> None:
+def test_damage_fails_only_the_readers_of_that_part() -> None:
     storage, _ = opened("damaged", SharedObjects(room), DATA[:55] + b"?" + DATA[56:])
     for i in (0, 1, 2, 3, 4, 6):
         assert storage.read(PARTS[i]) == DATA[10 * i : 10 * i + 10]
@@ -78,7 +78,7 @@ def test_damage_is_told_to_whoever_needs_that_part_and_to_nobody_else() -> None:
     assert list(storage.read_together(PARTS[4:7])) == [PARTS[4].path, PARTS[6].path]
 
 
-def test_a_reader_that_fails_keeps_nobody_waiting_and_the_next_one_tries_again() -> None:
+def test_a_reader_that_fails_blocks_no_other_and_the_next_one_tries_again() -> None:
     shared, fails = SharedObjects(room), threading.Event()
     reading = threading.Event()
 
@@ -101,7 +101,7 @@ def read_all(shared: SharedObjects, name: str, read: Callable[[int], bytes]) -> 
     return [shared.part(name, 0, 10, read) for _ in range(ALONE + 1)][-1]
 
 
-def test_what_is_kept_is_bounded_in_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_objects_are_bounded_in_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_files, "MAX_SHARED_BYTES", 1000)
     shared = SharedObjects(room)
     for i in range(200):
@@ -113,7 +113,7 @@ def test_what_is_kept_is_bounded_in_bytes_and_objects(monkeypatch: pytest.Monkey
     assert len(shared._held) == 3
 
 
-def test_what_is_kept_counts_in_the_memory_of_the_host_and_makes_room_for_others() -> None:
+def test_kept_objects_count_in_the_memory_of_the_host_and_make_room_for_others() -> None:
     memory = HostMemory(StateStoreConf(host_memory=16 << 20))
     shared = SharedObjects(partial(memory.spare, LAST_READS))
     storage, counts = opened("counted", shared)
@@ -123,7 +123,7 @@ def test_what_is_kept_counts_in_the_memory_of_the_host_and_makes_room_for_others
     needed = memory.note(STAGED, 16 << 20)
     assert memory.held()[LAST_READS] == 0 and not shared._held and not shared._claims
     before = counts.read()["get"]
-    assert storage.read(PARTS[0]) == DATA[:10], "there is no room: it is read for those who wait, and not kept"
+    assert storage.read(PARTS[0]) == DATA[:10], "without room it is read for those who wait, and not kept"
     assert counts.read()["get"] == before + 1 and not shared._held and not shared._claims
     del needed
     assert storage.read(PARTS[0]) == DATA[:10] and memory.held()[LAST_READS] == len(DATA)

@@ -38,7 +38,7 @@ def storage(request, tmp_path):
     return CheckpointStorage.open(location)
 
 
-def test_what_is_put_can_be_read_listed_and_deleted(storage):
+def test_a_written_file_can_be_read_listed_and_deleted(storage):
     assert storage.list() == [] and not storage.exists("a/b")
     ref = storage.put_new("a/b", b"content")
     other = storage.put_new("a/c/d", b"")
@@ -57,7 +57,7 @@ def test_what_is_put_can_be_read_listed_and_deleted(storage):
     assert storage.list() == [("a/e", 0)]
 
 
-def test_parts_end_where_the_file_ends_and_a_directory_is_no_file(storage, monkeypatch):
+def test_parts_end_where_the_file_ends_and_a_directory_is_not_a_file(storage, monkeypatch):
     whole = storage.put_new("a/b", b"0123456789")
     assert storage.get_range("a/b", 8, 1 << 50) == b"89"
     pread = os.pread
@@ -89,7 +89,7 @@ def test_listings_are_in_the_order_of_paths(storage):
     assert storage.list("a", after="a/b/10") == [("a/b/9", 2), ("a/b0", 2)]
 
 
-def test_what_goes_while_a_directory_is_listed_is_left_out(tmp_path, monkeypatch):
+def test_files_removed_while_a_directory_is_listed_are_left_out(tmp_path, monkeypatch):
     storage = CheckpointStorage.open(str(tmp_path))
     for path in ("a/b", "c/d", "e"):
         storage.put_new(path, b"1")
@@ -105,7 +105,7 @@ def test_what_goes_while_a_directory_is_listed_is_left_out(tmp_path, monkeypatch
     assert storage.list() == [("a/b", 1), ("e", 1)]
 
 
-def test_who_is_told_that_a_file_exists_has_seen_what_stays(tmp_path, monkeypatch):
+def test_a_writer_that_finds_a_file_taken_sees_its_final_content(tmp_path, monkeypatch):
     storage = CheckpointStorage.open(str(tmp_path), fsync=True)
     CheckpointStorage.open(str(tmp_path), fsync=False).put_new("a/x", b"1")  # its writer died before the sync
     synced, real = [], os.fsync
@@ -122,7 +122,7 @@ def test_a_file_is_never_overwritten(storage):
     assert storage.get("x") == b"1"
 
 
-def test_a_file_of_sparks_is_replaced_as_a_whole(storage):
+def test_a_file_of_spark_is_replaced_as_a_whole(storage):
     storage.replace("metadata", b"first")
     storage.replace("metadata", b"second")
     assert storage.get("metadata") == b"second"

@@ -1,4 +1,4 @@
-"""What is told of storage that fails or gives no answer: the last minute, by location, without signatures."""
+"""Reports of storage that fails or gives no answer: the last minute, by location, without signatures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fails(trouble: TroubleTracker, location: str = "s3://b/ck", text: str = "it 
     trouble.ended(trouble.began("put", location), OSError(text))
 
 
-def test_storage_that_answers_is_not_told_of() -> None:
+def test_storage_that_answers_is_not_reported() -> None:
     clock = Clock()
     trouble = TroubleTracker(clock)
     quick, slow = trouble.began("get", "a"), trouble.began("get", "a")
@@ -36,7 +36,7 @@ def test_storage_that_answers_is_not_told_of() -> None:
     assert trouble.read() == []
 
 
-def test_failures_are_told_for_a_minute_and_whether_they_are_over() -> None:
+def test_failures_are_reported_for_a_minute_and_whether_they_are_over() -> None:
     clock = Clock()
     trouble = TroubleTracker(clock)
     fails(trouble, text="of before")
@@ -56,7 +56,7 @@ def test_failures_are_told_for_a_minute_and_whether_they_are_over() -> None:
     assert trouble.read() == []
 
 
-def test_requests_without_an_answer_are_told_with_the_longest_wait() -> None:
+def test_requests_without_an_answer_are_reported_with_the_longest_wait() -> None:
     clock = Clock()
     trouble = TroubleTracker(clock)
     first = trouble.began("put", "a")
@@ -92,7 +92,7 @@ def test_storage_that_refuses_writes_and_answers_reads_has_not_answered() -> Non
     assert [t["answered_since"] for t in trouble.read()] == [True]
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_tracked_failures_are_bounded() -> None:
     trouble = TroubleTracker(Clock())
     for n in range(MAX_FAILURES + 5):
         fails(trouble, "often")
@@ -103,7 +103,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(trouble.read()) == MAX_TRACKED_LOCATIONS
 
 
-def test_a_request_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
+def test_a_request_that_fails_is_reported_with_its_error(tmp_path: Path) -> None:
     counts = RequestCounts()
     storage = CheckpointStorage.open(str(tmp_path / "ck"), requests=counts)
     storage.put_new("a/b", b"x")

@@ -1,4 +1,4 @@
-"""A checkpoint coordinator with a clock and stores of the test's own, and the batches that it is told of."""
+"""A checkpoint coordinator with the test's clock and stores, and the batches that the test gives it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ManualTimer:
 
 @dataclass
 class World:
-    """A clock; who turns it lets the coordinators look at what is overdue."""
+    """A clock; turning it lets the coordinators look for overdue checkpoints."""
 
     now: float = 1000.0
     coordinators: list[CheckpointCoordinator] = field(default_factory=list)

@@ -19,7 +19,7 @@ A, B, C = ("op", 0), ("op", 1), ("other", 0)
 
 
 class Coordinator(CheckpointCoordinator):
-    """Remembers what was completed, and tells of what was cancelled."""
+    """Records completed checkpoints, and reports cancelled ones."""
 
     def __init__(
         self,

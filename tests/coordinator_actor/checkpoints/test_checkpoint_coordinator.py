@@ -4,7 +4,7 @@ Counterparts of Flink 1.0's tests, and where each is:
 
 CheckpointCoordinatorTest, in this file:
 - testCheckpointAbortsIfTriggerTasksAreNotExecuted, ...IfTriggerTasksAreFinished, ...IfAckTasksAreNotExecuted:
-  test_tasks_that_cannot_be_told_abort_the_checkpoint (who runs is known to ``trigger`` alone here)
+  test_a_checkpoint_aborts_when_its_tasks_cannot_be_notified (who runs is known to ``trigger`` alone here)
 - testTriggerAndConfirmSimpleCheckpoint: test_trigger_and_confirm
 - testTriggerAndDeclineCheckpointSimple: test_a_declined_checkpoint_is_given_up
 - testMultipleConcurrentCheckpoints: test_multiple_concurrent_checkpoints
@@ -88,7 +88,7 @@ def test_trigger_and_confirm(world: World) -> None:
     assert len(coord.successful) == 2 and seen.cancelled == []
 
 
-def test_hooks_are_called_in_the_order_of_what_happens(world: World) -> None:
+def test_hooks_are_called_in_the_order_of_events(world: World) -> None:
     seen: list[Any] = []
     hooks = CheckpointHooks(
         trigger=lambda pending: seen.append(("trigger", pending.id)),
@@ -104,7 +104,7 @@ def test_hooks_are_called_in_the_order_of_what_happens(world: World) -> None:
     assert seen == [("trigger", 1), ("store", 1), ("completed", 1), ("trigger", 2), ("cancelled", 2, None)]
 
 
-def test_tasks_that_cannot_be_told_abort_the_checkpoint(world: World) -> None:
+def test_a_checkpoint_aborts_when_its_tasks_cannot_be_notified(world: World) -> None:
     coord, seen = recorded(world)
     seen.failure = OSError("task 1 is not running")
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_tasks_that_cannot_be_told_abort_the_checkpoint(world: World) -> None:
     assert isinstance(rebuilt_error("CheckpointNotTriggeredError", "x"), CheckpointNotTriggeredError)
 
 
-def test_a_checkpoint_that_completes_while_its_tasks_are_told_counts(world: World) -> None:
+def test_a_checkpoint_that_completes_while_its_tasks_are_notified_counts(world: World) -> None:
     def tell(pending: PendingCheckpoint) -> None:
         coord.receive_acknowledge_message(ack(A, pending.id, "a"))
         coord.receive_acknowledge_message(ack(B, pending.id, "b"))
@@ -148,7 +148,7 @@ def test_an_attempt_without_state_takes_the_state_away(world: World) -> None:
     assert completed.states == {B: "b"} and completed.size == 2
 
 
-def test_what_became_of_an_acknowledgement(world: World) -> None:
+def test_an_acknowledgement_is_answered_with_its_outcome(world: World) -> None:
     coord = coordinator(world)
     assert coord.receive_acknowledge_message(ack(A, 1)) is Received.UNKNOWN
     coord.trigger_checkpoint()
@@ -234,7 +234,7 @@ def test_a_checkpoint_may_be_started_with_states_and_properties(world: World) ->
     assert seen.completed[0].properties == {"version": 3} and seen.completed[0].states == {A: "a", B: "b"}
     whole = coord.trigger_checkpoint(6, states={A: "a2", B: "b2"})
     assert whole.completed is seen.completed[1] and whole.completed.states == {A: "a2", B: "b2"}
-    assert len(seen.triggered) == 1, "nobody needs to be told"
+    assert len(seen.triggered) == 1, "no task left to notify"
     seen.failure = StorageError("full")
     with pytest.raises(StorageError, match="full"):
         coord.trigger_checkpoint(7, states={A: "a3", B: "b3"})
@@ -376,7 +376,7 @@ def test_acknowledgements_of_many_threads_complete_each_checkpoint_once() -> Non
 def test_whether_all_have_acknowledged_costs_the_same_for_any_number_of_tasks() -> None:
     """Counted in lines run, not in time: no Python loop over the tasks runs per acknowledgement.
 
-    The least of several: what other tests have left may be cleaned up meanwhile, line by line.
+    The least of several: a run may also clean up garbage of other tests, line by line.
     """
     few, many = (min(_steps_per_acknowledgement(n) for _ in range(3)) for n in (10, 10_000))
     assert many == few > 10
@@ -402,7 +402,7 @@ def _steps_per_acknowledgement(tasks: int) -> int:
     return steps
 
 
-def test_what_is_remembered_of_many_tasks_stays_small() -> None:
+def test_the_record_of_many_tasks_stays_small() -> None:
     tasks = [("op", p) for p in range(2_000)]
     coord = CheckpointCoordinator("job", tasks, timeout=None)
     states = dict.fromkeys(tasks, "s")

@@ -1,7 +1,8 @@
 """The figures of checkpoints.
 
 Counterparts of Flink 1.0's SimpleCheckpointStatsTrackerTest: testNoCompletedCheckpointYet (test_nothing_yet),
-testRandomStats (test_random_checkpoints_against_a_model), testIllegalOperatorId (test_what_is_not_remembered),
+testRandomStats (test_random_checkpoints_against_a_model), testIllegalOperatorId
+(test_old_and_unknown_checkpoints_have_no_stats),
 testCompletedCheckpointReordering (test_checkpoints_may_complete_out_of_order).
 testOperatorStateCachedClearedOnNewCheckpoint has none: nothing is cached.
 """
@@ -71,7 +72,7 @@ def test_one_checkpoint() -> None:
     assert [s["task"] for s in summary["slowest"]] == ["op/1", "other/0", "op/0"]
 
 
-def test_counts_and_what_is_in_progress() -> None:
+def test_counts_and_checkpoints_in_progress() -> None:
     tracker = CheckpointStatsTracker()
     run(tracker, 1, REPORTS)
     run(tracker, 2, REPORTS, complete=False)
@@ -115,7 +116,7 @@ def test_random_checkpoints_against_a_model() -> None:
     assert recent["max"] == max(durations[-10:]) and recent["p50"] == sorted(durations[-10:])[4]
 
 
-def test_what_is_not_remembered() -> None:
+def test_old_and_unknown_checkpoints_have_no_stats() -> None:
     tracker = CheckpointStatsTracker(2)
     for i in (1, 2, 3):
         run(tracker, i, REPORTS)

@@ -1,4 +1,4 @@
-"""Completions of checkpoints that fail, hang, are interrupted, or end meanwhile."""
+"""Completions of checkpoints that fail, hang, are interrupted, or whose checkpoint ends first."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Hanging:
             raise self.failure
 
 
-def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world: World) -> None:
+def test_while_a_completion_hangs_others_wait_and_everything_else_continues(world: World) -> None:
     hang = Hanging()
     coord = coordinator(world, subsumes=False, store=hang)
     one, two = coord.trigger_checkpoint(), coord.trigger_checkpoint()
@@ -107,7 +107,7 @@ def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world:
     assert not two.is_discarded
 
 
-def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(world: World) -> None:
+def test_a_caller_that_waited_for_a_failed_completion_tries_it_with_its_own_state(world: World) -> None:
     hang = Hanging()
     hang.failure = StorageError("x")
     coord = coordinator(world, store=hang)
@@ -135,7 +135,7 @@ def waiting(coord: CheckpointCoordinator) -> bool:
     return bool(coord._pending._completion_ended._waiters)  # type: ignore[attr-defined]
 
 
-def test_shutdown_frees_those_who_wait_for_a_completion(world: World) -> None:
+def test_shutdown_releases_callers_that_wait_for_a_completion(world: World) -> None:
     hang = Hanging()
     coord = coordinator(world, [A], store=hang)
     coord.trigger_checkpoint()
@@ -154,7 +154,7 @@ def test_shutdown_frees_those_who_wait_for_a_completion(world: World) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("end", ["expire", "stop", "shutdown", "subsumed"])
-def test_what_ends_during_a_completion_ends_only_if_that_fails(world: World, end: str, fails: bool) -> None:
+def test_an_end_during_a_completion_takes_effect_only_if_that_fails(world: World, end: str, fails: bool) -> None:
     hang = Hanging()
     cancelled: list[int] = []
 

@@ -29,7 +29,7 @@ def test_a_pending_checkpoint_by_itself() -> None:
         pending.to_completed(11)
     missing = pending.not_yet_acknowledged
     missing.clear()
-    assert pending.num_not_yet_acknowledged == 10, "what is handed out is a copy"
+    assert pending.num_not_yet_acknowledged == 10, "the caller gets a copy"
     for p in range(10):
         pending.acknowledge(("op", p), p or None, size=2**62, duration=p, at=20 + p)
     assert repr(pending) == "PendingCheckpoint(id=1, acknowledged=10/10)"

@@ -52,7 +52,7 @@ def test_a_run_that_has_just_begun_does_not_lag() -> None:
     assert snapshots.lagging(511, 1030.0) == []
 
 
-def test_an_older_snapshot_that_comes_late_changes_nothing() -> None:
+def test_a_late_older_snapshot_changes_nothing() -> None:
     snapshots = lag()
     snapshots.report_uploaded(KEYS[0], 20, 200.0)
     snapshots.report_uploaded(KEYS[0], 15, 300.0)

@@ -104,7 +104,7 @@ def world(tmp_path: Path) -> Elsewhere:
     return made
 
 
-def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewhere) -> None:
+def test_a_copied_checkpoint_is_refused_and_the_original_continues(world: Elsewhere) -> None:
     c = world.coordinator()
     assert world.start(c, "run2") is None
     copy, before = world.copy(), world.files("base")
@@ -114,11 +114,11 @@ def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewher
         assert words in refusal
     assert f"--state-location {world.base}\n" in refusal
     assert world.files("base") == before
-    world.batch(c, "run2", 2)  # nobody has retired it
+    world.batch(c, "run2", 2)  # it was not retired
     assert world.start(world.coordinator(), "run4", "copy") is not None, "on another cluster"
 
 
-def test_a_state_that_does_not_say_where_its_checkpoint_is_goes_on_and_says_it(world: Elsewhere) -> None:
+def test_a_state_without_its_checkpoints_location_resumes_and_records_it(world: Elsewhere) -> None:
     shutil.rmtree(world.root / "base/q/checkpoints")  # as an older version has left it
     world.copy()
     assert world.start(world.coordinator(), "run2") is None
@@ -132,7 +132,7 @@ def test_the_same_place_by_another_name_is_the_same(world: Elsewhere) -> None:
     assert world.start(world.coordinator(), "run3", checkpoint_location=there) is None
 
 
-def test_a_checkpoint_that_has_its_state_in_itself_may_be_anywhere(world: Elsewhere) -> None:
+def test_a_checkpoint_that_contains_its_state_may_be_anywhere(world: Elsewhere) -> None:
     shutil.copytree(world.root / "base/q", world.root / "ck/statestore")
     copy = world.copy()
     assert world.start(world.coordinator(), "run2", "copy", state_location=f"{copy}/statestore") is None
@@ -153,7 +153,7 @@ def test_of_two_that_start_first_at_once_one_has_the_state(tmp_path: Path) -> No
     assert refusals[0] is None and refusals[1] is not None and "copy" in refusals[1]
 
 
-def test_a_moved_checkpoint_goes_on_at_its_new_place(world: Elsewhere) -> None:
+def test_a_moved_checkpoint_resumes_at_its_new_place(world: Elsewhere) -> None:
     moved = world.copy(target="moved")
     with pytest.raises(CheckpointPlaceError, match=r"/ck still has metadata, offsets, commits, so that .* is a copy"):
         move_checkpoint(moved, world.base)
@@ -170,7 +170,7 @@ def test_a_moved_checkpoint_goes_on_at_its_new_place(world: Elsewhere) -> None:
     assert world.start(world.coordinator(), "run4") is not None, "the old place has it no more"
 
 
-def test_a_fork_goes_on_with_a_state_of_its_own(world: Elsewhere) -> None:
+def test_a_fork_resumes_with_its_own_state(world: Elsewhere) -> None:
     copy, before = world.copy(), world.files("ck", "base")
     forked = fork_checkpoint(copy, world.base)
     assert forked.is_new and json.loads((world.root / "copy/metadata").read_text()) == {"id": forked.query_id}
@@ -184,7 +184,7 @@ def test_a_fork_goes_on_with_a_state_of_its_own(world: Elsewhere) -> None:
     assert c.batch_committed("run3", 2) and c.batch_committed("run2", 2)
 
 
-def test_an_original_that_goes_on_is_not_forked(world: Elsewhere) -> None:
+def test_an_original_that_advances_is_not_forked(world: Elsewhere) -> None:
     copy, c = world.copy(), world.coordinator()
     assert world.start(c, "run2") is None
 
@@ -223,7 +223,7 @@ def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None
         assert f"/{meta.partition}/default/{meta.version}-" in file.path
 
 
-def test_a_run_does_not_go_on_once_files_were_exchanged_without_its_coordinator(world: Elsewhere) -> None:
+def test_a_run_is_refused_after_files_were_exchanged_without_its_coordinator(world: Elsewhere) -> None:
     """Changelogs of its batch may be gone by then whose tasks Spark does not run again."""
     forget_in_storage(
         find_state(str(world.root / "ck"), world.base),
@@ -253,7 +253,7 @@ def test_a_fork_has_the_files_that_were_exchanged(world: Elsewhere) -> None:
     assert c.batch_committed("run3", 2)
 
 
-def test_what_an_earlier_fork_has_made_of_its_state_is_not_taken_for_the_originals(world: Elsewhere) -> None:
+def test_the_state_of_an_earlier_fork_is_not_taken_for_the_originals(world: Elsewhere) -> None:
     forked = fork_checkpoint(world.copy(), world.base)
     assert world.start(world.coordinator(), "run2", "copy") is None
     shutil.rmtree(world.root / "copy")
@@ -272,7 +272,7 @@ def test_without_a_state_there_nothing_is_done(world: Elsewhere, command: Callab
         command(str(world.root / "other"), world.base)
 
 
-def test_a_fork_that_dies_at_any_step_leaves_what_it_found_and_is_run_again(world: Elsewhere) -> None:
+def test_a_fork_that_dies_at_any_step_changes_no_original_and_can_be_repeated(world: Elsewhere) -> None:
     copy, before = world.copy(), world.files("ck", "base/q")
     deaths, files = 0, [p for p in before if p.startswith("base/q/")]
     for _ in range(2 * len(files)):
@@ -329,7 +329,7 @@ def test_the_commands(world: Elsewhere) -> None:
 
 
 @pytest.mark.parametrize("verb", ["move", "fork"])
-def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Elsewhere, verb: str) -> None:
+def test_the_command_that_a_refusal_prints_lets_the_checkpoint_resume(world: Elsewhere, verb: str) -> None:
     copy = "its copy"  # a name that a shell must be given in quotes
     if verb == "move":
         shutil.move(world.root / "ck", world.root / copy)
@@ -407,8 +407,8 @@ def test_the_directory_that_a_missing_state_asks_for_is_that_of_the_session(worl
     assert move_checkpoint(moved, world.base).is_new
 
 
-def test_a_state_that_is_moved_out_of_its_checkpoint_goes_on(tmp_path: Path) -> None:
-    """As a session with ``spark.statestore.location`` is told to, where a checkpoint holds state of its own."""
+def test_a_state_that_is_moved_out_of_its_checkpoint_resumes(tmp_path: Path) -> None:
+    """A session with ``spark.statestore.location`` asks for this where the state is in the checkpoint."""
     world = Elsewhere(tmp_path)
     inside = {"state_location": f"{tmp_path}/ck/statestore"}
     c = world.coordinator()

@@ -48,7 +48,7 @@ def test_a_location_is_tried_out_once(world: World) -> None:
     assert written.count(CREATE_PROBE) == 3
 
 
-def test_a_trial_that_failed_is_no_proof(world: World) -> None:
+def test_a_failed_trial_does_not_count_as_proof(world: World) -> None:
     proofs, fails = CreateIfAbsentProofs(), True
 
     def fail(path: str) -> None:

@@ -17,7 +17,7 @@ from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
 class Stored:
-    """Files of one query in memory. ``before`` hears of each request before it is made, ``asked`` has all of them."""
+    """Files of one query in memory. ``before`` is called before each request is made, ``asked`` has all of them."""
 
     def __init__(self, name: str) -> None:
         self.location = f"memory://{name}/ck"
@@ -35,7 +35,7 @@ class Stored:
         sender.send = heard
 
     def log(self, name: str) -> ManifestLog:
-        """What one coordinator sees of it."""
+        """Return one coordinator's view of it."""
         return ManifestLog(self.storage, name)
 
 
@@ -97,7 +97,7 @@ def test_a_manifest_that_is_written_during_a_claim_is_read(stored: Stored, momen
         old.append(manifest(old, 3), CheckpointIDCounter(4))
 
 
-def test_a_manifest_whose_answer_was_lost_is_taken_up_and_the_next_has_a_higher_id(stored: Stored) -> None:
+def test_a_manifest_whose_answer_was_lost_is_read_and_the_next_has_a_higher_id(stored: Stored) -> None:
     log, counter = stored.log("one"), CheckpointIDCounter(2)
     log.claim("run1")
     put_new = stored.storage.put_new
@@ -145,7 +145,7 @@ def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: S
     assert stored.storage.get(place_path(1, 2)) == FENCE and new.manifests == {}
 
 
-def test_who_stood_still_while_many_claimed_finds_out_though_the_next_claim_is_gone(stored: Stored) -> None:
+def test_a_coordinator_that_stalled_during_many_claims_notices_though_the_next_claim_is_gone(stored: Stored) -> None:
     slow = stored.log("slow")
     slow.claim("run1")
     assert slow.epochs.newest() is not None
@@ -165,7 +165,7 @@ def test_a_claim_behind_a_look_lists_the_claims_once(stored: Stored) -> None:
     log.claim("run2")
     epochs = [verb for verb, path in stored.asked if path.startswith(EPOCHS)]
     assert epochs == ["list", "read", "write", "list"], (
-        "what is there, and behind the claim whether somebody was faster"
+        "the existing epochs, and after the claim whether a rival was faster"
     )
     stored.log("newer").claim("run3")
     log.claim("run4")
@@ -196,7 +196,7 @@ def test_a_stale_listing_hides_neither_claims_nor_the_newest_manifests(servers: 
     assert sorted(new.manifests) == [1, 2, 3]
 
 
-def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None:
+def test_a_coordinator_that_stalled_for_many_epochs_removes_nothing(stored: Stored) -> None:
     old = stored.log("old")
     old.claim("run1")
     old.epochs.check()
@@ -208,7 +208,7 @@ def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_a_reader_whose_newest_manifest_goes_before_it_is_read_lists_again(stored: Stored, times: int) -> None:
+def test_a_reader_whose_newest_manifest_is_removed_before_the_read_lists_again(stored: Stored, times: int) -> None:
     """It stands still after its listing: older manifests that are still there must not be taken for the newest."""
     log, counter = stored.log("one"), CheckpointIDCounter(4)
     log.claim("run1")

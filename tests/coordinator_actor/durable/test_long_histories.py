@@ -34,7 +34,7 @@ VERSIONS = 115
 MAX_REQUESTS = 40
 YEAR_OF_SAVEPOINTS = 365 * 24
 LONGEST_PATH = 8
-"""Spark's logs, manifests, those in no fold; claim, what is there then, fence; Spark's logs again, a manifest."""
+"""Spark's logs, manifests, those in no fold; claim, existing epochs, fence; Spark's logs again, a manifest."""
 
 
 class Store:
@@ -116,7 +116,7 @@ def test_a_start_behind_a_year_of_hourly_savepoints_takes_few_requests() -> None
         if i % 10 == 9:
             store.state.delete_all(log.savepoints.obsolete(None))
     restarted = Coordinator(lambda: 1000.0, store.open, CoordinatorConf())
-    # A coordinator that starts anew reads the records that are kept: one of them may hold the run.
+    # A restarted coordinator reads the records that are kept: one of them may hold the run.
     for coordinator, most in (store.coordinator, MAX_REQUESTS), (restarted, MAX_REQUESTS + KEPT_RECORDS):
         before = store.requests()
         assert coordinator.register_query(store.registration("new")).completed_version == VERSIONS
@@ -136,7 +136,7 @@ def test_old_claims_and_savepoint_records_go_and_a_replaced_run_is_still_refused
     assert len(store.state.list(FOLDS)) == VERSIONS // FOLDED
     refusal = store.coordinator.register_query(store.registration("run0")).refusal
     assert refusal is not None and "replaced by a newer one" in refusal
-    assert run.manifests.last_id() >= VERSIONS + KEPT_RECORDS + 5, "ids ascend for good"
+    assert run.manifests.last_id() >= VERSIONS + KEPT_RECORDS + 5, "ids always ascend"
 
 
 def test_a_fold_that_is_damaged_or_outdated_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ def test_a_fold_that_is_damaged_or_outdated_changes_nothing(caplog: pytest.LogCa
     store.state.delete(gone)
     log = ManifestLog(store.state, "reader")
     log.refresh()
-    assert 3 not in log.manifests, "what was removed is not there, whatever a fold says"
+    assert 3 not in log.manifests, "a removed manifest is missing, whatever a fold says"
     with pytest.raises(MissingFileError):
         log.chain()
 

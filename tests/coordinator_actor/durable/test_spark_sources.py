@@ -1,4 +1,4 @@
-"""How many sources a checkpoint goes on with, as Spark's files of planned batches say it."""
+"""The number of sources in a checkpoint, by Spark's files of planned batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_query_that_has_planned_no_batch_may_have_any_sources(checkpoint: Chec
         (["v2", TIMES, 'clicks:{"logOffset":0}', "1:12"], None),
     ],
 )
-def test_the_last_planned_batch_says_what_sources_there_are(
+def test_the_last_planned_batch_names_the_sources(
     checkpoint: CheckpointStorage, lines: list[str], expected: tuple[int | None, set[int], set[int]] | None
 ) -> None:
     checkpoint.replace("sources/0/0", b'v1\n{"path":"file:///in/0.parquet"}')

@@ -33,7 +33,7 @@ def test_a_batch_takes_one_request_and_rows_are_late_by_the_watermark_before(tmp
     assert SparkCommits(storage).times(0) == BatchTimes(0, 0, 0)
 
 
-def test_what_could_not_be_read_is_read_again(tmp_path: Path) -> None:
+def test_missing_batch_times_are_read_again(tmp_path: Path) -> None:
     commits = SparkCommits(CheckpointStorage.open(str(tmp_path), fsync=False))
     plan(tmp_path, 1)
     with pytest.raises(MissingFileError, match="offsets/0"):

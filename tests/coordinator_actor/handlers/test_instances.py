@@ -1,6 +1,4 @@
-"""Where the partitions of a running query are: owners that move, and what the coordinator says of a run; without
-Ray.
-"""
+"""Owners of the partitions of a running query, their moves, and the coordinator's answers about a run, without Ray."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def loaded(s: Stream) -> dict[int, list[int]]:
 
 
 def pass_time(s: Stream, seconds: float) -> None:
-    """Driver and hosts are heard of meanwhile, and the coordinator looks at its runs."""
+    """Let time pass with heartbeats of driver and hosts; the coordinator looks at its runs."""
     while seconds > 0:
         s.world.now += min(seconds, 5.0)
         seconds -= 5.0
@@ -90,7 +88,7 @@ def test_the_partitions_of_a_run_are_active_where_they_are_owned_until_it_ends(s
     assert loaded(s) == {0: [], 1: []}
 
 
-def test_a_newer_run_has_instances_of_its_own_and_the_olders_are_inactive(stream):
+def test_a_newer_run_has_new_instances_and_the_older_ones_are_inactive(stream):
     s = stream()
     s.c.register_query(msgspec.structs.replace(s.registration, run_id="run2"))
     assert s.c.get_locations([instance(s, p) for p in range(4)]) == [None] * 4
@@ -110,9 +108,9 @@ def test_nothing_is_active_of_a_run_whose_driver_is_gone(stream, how):
     assert s.c.describe()["instances"] == [] and s.c.describe()["queries"] == []
 
 
-def test_a_host_is_told_what_it_owns_of_the_runs_that_it_asks_about(stream):
+def test_a_host_gets_its_partitions_of_the_runs_that_it_asks_about(stream):
     s = stream(0)
-    assert s.c.verify_instances("h0", "a", ("run1", "nobody")) == {}, "nobody knows yet"
+    assert s.c.verify_instances("h0", "a", ("run1", "nobody")) == {}, "not known yet"
     s.batch(0)
     named = {i: s.c.verify_instances(f"h{i}", "a", ("run1", "nobody")) for i in (0, 1)}
     assert named == {i: {"run1": {"op": loaded(s)[i]}} for i in (0, 1)}
@@ -123,7 +121,7 @@ def test_a_host_is_told_what_it_owns_of_the_runs_that_it_asks_about(stream):
         s.c.verify_instances("h0", "another", ("run1",))
 
 
-def test_a_host_unloads_at_its_maintenance_what_has_moved_and_nothing_else(stream):
+def test_a_host_unloads_at_its_maintenance_moved_partitions_only(stream):
     s = stream(hosts=1)
     assert loaded(s) == {0: [0, 1, 2, 3]}
     s.hosts[0].maintenance.do_maintenance()
@@ -154,7 +152,7 @@ def test_a_coordinator_that_does_not_know_the_owners_yet_has_nothing_unloaded(st
 # -- owners ------------------------------------------------------------------------------------
 
 
-def test_rebalancing_a_quiet_stream_moves_no_more_than_the_new_hosts_share(stream):
+def test_rebalancing_a_quiet_stream_moves_only_the_new_hosts_share(stream):
     s = stream(hosts=1, n=6)
     before = owners(s)
     s.add_host(1)
@@ -205,7 +203,7 @@ def test_the_partitions_of_a_lost_host_move_and_the_others_stay(stream, when):
     gone = [p for p in range(9) if before[p] == "h2"]
     rows = {k: -k for k in range(0, 30, 4)}
     if when == "in a batch":
-        s.begin(1, rows, iter(p for p in range(9) if p not in gone[1:]))  # it has committed one of its own
+        s.begin(1, rows, iter(p for p in range(9) if p not in gone[1:]))  # it has committed one of its partitions
     s.lose(2)
     if when == "in a batch":
         s.begin(1, rows, iter(gone[1:]))  # the tasks that failed with it are run again
@@ -220,7 +218,7 @@ def test_the_partitions_of_a_lost_host_move_and_the_others_stay(stream, when):
     assert s.c.get_locations([instance(s, p) for p in range(9)]) == [f"executor_127.0.0.1_{h}" for h in after]
 
 
-def test_a_host_that_was_lost_and_comes_back_is_not_believed_about_what_has_moved(stream):
+def test_reports_of_a_returning_host_about_moved_partitions_are_ignored(stream):
     s = stream()
     (of_h1, *_) = loaded(s)[1]
     away = s.hosts[1]
@@ -250,7 +248,7 @@ def test_a_restarted_host_keeps_its_partitions(stream):
 # -- the location oracle -----------------------------------------------------------------------
 
 
-def test_the_oracle_says_of_every_key_group_what_the_coordinator_does(stream):
+def test_the_oracle_agrees_with_the_coordinator_on_every_key_group(stream):
     s = stream()
     oracle = s.c.get_kv_state_location_oracle("q")
     assert isinstance(oracle, KvStateLocationOracle)
@@ -267,7 +265,7 @@ def test_the_oracle_says_of_every_key_group_what_the_coordinator_does(stream):
     assert {h.host_id for h in after.owners("op")} == {"h0"} != {h.host_id for h in oracle.owners("op")}
 
 
-def test_there_is_no_oracle_of_a_query_that_does_not_run(stream):
+def test_a_query_that_does_not_run_has_no_oracle(stream):
     s = stream()
     assert s.c.get_kv_state_location_oracle("another") is None
     s.c.register_query(msgspec.structs.replace(s.registration, run_id="run2"))
@@ -283,12 +281,12 @@ def test_there_is_no_oracle_of_a_query_that_does_not_run(stream):
 
 
 def staged(s: Stream, p: int, batch: int, attempt: str) -> Acknowledge:
-    """What a host has made durable of a partition, and is about to acknowledge."""
+    """Make changes of a partition durable and return the acknowledgement, as a host does before it sends it."""
     return s.world.stage(s.c.open_for_read("run1", "op", p), p, batch, attempt)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the missing one first", "the repeated one first"])
-def test_a_repeated_attempt_that_comes_with_the_last_missing_one_counts(stream, order):
+def test_a_repeated_attempt_in_the_message_of_the_last_missing_one_counts(stream, order):
     """The last acknowledged attempt counts, whatever it comes together with."""
     s = stream(n=2, hosts=1)
     s.hosts[0].open(TaskIdentity("run1", "op", 0, 1, "x", uuid.uuid4().hex))
@@ -374,7 +372,7 @@ def test_a_slow_batch_is_warned_of_once_and_the_missing_partitions_are_named(str
     assert len(warnings(caplog, "not been acknowledged")) == 2
 
 
-def test_a_batch_of_which_no_partition_gets_done_is_slow_as_well(stream, caplog):
+def test_a_batch_without_a_finished_partition_is_slow_as_well(stream, caplog):
     s = stream()
     for host in s.hosts.values():
         host.open(TaskIdentity("run1", "op", 0, 1, uuid.uuid4().hex, uuid.uuid4().hex))
@@ -435,7 +433,7 @@ def test_a_run_that_is_over_lags_behind_nothing(stream, caplog):
 
 
 def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
-    """Somebody holds its lock, as one who waits for the storage does; leases must be looked at meanwhile."""
+    """A call that waits for the storage holds the run's lock; the look at the leases must not wait for it."""
     world = World(tmp_path)
     c = world.coordinator()
     c.register_query(world.registration())

@@ -67,7 +67,7 @@ def test_the_hosts_of_a_session_are_worked_out_once_per_generation() -> None:
         max_size=30,
     )
 )
-def test_what_is_cached_is_what_there_is(steps: list[tuple[str, int, str]]) -> None:
+def test_cached_views_match_the_leases(steps: list[tuple[str, int, str]]) -> None:
     """However leases come and go, and through the mapping itself too, since the coordinator does that."""
     hosts, now = HostRegistry(), 0.0
     for step, number, kind in steps:
@@ -120,7 +120,7 @@ def test_others_that_are_active_elsewhere_are_to_be_unloaded() -> None:
         instances.report(provider(partition), "hostA", executor)
     instances.report(provider(3), "hostB", "e1")
     others = (provider(0), provider(1), provider(2), provider(3), provider(99))
-    # The same executor id on another host is another executor; one that nobody reported stays, as in Spark.
+    # The same executor id on another host is another executor; one without a report stays, as in Spark.
     assert instances.report(provider(4), "hostA", "e1", others) == [provider(1), provider(3)]
 
 
@@ -209,8 +209,8 @@ def restarted(times: int, incarnation: str) -> HostInfo:
     return msgspec.structs.replace(host(1, incarnation), restart=times)
 
 
-def test_an_incarnation_that_was_replaced_stays_replaced_whoever_speaks_last() -> None:
-    """A machine comes back from behind a cut cable, with a process that Ray has replaced meanwhile."""
+def test_an_incarnation_that_was_replaced_stays_replaced_whichever_speaks_last() -> None:
+    """A machine comes back from behind a cut cable after Ray has replaced its process."""
     hosts = HostRegistry()
     hosts.register(restarted(0, "old"), 0.0)
     hosts.register(restarted(1, "new"), 1.0)

@@ -1,4 +1,4 @@
-"""A prepared batch that comes again: how many manifests it takes, and whose changes they name."""
+"""A prepared batch is repeated: how many manifests it takes, and whose changes they name."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def prepared(world: World, stage: int | None = 1, n: int = N) -> Coordinator:
 
 
 def committed(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledge:
-    """What a host sends for a task of the first batch. The host holds it, for its next report."""
+    """Return a host's message for a task of the first batch. The host holds it, for its next report."""
     message = world.stage(world.open(c, 0, partition), partition, 0, attempt)
     message = msgspec.structs.replace(message, stage=stage)
     return message
 
 
 def commit(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledged:
-    """A task of the first batch commits; its acknowledgement is a message of its own."""
+    """Commit a task of the first batch, with a separate message for its acknowledgement."""
     message = committed(world, c, partition, attempt, stage)
     answer = acknowledge(c, message)
     world.pending["op", partition] = message
@@ -135,7 +135,7 @@ def test_a_retry_behind_a_restart_in_a_repeat_lets_the_rest_share_a_manifest(wor
     assert attempts(world) == ["third"] + ["second"] * (N - 1)
 
 
-def test_a_message_that_comes_twice_takes_no_manifest(world: World) -> None:
+def test_a_duplicate_message_writes_no_manifest(world: World) -> None:
     c = prepared(world)
     message = committed(world, c, 2, "second", 2)
     assert [acknowledge(c, message).manifest_id for _ in range(2)] == [None, None]
@@ -152,7 +152,7 @@ def full(path: str) -> None:
         raise StorageError("disk full")
 
 
-def test_what_was_refused_in_a_repeat_is_never_named(world: World) -> None:
+def test_changes_refused_in_a_repeat_are_never_named(world: World) -> None:
     c = prepared(world)
     for p in range(N - 1):
         commit(world, c, p, "second", 2)
@@ -165,8 +165,8 @@ def test_what_was_refused_in_a_repeat_is_never_named(world: World) -> None:
     assert len(world.manifests()) == 2
 
 
-def test_what_was_refused_takes_the_place_of_nothing_that_was_accepted(world: World) -> None:
-    """A first manifest that cannot be written, with a message in which a task has acknowledged for the second time."""
+def test_refused_changes_never_replace_accepted_ones(world: World) -> None:
+    """Writing a first manifest fails, in a message with the second acknowledgement of a task."""
     c = world.coordinator(hosts=1)
     assert c.register_query(world.registration(n=2)).refusal is None
     commit(world, c, 0, "accepted", 1)
@@ -180,7 +180,7 @@ def test_what_was_refused_takes_the_place_of_nothing_that_was_accepted(world: Wo
 
 
 def test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written(world: World) -> None:
-    """Whether a manifest whose writing failed exists is not known: each try writes one of its own, with a higher id."""
+    """A manifest whose write failed may exist or not: each try writes another one, with a higher id."""
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)
@@ -195,7 +195,7 @@ def test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written
     assert world.manifests()[-1]["id"] == 4  # 2 and 3 may still appear
 
 
-def test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it(world: World) -> None:
+def test_a_coordinator_that_restarts_in_a_repeat_continues_it(world: World) -> None:
     c = prepared(world, n=100)
     for p in range(50):
         commit(world, c, p, "second", 2)
@@ -234,8 +234,8 @@ def test_a_task_that_is_tried_again_behind_a_restart_has_its_manifest_before_it_
     assert attempts(world) == second((4,))
 
 
-def test_a_stage_of_which_nothing_lower_is_known_is_no_new_one(world: World) -> None:
-    """Of the tasks on one host the coordinator hears the stage after its restart, of those on the other it does not."""
+def test_a_stage_is_not_new_where_no_earlier_one_is_known(world: World) -> None:
+    """After its restart the coordinator knows the stages of the tasks on one host, but not of those on the other."""
     prepared(world, stage=None)
     world.pending = {
         task: msgspec.structs.replace(m, stage=1 if m.host_id == "h0" else None) for task, m in world.pending.items()
@@ -245,7 +245,7 @@ def test_a_stage_of_which_nothing_lower_is_known_is_no_new_one(world: World) -> 
     assert commit(world, again, p, "second", 2).manifest_id == world.manifests()[-1]["id"]
 
 
-def test_a_query_that_ends_names_what_came_again_of_its_last_batch(world: World) -> None:
+def test_a_query_that_ends_names_repeated_changes_of_its_last_batch(world: World) -> None:
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)  # and the event that says so never comes
@@ -279,7 +279,7 @@ def test_a_task_that_is_tried_again_within_a_repeat_hides_no_later_one(world: Wo
     assert attempts(world) == second(range(6))
 
 
-def test_a_run_that_is_replaced_leaves_what_has_come_again_of_its_last_batch(world: World) -> None:
+def test_a_run_that_is_replaced_leaves_repeated_changes_of_its_last_batch(world: World) -> None:
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)  # and the driver dies before it says so
@@ -289,7 +289,7 @@ def test_a_run_that_is_replaced_leaves_what_has_come_again_of_its_last_batch(wor
 
 
 def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older run hears of Spark's commit between the claim of the newer one and the end of the older one."""
+    """The older run learns of Spark's commit between the claim of the newer one and the end of the older one."""
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)

@@ -1,4 +1,4 @@
-"""A host that Ray has replaced, or whose node is dead, owns nothing any more, whoever speaks first."""
+"""A host that Ray has replaced, or whose node is dead, owns nothing any more, whichever process speaks first."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints that hold both kinds of changelogs, in files of their own and many in one object; and damaged objects.
+"""Checkpoints with both kinds of changelogs, single files and objects with many; and damaged objects.
 
-What a damaged object still has is read: versions, changes, and what a query goes on with.
+The intact rest of a damaged object is read: versions, changes, and the state that a query resumes with.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _cut_in_it(data: bytes, ref: ChangelogRef) -> bytes:
 
 
 @pytest.mark.parametrize(("spoil", "partition", "lost"), [(_flipped, 1, {1}), (_cut_in_it, 2, {2, 3})])
-def test_what_a_damaged_object_still_has_is_read_as_versions_and_as_changes(
+def test_the_intact_rest_of_a_damaged_object_is_read_as_versions_and_as_changes(
     world: World, spoil: Callable[[bytes, ChangelogRef], bytes], partition: int, lost: set[int]
 ) -> None:
     version = GROUPED[1] + 1
@@ -133,7 +133,7 @@ def test_what_a_damaged_object_still_has_is_read_as_versions_and_as_changes(
     assert found.lost == tuple(f"op/{p}" for p in sorted(lost))
 
 
-def test_of_an_object_whose_index_is_cut_nothing_is_lost(world: World) -> None:
+def test_an_object_whose_index_is_cut_is_read_completely(world: World) -> None:
     version = GROUPED[0] + 1
     file = group_of(world, version)
     last = changelog(world, version, PARTITIONS - 1).file
@@ -157,8 +157,8 @@ def test_an_object_that_is_gone_is_named_by_each_partition(world: World) -> None
         assert value_at(world, version - 1, p) == b"t%d" % (version - 2)
 
 
-def test_parts_that_were_exchanged_are_no_ones_changes(world: World) -> None:
-    """Each part is whole, and lies where another one should: digests and what the changelog says of itself differ."""
+def test_exchanged_parts_are_refused(world: World) -> None:
+    """Each part is whole, but at another part's place: its digest and the contents of the changelog show it."""
     version = GROUPED[0] + 1
     file = group_of(world, version)
     data = file.read_bytes()

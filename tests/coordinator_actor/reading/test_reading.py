@@ -128,7 +128,7 @@ def test_every_version_of_every_layout_can_be_read(stream):
     assert versions.reading("op").version == 8
 
 
-def test_what_changed_between_two_versions_whatever_layouts_lie_between(stream):
+def test_changes_between_two_versions_whatever_layouts_are_in_between(stream):
     s = rescaled(stream)
     versions = look(s)
     for first, last in ((0, 8), (0, 1), (2, 4), (3, 6), (5, 5)):
@@ -187,7 +187,7 @@ def test_reading_leaves_no_trace(stream):
     changes_of(versions.reading_of_changes("op", 1, 7))
     assert files(s) == before
     s.batch(8)
-    assert rows_of(look(s).reading("op")) == s.at[9], "and the query goes on"
+    assert rows_of(look(s).reading("op")) == s.at[9], "and the query continues"
 
 
 def test_a_reading_can_be_sent_to_another_process(stream):
@@ -207,7 +207,7 @@ def kept(stream: Callable[..., Stream], batches: int) -> Stream:
     return s
 
 
-def test_after_retention_what_is_left_can_be_read_and_the_rest_is_named(stream):
+def test_after_retention_kept_versions_can_be_read_and_others_are_named(stream):
     s = kept(stream, 12)
     versions = look(s)
     oldest = versions.readable[0]
@@ -239,7 +239,7 @@ def test_a_version_that_is_removed_before_it_is_read_is_said_to_be(stream):
     assert rows_of(look(s).reading("op")) == s.at[20]
 
 
-def test_changelogs_that_go_while_the_changes_are_read_are_said_to_be_gone(stream):
+def test_changelogs_removed_while_the_changes_are_read_are_reported_as_gone(stream):
     s = kept(stream, 6)
     reading = look(s).reading_of_changes("op", look(s).readable[0])
     feed = changes(reading.place, reading.pieces[0], ["default"])
@@ -249,7 +249,7 @@ def test_changelogs_that_go_while_the_changes_are_read_are_said_to_be_gone(strea
         list(feed)
 
 
-def test_manifests_that_go_while_they_are_read_are_looked_for_anew(stream):
+def test_manifests_removed_while_they_are_read_are_listed_again(stream):
     """The listing is old when the files are read: newer manifests exist, and those they let go of are gone."""
     s = kept(stream, 6)
     listed: list[str] = []
@@ -370,7 +370,7 @@ def test_a_committed_version_without_a_manifest_is_recovered_or_an_older_one_is_
 # -- where it is -------------------------------------------------------------------------------
 
 
-def test_state_that_lies_elsewhere_is_found_by_the_querys_id(stream, tmp_path):
+def test_state_at_another_location_is_found_by_the_querys_id(stream, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     s = stream(2, state_location=str(elsewhere / "q"))
     with pytest.raises(MissingFileError, match=r"ck/statestore: there is no query.json.*state_location="):
@@ -382,7 +382,7 @@ def test_state_that_lies_elsewhere_is_found_by_the_querys_id(stream, tmp_path):
     assert rows_of(StateVersions.look(place).reading("op")) == s.at[2]
 
 
-def test_state_beside_sparks_files_is_found_although_the_session_says_elsewhere(stream, tmp_path):
+def test_state_next_to_sparks_files_is_found_although_the_session_says_elsewhere(stream, tmp_path):
     s = stream(2)
     (s.world.root / "ck/metadata").write_text(json.dumps({"id": "q"}))
     assert find_state(location(s), str(tmp_path / "elsewhere")) == find_state(location(s))
@@ -432,7 +432,7 @@ def test_going_back_in_sparks_commits_goes_back_in_the_state(stream):
     assert rows_of(look(s).reading("op")) == s.at[2]
 
 
-def test_going_back_behind_what_is_kept_leaves_nothing_to_read(stream):
+def test_going_back_below_the_kept_versions_leaves_nothing_to_read(stream):
     s = kept(stream, 12)
     oldest = look(s).readable[0]
     for batch in range(3, 12):

@@ -1,4 +1,4 @@
-"""``stored_files`` says what keeps each file: what it says is not kept is what retention removes, and nothing else."""
+"""``stored_files`` says why each file is kept: retention removes exactly the files without a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_disk(root: Path) -> dict[str, int]:
 
 @pytest.fixture(params=["file", "rocksdb"])
 def old(request: pytest.FixtureRequest, tmp_path: Path) -> Stream:
-    """A stream that keeps few versions, so that much is no longer kept. Snapshots of partitions lie in one object."""
+    """A stream that keeps few versions, so that many files have expired. Snapshots of partitions share one object."""
     s = Stream(tmp_path, hosts=1, backend=request.param, min_versions_to_retain=2, maintenance_interval=1.0)
     # One partition has fewer snapshots, so that older versions of it alone are needed.
     for first, last, partitions in ((0, 3, {0, 1}), (3, 6, {0, 1}), (6, 7, {0}), (7, 9, {0})):
@@ -49,7 +49,7 @@ def test_every_file_is_described(old: Stream, tmp_path: Path) -> None:
     old.close()
 
 
-def test_what_is_not_kept_is_what_retention_removes(old: Stream, tmp_path: Path) -> None:
+def test_files_without_a_reason_are_those_that_retention_removes(old: Stream, tmp_path: Path) -> None:
     before = found_at(tmp_path)
     old.world.now += 2
     old.c.maintain()
@@ -78,7 +78,7 @@ def test_files_of_a_version_are_enough_to_load_it(old: Stream, tmp_path: Path) -
             assert state.version == newest
 
 
-def test_what_other_files_are(old: Stream, tmp_path: Path) -> None:
+def test_other_files_are_explained(old: Stream, tmp_path: Path) -> None:
     base = tmp_path / "ck/statestore"
     directory = base / "operators/op/2/0/default"
     (directory / "11-lost.changelog").write_bytes(b"x")

@@ -36,7 +36,7 @@ def verified(root: Path, version: int | None = None, **kwargs: Any) -> Verificat
 
 @pytest.fixture(scope="module", params=[only_thorough("file"), "rocksdb"])  # RocksDB's has more kinds of files
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six versions in two partitions, with snapshots of the second and the fourth; what is below is not kept."""
+    """Six versions in two partitions, with snapshots of the second and the fourth; older versions are not kept."""
     root = tmp_path_factory.mktemp("verified")
     s = Stream(root, hosts=1, backend=request.param, min_versions_to_retain=2, maintenance_interval=1.0)
     for first, last in ((0, 2), (2, 4), (4, VERSION - 1)):
@@ -93,7 +93,7 @@ def needed(root: Path) -> list[str]:
 def test_a_sound_version_is_sound(checkpoint: Path) -> None:
     found = verified(checkpoint, reads_rows=True)
     assert found.is_sound and found.version == VERSION
-    assert found.files >= len(needed(checkpoint)), "descriptors and small files of snapshots lie in one object"
+    assert found.files >= len(needed(checkpoint)), "descriptors and small files of snapshots share one object"
     assert found.nbytes == sum((checkpoint / "ck/statestore" / p).stat().st_size for p in needed(checkpoint))
     assert found.rows == 30
 
@@ -172,7 +172,7 @@ def test_files_that_were_exchanged_are_damage(checkpoint: Path, tmp_path: Path, 
 
 
 def grouped(checkpoint: Path, root: Path) -> Path:
-    """A copy in which the changelogs of version 5 lie in one object, whose path is returned."""
+    """Copy the checkpoint with the changelogs of version 5 in one object; return the object's path."""
     shutil.copytree(checkpoint / "ck", root / "ck")
     base = root / "ck/statestore"
     object_path = group_path(5)
@@ -208,7 +208,7 @@ def test_changelogs_in_one_object(checkpoint: Path, tmp_path: Path) -> None:
     file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     found = verified(tmp_path)
     assert [(d.path, d.partition) for d in found.damages] == [(name, 0)] and found.lost == ("op/0",)
-    # The index says where parts are if there is no manifest. With one, all can be read.
+    # Without a manifest the index locates the parts. With one, all can be read.
     file.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
     found = verified(tmp_path)
     assert [d.path for d in found.damages] == [name] and found.lost == ()
@@ -223,7 +223,7 @@ def test_older_versions_can_be_verified(checkpoint: Path) -> None:
         verified(checkpoint, 7)
 
 
-def test_rows_that_cannot_be_read_are_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_rows_are_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file has the bytes that were written, and they cannot be loaded: only reading the rows shows that."""
     from backends.partition.partition_state import PartitionState
 

@@ -71,7 +71,7 @@ def test_the_history_says_when_the_last_version_was_completed(cluster: Cluster) 
     assert [found.version_at(ms) for ms in (manifest.created_ms, at - 1, at)] == [3, 3, 4]
 
 
-def test_tables_as_of_a_time_say_what_was_answered_then(cluster: Cluster) -> None:
+def test_tables_as_of_a_time_show_the_answers_of_that_time(cluster: Cluster) -> None:
     begin = datetime.fromtimestamp(START, timezone.utc)
     for seconds, n in ((9.999, None), (10, 1), (60, 1), (69.999, 1), (70, 2), (3600, 4)):
         at = begin + timedelta(seconds=seconds)

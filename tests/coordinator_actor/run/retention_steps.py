@@ -41,7 +41,7 @@ def run_batches(world: World, c: Coordinator, first: int, last: int, run: str = 
 def upload(
     world: World, c: Coordinator, partition: int, run: str = "run1", *, head: str | None = None, counts: bool = True
 ) -> SnapshotRef:
-    """What a host does: a snapshot of the completed version, which shares a file with the one before it."""
+    """Take a snapshot of the completed version, as a host does; it shares a file with the one before it."""
     version = run_of(c, run).versions.completed
     lineage = c.lineage(run, "op", partition, version, UPLOAD)
     storage = world.storage(str(world.root / "ck/statestore"), {})

@@ -134,7 +134,7 @@ def test_on_one_node_all_that_moves_moves_to_the_new_host(partitions: list[str],
 
 
 @given(owned())
-def test_rebalancing_moves_no_more_than_it_must(case: tuple[list[str], dict[str, str], dict[str, str]]) -> None:
+def test_rebalancing_moves_as_little_as_possible(case: tuple[list[str], dict[str, str], dict[str, str]]) -> None:
     partitions, hosts, current = case
     kept = {p: h for p, h in current.items() if h in hosts}
     after = assign(partitions, hosts, current, rebalance=True)
@@ -234,7 +234,7 @@ def test_a_host_without_room_for_all_takes_those_that_score_highest() -> None:
     assert np.flatnonzero(place(partitions, hosts, np.array([5, 45])) == 0).tolist() == sorted(highest)
 
 
-def test_shares_that_cannot_be_equal_go_to_those_that_have_most() -> None:
+def test_unequal_shares_go_to_the_hosts_that_own_most() -> None:
     assert shares(5, np.array([1, 2, 2]), ["a", "b", "c"]).tolist() == [1, 2, 2]
     assert shares(5, np.array([3, 1, 1, 0]), ["a", "a", "b", "b"]).tolist() in ([2, 1, 1, 1], [1, 1, 2, 1])
     assert shares(0, np.array([0]), ["a"]).tolist() == [0]

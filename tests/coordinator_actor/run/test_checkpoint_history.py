@@ -1,4 +1,4 @@
-"""The history of checkpoints: what it says of a version, and that it outlives coordinators, without Ray."""
+"""The history of checkpoints: its entries for a version, and that it outlives coordinators, without Ray."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_requests_are_those_since_the_version_before(world: World) -> None:
     assert third["requests"] == second["requests"] + 50
 
 
-def test_a_partition_that_comes_again_counts_once_and_is_retried(world: World) -> None:
+def test_a_repeated_partition_counts_once_and_is_retried(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
     acknowledge(c, staged(world, c, 0, 0, CommitFigures(rows=5)))
@@ -153,7 +153,7 @@ def test_the_history_outlives_the_coordinator_and_the_run(world: World) -> None:
     batches(world, c, 3, 3)
     c.deactivate_instances("run1")
 
-    # The run is over: its last version is in storage, and the next run goes on with the history.
+    # The run is over: its last version is in storage, and the next run continues the history.
     c = begin(world, "run2")
     later(world, c, 0.0)
     assert [(record["version"], record["run_id"]) for record in history(c)] == [(v, "run1") for v in (1, 2, 3, 4)]
@@ -229,7 +229,7 @@ def test_storage_that_fails_is_tried_again(world: World) -> None:
 
 
 def test_no_batch_waits_for_the_history(world: World) -> None:
-    """Storage hangs where the history is written: batches go on."""
+    """Storage hangs where the history is written: batches still complete."""
     from threading import Thread
 
     hanging = HangingStorage(CheckpointStorage.open)
@@ -261,7 +261,7 @@ def test_the_end_of_a_run_does_not_bring_a_removed_checkpoint_back(world: World)
     assert not (world.root / "ck").exists()
 
 
-def test_a_coordinator_that_comes_in_the_midst_counts_what_hosts_report(world: World) -> None:
+def test_a_coordinator_that_starts_in_a_batch_counts_the_reports_of_hosts(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
     reported = staged(world, c, 0, 0, CommitFigures(rows=5))
@@ -290,7 +290,7 @@ def test_the_full_size_is_measured_by_maintenance_and_written_with_the_next_reco
     assert [r.full_bytes is None for r in stored] == [True, True, False, False]
 
 
-def test_of_the_history_is_told_what_has_come_or_changed_since_a_mark(world: World) -> None:
+def test_the_history_returns_entries_that_are_new_or_changed_since_a_mark(world: World) -> None:
     c = begin(world, maintenance_interval=5.0)
 
     def told(since: str, query: str = "q") -> tuple[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Programs that go on from stored state with other state variables: what they get, and what is refused."""
+"""Programs that resume from stored state with other state variables: the schemas they get, and refused changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusal_of(run: QueryState) -> str | None:
 
 
 class Query:
-    """A query's durable record, and the runs that go on from it, one batch each."""
+    """A query's durable record, and the runs that resume from it, one batch each."""
 
     def __init__(self, root: Path) -> None:
         self.world = World(root)
@@ -63,7 +63,7 @@ class Query:
         return run
 
     def go_on(self, *schemas: OperatorSchema | str) -> list[OperatorSchema]:
-        """A batch of a run of this program; returns the schemas that it went on with."""
+        """Run a batch of this program; return the schemas that it resumed with."""
         run = self.run(*schemas)
         assert refusal_of(run) is None, refusal_of(run)
         made = evolved_operators(run)
@@ -109,7 +109,7 @@ def test_a_new_query_gets_what_it_declares(query: Query) -> None:
     assert evolved_operators(query.run(declared, SCHEMA))[1].schema == SCHEMA
 
 
-def test_what_a_program_changes_is_gone_on_with_and_written_down(query: Query) -> None:
+def test_schema_changes_of_a_program_are_applied_and_recorded(query: Query) -> None:
     query.go_on(program(value("a"), value("b")), SCHEMA)
     (made, rows) = query.go_on(program(value("a", WIDER), value("c")), SCHEMA)
     assert made.variable("a").families["a"] == StateSchema(KEY, WIDER.value, (COUNTS.value,))
@@ -138,14 +138,14 @@ def test_nothing_but_the_schema_changes(query: Query) -> None:
         (SCHEMA, ["'op0'", "value a:", "rows default:"]),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_refused_with_both_sides(query: Query, declared: Any, words: list[str]) -> None:
+def test_an_incompatible_program_is_refused_with_both_sides(query: Query, declared: Any, words: list[str]) -> None:
     query.go_on(program(value("a")))
     refusal = refusal_of(query.run(declared))
     assert refusal is not None
     assert [w for w in words if w not in refusal] == [], refusal
 
 
-def test_a_program_is_put_back_if_spark_has_not_committed_what_it_became(query: Query) -> None:
+def test_a_program_is_rolled_back_if_spark_has_not_committed_its_batch(query: Query) -> None:
     """What only versions have that are given up counts for nothing: neither their schemas, nor what was deleted."""
     (first,) = query.go_on(program(value("a")))
     query.go_on(program(value("a", WIDER), StateVariable("b", "value", {}, deleted=True)))
@@ -171,7 +171,7 @@ def test_rows_of_an_operator_must_stay_as_they_are(query: Query) -> None:
 
 
 def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable[..., Stream]) -> None:
-    """Hosts report the run with what it was given, the driver registers it again with what the program says."""
+    """Hosts report the run with the schemas they got, the driver registers it again with those of the program."""
 
     def start(run_id: str, declared: OperatorSchema) -> None:
         spec = OperatorSpec("op", s.n, declared.to_json(), "file")
@@ -201,14 +201,14 @@ def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable
 
 
 @pytest.mark.parametrize("remedy", ["Restore the old declaration", "replace it with a state variable of another name"])
-def test_what_a_refused_declaration_is_told_to_change_lets_it_go_on(query: Query, remedy: str) -> None:
+def test_the_remedy_for_a_refused_declaration_works(query: Query, remedy: str) -> None:
     query.go_on(program(value("a")))
     refusal = refusal_of(query.run(program(value("a", TEXTS))))
     assert refusal is not None and remedy in refusal
     query.go_on(program(value("a") if remedy.startswith("Restore") else value("another", TEXTS)))
 
 
-def test_a_run_beside_which_another_program_has_committed_is_started_again_as_it_is_told(tmp_path: Path) -> None:
+def test_a_run_overtaken_by_another_program_is_restarted_as_its_error_says(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     def start(run_id: str, declared: OperatorSchema) -> tuple[Coordinator, int]:
@@ -225,7 +225,7 @@ def test_a_run_beside_which_another_program_has_committed_is_started_again_as_it
     for partition in range(2):
         world.stage(world.open(older, 1, partition), partition, 1, "t")
     newer, _ = start("run2", program(value("a", WIDER)))
-    world.commit_spark(1)  # by the older driver, which has not heard of the newer one
+    world.commit_spark(1)  # by the older driver, which does not know of the newer one
     with pytest.raises(LineageError, match=r"another schema of operator 'op'\. Start the query again"):
         newer.batch_committed("run2", 1)
     again, completed = start("run3", program(value("a", WIDER)))

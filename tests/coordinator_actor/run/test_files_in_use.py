@@ -1,4 +1,4 @@
-"""What is loaded and uploaded: each use of a partition's files begins, goes on and ends by itself."""
+"""Loads and uploads: each use of a partition's files begins, lasts and ends separately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_uses_of_one_partition_end_none_but_themselves() -> None:
     assert files.directories(LAYOUTS, 1.0) == ()
 
 
-def test_a_use_that_is_renewed_goes_on_and_one_that_is_not_runs_out() -> None:
+def test_a_renewed_use_lasts_and_another_one_expires() -> None:
     files = FilesInUse()
     files.begin(TASK, "long", 0.0, is_rescaling=False, oldest=7)
     files.begin(("op", 1), "dead", 0.0, is_rescaling=True, oldest=3)
@@ -74,7 +74,7 @@ def test_changes_and_uploads_end_no_load_of_anybody_else(tmp_path: Path) -> None
     assert {use for _, use in run.files_in_use._uses} == {"copy"}
 
 
-def test_a_coordinator_that_was_restarted_lets_no_file_go_before_it_has_heard_of_the_loads(tmp_path: Path) -> None:
+def test_a_restarted_coordinator_removes_no_file_before_it_knows_of_the_loads(tmp_path: Path) -> None:
     world = World(tmp_path)
     c = world.coordinator()
     assert c.register_query(world.registration()).refusal is None
@@ -85,7 +85,7 @@ def test_a_coordinator_that_was_restarted_lets_no_file_go_before_it_has_heard_of
     assert again.register_query(world.registration()).refusal is None
     files = run_of(again, "run1").files_in_use
     assert files.directories(LAYOUTS, world.now + BUSY_SECONDS - 1) == EVERYTHING
-    assert not again.renew_files("run1", "op", 0, "copy"), "whoever loads asks for the lineage again"
+    assert not again.renew_files("run1", "op", 0, "copy"), "a loading host asks for the lineage again"
     again.lineage("run1", "op", 0, 1, "copy")
     assert again.renew_files("run1", "op", 0, "copy")
     again.release_files("run1", "op", 0, "copy")

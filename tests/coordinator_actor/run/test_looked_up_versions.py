@@ -74,7 +74,7 @@ def records(world: World) -> list[str]:
     return sorted(str(p.relative_to(place)) for p in place.rglob("*.json"))
 
 
-def test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died(world: World, c: Coordinator) -> None:
+def test_a_batch_gets_the_same_version_for_every_caller_and_after_any_crash(world: World, c: Coordinator) -> None:
     batch(world, c)
     first = look_up(c, 7)
     assert (first.version, first.location.run_id, first.at_ms) == (1, "run1", int(world.now * 1000))
@@ -112,7 +112,7 @@ def test_of_two_tasks_that_make_the_record_at_once_one_counts_for_all(
     assert (look_up(c, 3).version, look_up(c, 3).at_ms, others) == (1, 5, [1])
 
 
-def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator) -> None:
+def test_only_versions_that_may_be_read_again_are_kept(world: World, c: Coordinator) -> None:
     batch(world, c)
     assert go_on(world, c, LISTED_EVERY + 1) > 2, "without lookups old versions go"
     looked_up = look_up(c, 0).version
@@ -127,8 +127,8 @@ def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator
         look_up(c, 0)
 
 
-def test_what_a_reader_of_storage_has_recorded_is_kept(world: World, c: Coordinator) -> None:
-    """It tells the coordinator nothing; there is no moment at which a record does not hold its version."""
+def test_versions_recorded_by_a_reader_of_storage_are_kept(world: World, c: Coordinator) -> None:
+    """The reader sends nothing to the coordinator; a record holds its version at every moment."""
     batch(world, c)
     go_on(world, c, LISTED_EVERY + 1)
     looked_up = c.registries.runs.get("run1").versions.completed
@@ -137,7 +137,7 @@ def test_what_a_reader_of_storage_has_recorded_is_kept(world: World, c: Coordina
     assert go_on(world, c, 3 * KEEP) == looked_up
 
 
-def test_a_coordinator_that_starts_anew_keeps_it_too(world: World, c: Coordinator) -> None:
+def test_a_restarted_coordinator_keeps_it_too(world: World, c: Coordinator) -> None:
     batch(world, c)
     looked_up = look_up(c, 0).version
     another = world.coordinator()
@@ -146,7 +146,7 @@ def test_a_coordinator_that_starts_anew_keeps_it_too(world: World, c: Coordinato
     assert look_up(another, 0).version == looked_up
 
 
-def test_a_query_that_is_gone_keeps_nothing_for_ever(world: World, c: Coordinator) -> None:
+def test_a_query_that_is_gone_keeps_nothing_forever(world: World, c: Coordinator) -> None:
     batch(world, c)
     looked_up = look_up(c, 0).version
     assert go_on(world, c, 3 * KEEP) <= looked_up
@@ -188,7 +188,7 @@ def test_the_records_of_a_query_that_is_gone_go_too_and_are_read_once(
     assert [name.split("/")[0] for name in records(world)] == ["new"]
 
 
-def test_who_has_been_replaced_says_so_and_not_that_the_version_of_a_record_is_gone(
+def test_a_replaced_coordinator_says_so_and_not_that_the_version_of_a_record_is_gone(
     world: World, c: Coordinator
 ) -> None:
     batch(world, c)
@@ -208,7 +208,7 @@ def test_old_records_go(world: World, c: Coordinator) -> None:
     assert [int(name[-8:-5]) for name in records(world)] == [13, 111, 112]
 
 
-def test_a_version_that_was_made_anew_is_another_one(world: World, c: Coordinator) -> None:
+def test_a_version_that_was_made_again_is_another_one(world: World, c: Coordinator) -> None:
     for _ in range(3):
         batch(world, c)
     assert look_up(c, 0).version == 3
@@ -248,14 +248,14 @@ def test_the_remedy_for_a_version_that_is_gone_works(world: World, c: Coordinato
 
 
 def test_a_pin_goes_with_its_record(world: World, c: Coordinator) -> None:
-    """A user removes the record of a batch that nobody runs again: its version is not kept for a day."""
+    """A user removes the record of a batch that will not run again: its version is not kept for a day."""
     batch(world, c)
     look_up(c, 0)
     assert go_on(world, c, 8) <= 1
     for name in records(world):
         (world.root / "ck/statestore/lookups" / name).unlink()
     assert go_on(world, c, 2) > 1
-    assert go_on(world, c, 8) > 8, "retention goes on where no record is left"
+    assert go_on(world, c, 8) > 8, "retention continues where no record is left"
 
 
 def test_ended_queries_are_looked_up_and_those_that_are_over_are_not(world: World, c: Coordinator) -> None:

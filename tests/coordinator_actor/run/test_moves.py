@@ -57,11 +57,11 @@ def is_warm(s: Stream, i: int, partitions: list[int], run: str = "run1") -> bool
     return s.hosts[i].hand_overs.report().warm.get(run, {}).get("op", {}).keys() == set(partitions)
 
 
-def test_a_new_host_loads_its_share_while_the_owner_goes_on_and_no_batch_waits_for_a_load(stream):
+def test_a_new_host_loads_its_share_while_the_owner_serves_and_no_batch_waits_for_a_load(stream):
     s = stream(hosts=1)
     s.begin(1, ALL, range(2))
     host = s.add_host(1)
-    s.world.now += 2  # what the host was told of the batch is old by now: it asks again
+    s.world.now += 2  # the host's answer about the batch is old by now: it asks again
     s.begin(1, ALL, range(2, 4))
     s.heartbeat_until(lambda: host.counters.read()["loads"] == 2)
     s.heartbeat()
@@ -97,7 +97,7 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
     while not is_warm(s, 1, wanted):
         s.heartbeat(1)
     s.heartbeat(1)
-    assert set(owners(s)) == {"h0"}, "the owner has not been heard of since"
+    assert set(owners(s)) == {"h0"}, "the owner has sent no heartbeat since"
     assert not s.hosts[0].hand_overs.gives("run1")
     s.heartbeat(0)
     assert s.hosts[0].hand_overs.gives("run1") and set(owners(s)) == {"h0"}
@@ -107,14 +107,14 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
 
 
 def test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch(stream):
-    """Neither while it waits for the move, nor when it has moved and the owner has not heard of a later version."""
+    """Neither while it waits for the move, nor after the move, when the owner does not know of a later version."""
     s = stream(hosts=1)
     s.add_host(1)
     s.heartbeat_until(lambda: sorted(owners(s)) == ["h0", "h0", "h1", "h1"])
     host = s.hosts[0]
     s.begin(1, ALL)
     host.prepared._prepared.clear()  # as if it had nothing of the run any more
-    s.world.commit_spark(1)  # nobody says so
+    s.world.commit_spark(1)  # without a report to the host
     host.prepared.settle("run1", 10.0)
     assert host.completed.newest("run1").version == 2
     s.heartbeat()
@@ -148,7 +148,7 @@ def test_a_host_that_is_to_go_gets_nothing_more(stream):
     s.heartbeat_until(lambda: set(owners(s)) == {"h0", "h1"})
 
 
-def test_where_all_hosts_are_to_go_they_keep_what_they_have(stream):
+def test_hosts_keep_their_partitions_when_all_of_them_leave(stream):
     s = stream()
     before = owners(s)
     assert leave(s, 0, 1) == ()
@@ -156,7 +156,7 @@ def test_where_all_hosts_are_to_go_they_keep_what_they_have(stream):
     assert owners(s) == before and leave(s, 0, 1) == ()
 
 
-def test_a_lost_owners_partitions_go_to_whoever_has_loaded_them(stream):
+def test_a_lost_owners_partitions_move_to_the_host_that_has_loaded_them(stream):
     s = stream(hosts=2, n=6)
     leave(s, 1)
     wanted = sorted(p for order in beat(s, 0).warm_up for p in order.heads["op"])
@@ -171,7 +171,7 @@ def test_a_lost_owners_partitions_go_to_whoever_has_loaded_them(stream):
     assert {p: after[p] for (_, p), host in planned.items() if host == "h0"} | again
 
 
-def test_what_a_lost_host_has_owned_is_loaded_before_a_task_asks_for_it(stream):
+def test_partitions_of_a_lost_host_are_loaded_before_a_task_asks_for_them(stream):
     s = stream(batches=2, hosts=2, n=6)
     lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
     s.begin(2, ALL, [p for p in range(6) if p not in lost])
@@ -227,14 +227,14 @@ def test_copies_of_files_that_were_exchanged_go(stream):
     assert host.counters.read()["loads"] == 2 * len(lost)
 
 
-def test_a_copy_that_cannot_be_loaded_is_tried_again_less_and_less(stream, monkeypatch, caplog):
+def test_loading_a_copy_is_retried_with_backoff(stream, monkeypatch, caplog):
     s = stream(batches=2, hosts=2, n=6)
     lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
     host, tried = s.hosts[0], []
 
     def failing(grant: Any, operator: str, partition: int, is_abandoned: Any) -> None:
         tried.append(partition)
-        raise StorageError("there is no answer")
+        raise StorageError("no answer")
 
     monkeypatch.setattr(host.loading, "warm_up", failing)
     s.lose(1)
@@ -249,7 +249,7 @@ def test_a_copy_that_cannot_be_loaded_is_tried_again_less_and_less(stream, monke
     assert sum(r.exc_info is not None and bool(r.exc_info) for r in told) == len(lost), "why is said once"
 
 
-def test_a_copy_for_which_there_is_no_room_drops_no_other(stream, monkeypatch):
+def test_a_copy_without_room_evicts_no_other(stream, monkeypatch):
     s = stream(batches=2, hosts=2, n=6)
     lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
     host = s.hosts[0]
@@ -266,7 +266,7 @@ def test_a_copy_for_which_there_is_no_room_drops_no_other(stream, monkeypatch):
     assert host.counters.read()["loads"] == len(lost) - 1
 
 
-def test_hosts_that_come_before_the_first_batch_of_a_query_have_their_share(stream):
+def test_hosts_that_join_before_the_first_batch_of_a_query_have_their_share(stream):
     s = stream(batches=2, hosts=1, n=4)
     s.registration = msgspec.structs.replace(s.registration, run_id="run2")
     s.register()
@@ -277,7 +277,7 @@ def test_hosts_that_come_before_the_first_batch_of_a_query_have_their_share(stre
     s.heartbeat()
     s.add_host(2)
     s.c.expire()
-    assert shares(s) == ["h0", "h0", "h1", "h1"], "who has copies goes on until another one has them"
+    assert shares(s) == ["h0", "h0", "h1", "h1"], "the host with copies keeps its share until another one has them"
 
 
 def test_a_host_that_was_started_again_loads_what_it_owns(stream):

@@ -41,7 +41,7 @@ def opened(c: Coordinator, host: int, *waiting: int) -> BatchGrant:
 
 
 def owners(grant: BatchGrant) -> list[str | None]:
-    """The host of each partition, None where nobody is."""
+    """Return the host of each partition, None for one without an owner."""
     return [None if i == NOBODY else grant.hosts[i].host_id for i in grant.owners["op"]]
 
 
@@ -91,7 +91,7 @@ def test_a_partition_that_a_task_waits_for_is_given_away_and_no_other(world: Wor
     assert after == [f if f is not None else "h1" if owner == "h1" else None for f, owner in both]
 
 
-def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: World, before: list[str | None]) -> None:
+def test_unreported_partitions_are_assigned_when_the_time_is_over(world: World, before: list[str | None]) -> None:
     c = coordinator(world)
     for i in range(2):
         report(world, c, i, before)
@@ -102,7 +102,7 @@ def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: Wor
             ask()
     held = [p for p in range(PARTITIONS) if before[p] == "h0"]
     assert c.open_for_read("run1", "op", held[0]).owner.host_id == "h0"
-    assert c.verify_instances("h0", "a", ["run1"]) == {}, "nobody is told to unload anything yet"
+    assert c.verify_instances("h0", "a", ["run1"]) == {}, "no order to unload yet"
     world.now += 0.001
     after = owners(opened(c, 0))
     assert Counter(after) == {"h0": PARTITIONS // 2, "h1": PARTITIONS // 2}
@@ -112,7 +112,9 @@ def test_when_the_time_is_over_what_nobody_has_reported_is_shared_out(world: Wor
     assert len(c.verify_instances("h0", "a", ["run1"])["run1"]["op"]) == PARTITIONS // 2
 
 
-def test_time_in_which_the_coordinator_stood_still_is_no_time_to_report(world: World, before: list[str | None]) -> None:
+def test_time_in_which_the_coordinator_stalled_does_not_count_as_time_to_report(
+    world: World, before: list[str | None]
+) -> None:
     c = coordinator(world)
     report(world, c, 0, before)
     world.now += 60

@@ -1,4 +1,4 @@
-"""Snapshots in manifests, what is kept and what is removed, and where Spark begins, without Ray."""
+"""Snapshots in manifests, kept and removed files, and where Spark begins, without Ray."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -
     assert world.manifests()[-1]["parent"] == 5
 
 
-def test_a_checkpoint_that_is_removed_right_after_its_query_does_not_come_to_be_again(world: World) -> None:
+def test_a_checkpoint_that_is_removed_right_after_its_query_is_not_created_again(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 2)
     upload(world, c, 1)
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_is_removed_right_after_its_query_does_not_come_to_be_
     assert not (world.root / "ck").exists()
 
 
-def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: World) -> None:
+def test_expired_versions_are_removed_and_the_rest_can_be_loaded(world: World) -> None:
     c = begin(world)
     for end in range(2, 21, 3):
         run_batches(world, c, end - 2, end)
@@ -103,7 +103,7 @@ def test_a_maintenance_removes_all_files_at_once(world: World, monkeypatch: pyte
     run_batches(world, c, 12, 12)
 
     def count() -> int:
-        # The history of checkpoints is written meanwhile.
+        # The history of checkpoints is written in the background.
         return sum(p.is_file() and p.parent.name != HISTORY for p in (world.root / "ck/statestore").rglob("*"))
 
     before = count()
@@ -177,7 +177,7 @@ def test_no_group_is_removed_that_a_load_reads(world: World) -> None:
     assert groups(world) == list(range(7, 14))
 
 
-def test_litter_goes_when_its_version_is_no_longer_kept(world: World) -> None:
+def test_litter_is_removed_with_its_version(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 0)
     world.stage(world.open(c, 1, 0), 0, 1, "dies before it acknowledges")

@@ -67,7 +67,7 @@ def test_files_are_removed_by_manifests_and_listed_once_in_ten_maintenances(worl
     assert ("list", "operators") in asked
 
 
-def test_what_could_not_be_removed_is_removed_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_is_repeated_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     c = begin(world)
     for end in (2, 5, 8, 11):
         three_versions(world, c, end)
@@ -120,7 +120,7 @@ def test_a_snapshot_that_a_listing_shows_cut_never_becomes_the_oldest(world: Wor
     assert bases == {0: made[1][0], 1: made[2][1]}
 
 
-def test_a_snapshot_taken_behind_the_listing_may_become_the_oldest(world: World) -> None:
+def test_a_snapshot_taken_after_the_listing_may_become_the_oldest(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 0)
     maintain(world, c)

@@ -59,7 +59,7 @@ def test_many_that_need_an_answer_ask_once(commits: Commits) -> None:
     assert logs.has(8) == 9 and commits.asked[1:] == [("has", 8)]
 
 
-def test_what_opening_a_batch_needs_is_asked_at_the_same_time(commits: Commits) -> None:
+def test_opening_a_batch_sends_its_requests_concurrently(commits: Commits) -> None:
     logs = logs_of(commits)
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(logs.ahead, 5, is_before_open=True, uses_time=True)
@@ -70,7 +70,7 @@ def test_what_opening_a_batch_needs_is_asked_at_the_same_time(commits: Commits) 
     assert logs.times(5) == 6 and logs.has(4) == 5 and len(commits.asked) == 2
 
 
-def test_a_no_that_may_be_older_than_the_question_is_asked_again(commits: Commits) -> None:
+def test_a_negative_answer_that_may_be_older_than_the_question_is_asked_again(commits: Commits) -> None:
     logs = logs_of(commits)
     commits.answers = lambda batch: False
     with ThreadPoolExecutor(2) as pool:
@@ -82,7 +82,7 @@ def test_a_no_that_may_be_older_than_the_question_is_asked_again(commits: Commit
         assert early.result(PATIENCE) is False and late.result(PATIENCE) is True
 
 
-def test_an_error_is_that_of_the_one_who_asked(commits: Commits) -> None:
+def test_an_error_reaches_the_caller_that_asked(commits: Commits) -> None:
     logs = logs_of(commits)
 
     def fails(batch: int) -> Any:

@@ -1,4 +1,4 @@
-"""What makes a savepoint fail, and what is said then; and a query whose next batch is held."""
+"""Causes of failed savepoints, and the messages then; and a query whose next batch is held."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def be_replaced(s: Stream) -> None:
 
 
 def lose_the_driver(s: Stream) -> None:
-    # Longer than any savepoint may take here, but nobody has looked meanwhile.
+    # Longer than any savepoint may take here, but without a look at the leases since.
     s.world.now += 61
     s.c.expire()
 

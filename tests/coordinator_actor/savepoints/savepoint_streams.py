@@ -173,14 +173,14 @@ class Stream:
             self.background.pop(0)()
 
     def heartbeat(self, *hosts: int) -> None:
-        """The coordinator looks at its runs; all hosts, or some, hear of their orders and carry them out."""
+        """The coordinator looks at its runs; all hosts, or some, receive their orders and carry them out."""
         self.c.expire()
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
             self.hosts[i].exports._pool.submit(lambda: None).result(PATIENCE)
 
     def heartbeat_until(self, is_so: Callable[[], bool]) -> None:
-        """All hosts hear of their orders again and again: what they load apart takes its time."""
+        """All hosts receive their orders again and again: loads in the background take their time."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert time.monotonic() < deadline, is_so
@@ -219,7 +219,7 @@ class Stream:
         return found
 
     def rows(self) -> Rows:
-        """What query clients read of the last completed version, once the hosts have heard of it."""
+        """Return the rows of the last completed version as query clients read them, once the hosts know of it."""
         self.heartbeat()
         stored_keys = {stored({i: 0}).keys[0].as_py(): i for i in range(60)}
         found: Rows = {}

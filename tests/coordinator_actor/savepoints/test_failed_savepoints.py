@@ -34,7 +34,7 @@ def test_it_fails_with_the_reason(stream, happen):
 
 
 @pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
-def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, happen):
+def test_the_stream_and_the_next_savepoint_succeed_after_one_that_failed(stream, happen):
     s = stream()
     s.trigger()
     happen(s)
@@ -57,7 +57,7 @@ def test_one_that_is_not_late_yet_is_not_given_up(stream):
     assert s.is_pending()
 
 
-def test_there_must_be_a_batch(stream):
+def test_a_savepoint_needs_a_completed_batch(stream):
     s = stream(0)
     for stop in (False, True):
         with pytest.raises(InvalidRequestError, match="No batch of query q is committed yet"):
@@ -72,7 +72,7 @@ def test_there_must_be_a_batch(stream):
     assert s.status() == SavepointStatus(known=False)
 
 
-def test_a_query_must_be_named_that_runs_and_no_other(stream):
+def test_a_savepoint_must_name_a_running_query(stream):
     s = stream()
     with pytest.raises(UnknownQueryError, match=r"'nobody'.*name \(q, run run1\)"):
         s.c.trigger_savepoint("r1", "nobody")
@@ -86,7 +86,7 @@ def test_a_query_must_be_named_that_runs_and_no_other(stream):
         assert s.savepoint_rows(s.finish(f"x{i}")) == s.at[2]
 
 
-def test_a_spark_that_committed_a_moment_ago_is_believed(stream):
+def test_a_recent_commit_of_spark_is_trusted(stream):
     """The progress event may not have come yet: the savepoint is of what Spark's files say."""
     s = stream()
     s.begin(2, {5: 55})

@@ -2,13 +2,14 @@
 
 Counterparts of Flink 1.0's SavepointCoordinatorTest, and where each is:
 
-testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
-testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished, testAbortSavepointIfAckTasksAreNotExecuted
-test_tasks_that_cannot_be_told testAbortOnCheckpointTimeout                                test_a_savepoint_expires
-testAbortSavepointsOnShutdown                               test_shutdown testAbortSavepointOnStateStoreFailure
-test_a_savepoint_that_cannot_be_stored testAbortSavepointIfSubsumed
-test_savepoints_do_not_subsume_each_other testRollback...
-test_savepoint_restore.py: restoring makes a new checkpoint
+- testSimpleTriggerSavepoint: test_trigger_and_acknowledge
+- testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished, testAbortSavepointIfAckTasksAreNotExecuted:
+  test_a_savepoint_fails_when_its_tasks_cannot_be_notified
+- testAbortOnCheckpointTimeout: test_a_savepoint_expires
+- testAbortSavepointsOnShutdown: test_shutdown
+- testAbortSavepointOnStateStoreFailure: test_a_savepoint_that_cannot_be_stored_fails
+- testAbortSavepointIfSubsumed: test_savepoints_do_not_subsume_each_other
+- testRollback...: test_savepoint_restore.py: restoring makes a new checkpoint
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def test_the_counter_is_shared_with_the_checkpoints(world: World, store: Store) 
     assert ids == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_result_comes_when_the_savepoint_is_no_longer_pending(world: World, store: Store) -> None:
+def test_a_result_is_set_when_the_savepoint_is_no_longer_pending(world: World, store: Store) -> None:
     coord = savepoints(world, store, [A])
     seen: list[Any] = []
     coord.trigger_savepoint().add_done_callback(
@@ -162,7 +163,7 @@ def fails(future: Future[str], kind: type[Exception], match: str) -> BaseExcepti
     return raised.value.__cause__
 
 
-def test_tasks_that_cannot_be_told(world: World, store: Store) -> None:
+def test_a_savepoint_fails_when_its_tasks_cannot_be_notified(world: World, store: Store) -> None:
     failure = OSError("host 3 does not answer")
 
     def tell(pending: PendingCheckpoint) -> None:
@@ -214,7 +215,7 @@ def test_shutdown(world: World, store: Store) -> None:
     assert nothing_left(coord, world)
 
 
-def test_a_savepoint_that_cannot_be_stored(world: World, store: Store) -> None:
+def test_a_savepoint_that_cannot_be_stored_fails(world: World, store: Store) -> None:
     coord = savepoints(world, store)
     store.failure = StorageError("the bucket is gone")
     future = coord.trigger_savepoint()

@@ -137,7 +137,7 @@ def test_pages_do_not_tell_how_the_rows_came(tmp_path: Path) -> None:
     assert len(made) == 1
 
 
-def test_what_an_earlier_attempt_left_is_taken_if_it_is_whole_and_replaced_if_not(tmp_path: Path) -> None:
+def test_files_of_an_earlier_attempt_are_taken_if_they_are_whole_and_replaced_if_not(tmp_path: Path) -> None:
     pairs = numbers(100)
     first = export(tmp_path, pairs)
     path = tmp_path / "sp" / first.path
@@ -229,7 +229,7 @@ def test_the_first_batch_is_copied_alone(tmp_path: Path) -> None:
     assert copy_spark_files(storage(root), storage(tmp_path / "sp"), 0) == refs  # again
 
 
-def test_what_spark_needs_must_be_there(tmp_path: Path) -> None:
+def test_files_that_spark_needs_must_exist(tmp_path: Path) -> None:
     root = spark_checkpoint(tmp_path / "old")
     (root / "commits/3").unlink()  # Spark does without
     assert len(copy_spark_files(storage(root), storage(tmp_path / "sp"), BATCH)) == 5
@@ -241,7 +241,7 @@ def test_what_spark_needs_must_be_there(tmp_path: Path) -> None:
 
 
 class Purged(CheckpointStorage):
-    """Spark removes ``gone`` between the check and the copy: its query goes on meanwhile."""
+    """Spark removes ``gone`` between the check and the copy, because its query makes progress."""
 
     root: Path
     gone: str
@@ -255,7 +255,7 @@ class Purged(CheckpointStorage):
 @pytest.mark.parametrize(
     ("gone", "is_needed"), [("commits/3", False), ("offsets/3", True), ("offsets/4", True), ("commits/4", True)]
 )
-def test_a_log_that_spark_removes_meanwhile_is_missed_only_if_it_is_needed(
+def test_a_log_that_spark_removes_during_the_copy_is_missed_only_if_it_is_needed(
     tmp_path: Path, gone: str, is_needed: bool
 ) -> None:
     root = spark_checkpoint(tmp_path / "old")
@@ -271,7 +271,7 @@ def test_a_log_that_spark_removes_meanwhile_is_missed_only_if_it_is_needed(
 
 
 class Compacting(CheckpointStorage):
-    """Sources of which files are replaced by a compacted one while they are copied."""
+    """A compacted file replaces files of the sources while they are copied."""
 
     root: Path
     rounds = 0
@@ -289,7 +289,7 @@ class Compacting(CheckpointStorage):
 
 
 @pytest.mark.parametrize(("rounds", "ends"), [(1, True), (5, True), (1000, False)])
-def test_sources_that_change_meanwhile_are_listed_again(tmp_path: Path, rounds: int, ends: bool) -> None:
+def test_sources_that_change_during_the_copy_are_listed_again(tmp_path: Path, rounds: int, ends: bool) -> None:
     root = spark_checkpoint(tmp_path / "old")
     (root / "sources/1").mkdir()
     for i in range(3):
@@ -335,7 +335,7 @@ def test_a_savepoint_is_described_listed_verified_and_deleted(made: Savepoint, t
     assert read_stored_savepoints(str(tmp_path / "sp"), open_storage=storage) == []
 
 
-def test_what_is_no_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: Path) -> None:
+def test_anything_but_a_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: Path) -> None:
     (made.path / "_metadata.json").unlink()
     for path in (made.path, tmp_path / "nowhere"):
         for call in (read_stored_savepoint, verify_stored_savepoint, remove_stored_savepoint):

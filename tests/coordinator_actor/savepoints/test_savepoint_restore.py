@@ -87,7 +87,7 @@ def test_restored_to_any_layout_the_pairs_are_the_same(made: Savepoint, tmp_path
 
 def every_type() -> tuple[StateSchema, SortedPairs]:
     """Columns of every type that can be stored, as key and as value, in schemas that forbid nulls here and there."""
-    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]  # a NaN with content of its own
+    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]  # a NaN with a payload
     nested = pa.struct([pa.field("a", pa.int32(), nullable=False), pa.field("b", pa.list_(pa.float64()))])
     kinds = {
         **dict.fromkeys(LEAVES),
@@ -121,7 +121,7 @@ def _samples(kind: pa.DataType, nan: float) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", [only_thorough("rocksdb"), "file"])
-def test_every_type_comes_back_byte_for_byte(tmp_path: Path, backend: str) -> None:
+def test_every_type_round_trips_byte_for_byte(tmp_path: Path, backend: str) -> None:
     schema, pairs = every_type()
     assert len(pairs) == 60 and len(FIXED) == 12
     savepoint = Savepoint(tmp_path / "sp", {"op": (schema, pairs)})
@@ -132,7 +132,7 @@ def test_every_type_comes_back_byte_for_byte(tmp_path: Path, backend: str) -> No
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_schema_comes_back_byte_for_byte(tmp_path: Path, data: st.DataObject) -> None:
+def test_any_schema_round_trips_byte_for_byte(tmp_path: Path, data: st.DataObject) -> None:
     keys = data.draw(batches())
     values = data.draw(batches(maps=True, max_rows=keys.num_rows).filter(lambda b: b.num_rows == keys.num_rows))
     schema = StateSchema(keys.schema, values.schema)

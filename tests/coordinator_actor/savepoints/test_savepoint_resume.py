@@ -1,4 +1,4 @@
-"""What the coordinator makes of a restored checkpoint location, whole or not."""
+"""Restored checkpoint locations, whole or not, as the coordinator sees them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def coordinator() -> Coordinator:
     return made
 
 
-def test_a_restored_checkpoint_is_one_from_which_the_coordinator_goes_on(made: Savepoint, tmp_path: Path) -> None:
+def test_the_coordinator_resumes_from_a_restored_checkpoint(made: Savepoint, tmp_path: Path) -> None:
     target = tmp_path / "new"
     restored = restore(made, target, num_partitions={"op": 2})
     assert (restored.version, restored.batch_id) == (BATCH + 1, BATCH)
@@ -137,7 +137,7 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         if left == 0:
             assert not target.exists() or not tree(target)
             continue
-        # What Spark does then: it gives the query an id, for there is no metadata file.
+        # As Spark does then: it gives the query an id, because the metadata file is missing.
         answer = coordinator().register_query(registration(target, "made by Spark"))
         assert answer.refusal is not None and "belongs to query" in answer.refusal, paths[left]
         with pytest.raises(SavepointError, match="Choose another, or remove it if it was left by a call that failed"):
@@ -147,7 +147,9 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         assert coordinator().register_query(again).refusal is None, paths[left]
 
 
-def test_what_a_failed_restore_left_where_the_state_is_elsewhere_is_removed(made: Savepoint, tmp_path: Path) -> None:
+def test_the_remains_of_a_failed_restore_are_removed_where_the_state_is_elsewhere(
+    made: Savepoint, tmp_path: Path
+) -> None:
     target, base = tmp_path / "new", str(tmp_path / "base")
     restore_into_checkpoint(str(made.path), str(tmp_path / "whole"), state_location=f"{base}-2", open_storage=storage)
     writes = len(tree(tmp_path / "whole")) + len(tree(tmp_path / "base-2"))
@@ -177,7 +179,7 @@ def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:
     assert coordinator().register_query(moved).refusal is None
 
 
-def test_nothing_below_the_restored_version_can_be_gone_back_to(made: Savepoint, tmp_path: Path) -> None:
+def test_a_query_cannot_go_back_below_the_restored_version(made: Savepoint, tmp_path: Path) -> None:
     target = tmp_path / "new"
     restored = restore(made, target)
     for directory in ("offsets", "commits"):

@@ -111,7 +111,7 @@ def savepoint(stream: Callable[..., Stream]) -> Iterator[tuple[Stream, str]]:
 
 
 def expected() -> dict[str, SortedPairs]:
-    """What is restored: rows of the newest schema only, which has no history any more."""
+    """Return the restored content: rows of the newest schema only, without its history."""
     evens = [i % 2 == 0 for i in NUMBERS]
     a = {
         "k": list(NUMBERS),
@@ -170,7 +170,9 @@ def test_it_is_restored_to_any_layout(savepoint: tuple[Stream, str], tmp_path: P
     assert [p.name for p in (target / "statestore/schemas").iterdir()] == [schema_path(schema_id).split("/")[1]]
 
 
-def test_a_program_may_go_on_from_it_as_it_may_from_a_checkpoint(savepoint: tuple[Stream, str], tmp_path: Path) -> None:
+def test_a_program_may_resume_from_it_as_it_may_from_a_checkpoint(
+    savepoint: tuple[Stream, str], tmp_path: Path
+) -> None:
     def spec(*variables: StateVariable, **how: Any) -> OperatorSpec:
         return OperatorSpec("op", 2, OperatorSchema(variables, ("k",)).to_json(), kind="transform_with_state", **how)
 
@@ -203,7 +205,7 @@ def test_a_program_may_go_on_from_it_as_it_may_from_a_checkpoint(savepoint: tupl
         ),
     ],
 )
-def test_metadata_that_does_not_fit_together_is_no_savepoint(
+def test_inconsistent_metadata_is_not_a_savepoint(
     savepoint: tuple[Stream, str], change: Callable[[Any], Any], words: str
 ) -> None:
     at = storage(Path(savepoint[1]))

@@ -34,7 +34,7 @@ def test_a_savepoint_is_made_by_the_hosts_and_says_what_it_is_of(stream):
 def test_sparks_files_of_the_batch_and_the_one_before_it_are_in_it(stream):
     s = stream(3)
     s.trigger()
-    s.batch(3)  # Spark has gone on before the files are copied
+    s.batch(3)  # Spark commits another batch before the files are copied
     path = Path(s.finish())
     files = {f.relative_to(path / "spark").as_posix() for f in (path / "spark").rglob("*") if f.is_file()}
     assert files == {"offsets/1", "offsets/2", "commits/1", "commits/2", *(f"sources/0/{b}" for b in range(4))}
@@ -58,11 +58,11 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
         host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]
     was_loaded = any("lineage" in host.coordinator.calls for host in s.hosts.values())
-    assert was_loaded is (later > 2), "what is held is exported as it is held"
+    assert was_loaded is (later > 2), "a held state is exported without a load"
 
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
-def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches_follow(stream, backend):
+def test_state_held_at_the_order_is_not_read_back_however_many_batches_follow(stream, backend):
     s, go_on = stream(n=4, backend=backend), threading.Event()
     s.trigger()
     s.copy_spark_files()
@@ -79,7 +79,7 @@ def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches
     assert not any("lineage" in host.coordinator.calls for host in s.hosts.values())
 
 
-def test_batches_go_on_between_the_exports_of_two_hosts(stream):
+def test_batches_complete_between_the_exports_of_two_hosts(stream):
     s = stream(n=4)
     s.trigger()
     s.copy_spark_files()
@@ -103,7 +103,7 @@ def test_it_is_not_done_before_sparks_files_are_copied(stream):
     assert s.savepoint_rows(s.status().path) == s.at[2]
 
 
-def test_two_savepoints_at_once_are_each_of_its_own_version(stream):
+def test_two_savepoints_at_once_are_each_of_the_right_version(stream):
     s = stream()
     s.trigger("first")
     s.batch(2)
@@ -124,7 +124,7 @@ def test_the_same_request_begins_nothing_twice(stream):
     assert s.status("another") == SavepointStatus(known=False)
 
 
-def test_a_request_may_come_while_those_before_it_are_looked_at(stream):
+def test_a_request_may_arrive_while_earlier_ones_are_checked(stream):
     """A run that ends looks at its requests, and so does everybody who asks for a status, without the run's lock."""
     s = stream()
     s.trigger("r1")
@@ -134,7 +134,7 @@ def test_a_request_may_come_while_those_before_it_are_looked_at(stream):
     assert s.status("r2").known
 
 
-def test_without_a_path_it_lies_beside_the_state_and_is_left_alone(stream):
+def test_without_a_path_it_is_next_to_the_state_and_left_alone(stream):
     s = stream(min_versions_to_retain=1, maintenance_interval=1.0)
     s.c.trigger_savepoint("r1", "q")
     path = s.finish()
@@ -182,7 +182,7 @@ def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
     assert s.savepoint_rows(s.status().path) == s.at[2]
 
 
-def test_a_host_that_was_restarted_exports_what_it_has_lost(stream):
+def test_a_restarted_host_exports_the_state_that_it_has_lost(stream):
     s = stream(n=2, hosts=1)
     s.trigger()
     s.copy_spark_files()
@@ -209,7 +209,7 @@ def lost(message: SavepointExported) -> None:
     raise UnknownHostError("the coordinator is away")
 
 
-def test_a_host_that_is_not_known_is_not_believed(stream):
+def test_a_report_of_an_unknown_host_is_ignored(stream):
     s = stream()
     s.trigger()
     message = SavepointExported("run1", 3, "op", 0, "h0", "another", failure="no")
@@ -225,7 +225,7 @@ def test_a_host_that_is_not_known_is_not_believed(stream):
 # -- ids ---------------------------------------------------------------------------------------
 
 
-def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
+def test_ids_always_ascend_and_are_shared_with_the_manifests(stream):
     s = stream()
     ids = [m.id for m in s.log().manifests.values()]
     for i in range(2):
@@ -286,7 +286,7 @@ def test_the_version_of_a_savepoint_is_not_removed_while_it_is_made(stream):
     assert run_of(s.c, "run1").versions.oldest > 12, "and let go of then"
 
 
-def test_a_savepoint_outlives_what_it_was_made_of(stream):
+def test_a_savepoint_outlives_the_versions_it_was_made_of(stream):
     s = stream(0, hosts=0, min_versions_to_retain=1, maintenance_interval=1.0)
     s.add_host(0, deltas_per_snapshot=1)
     run_and_clean(s, 0, 3)
@@ -300,11 +300,11 @@ def test_a_savepoint_outlives_what_it_was_made_of(stream):
     assert s.savepoint_rows(path) == s.at[3]
 
 
-# -- going on from it --------------------------------------------------------------------------
+# -- resuming from it ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (2, "file"), (3, "file")])
-def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend):
+def test_a_query_resumes_exactly_after_a_savepoint(stream, tmp_path, n, backend):
     s = stream(3)
     s.trigger(stop=True)
     path = s.finish()

@@ -1,4 +1,4 @@
-"""Savepoints and new layouts of a state whose changelogs lie in objects with others and in files of their own."""
+"""Savepoints and new layouts of a state whose changelogs are partly in shared objects and partly in single files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTITIONS = 4
 
 
 class Mixed(Stream):
-    """A stream on one host, of which every second batch is stored in one object."""
+    """A stream on one host that stores every second batch in one object."""
 
     def begin(self, batch: int, rows: dict[int, int | None], partitions: Iterator[int] | range | None = None) -> None:
         if batch % 2:
@@ -49,7 +49,7 @@ class Mixed(Stream):
             commit.result(PATIENCE)
 
     def group(self, version: int) -> Path:
-        """Return the object in which the changelogs of a version are."""
+        """Return the object that has the changelogs of a version."""
         (file,) = (self.world.root / "ck/statestore/groups").glob(f"{version}-*")
         return file
 
@@ -97,7 +97,7 @@ def test_a_damaged_part_fails_it_by_name_and_the_other_partitions_are_served(mix
             pass
 
 
-def test_an_object_whose_index_is_cut_is_no_loss(mixed: Mixed) -> None:
+def test_an_object_whose_index_is_cut_loses_nothing(mixed: Mixed) -> None:
     entries = run_of(mixed.c, "run1").versions.chain[3].operators["op"].partitions
     parts_end = max(entries[p].changelog.offset + entries[p].changelog.size for p in range(PARTITIONS))
     group = mixed.group(3)

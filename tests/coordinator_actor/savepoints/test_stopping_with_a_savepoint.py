@@ -42,7 +42,7 @@ def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream, monkeypatch):
     slept.clear()
     s.trigger(stop=True)
     s.finish()
-    assert slept == [], "no batch goes on until the query is stopped"
+    assert slept == [], "no batch continues until the query is stopped"
 
 
 def test_a_batch_that_has_begun_is_in_it(stream):
@@ -63,7 +63,7 @@ def test_a_batch_that_has_begun_is_in_it(stream):
 
 
 @pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
-def test_a_query_goes_on_if_the_savepoint_to_stop_with_fails(stream, happen):
+def test_a_query_continues_if_the_savepoint_to_stop_with_fails(stream, happen):
     s = stream()
     s.trigger(stop=True)
     assert open_fails_as_held(s, 2)
