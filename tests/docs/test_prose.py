@@ -92,10 +92,7 @@ def test_what_is_a_hard_phrase(tmp_path: Path) -> None:
     assert found == [(1, "Nobody"), (1, "is told"), (1, "meanwhile"), (1, "anew"), (2, "is no key")]
 
 
-@pytest.mark.parametrize(
-    ("what", "most"),
-    [("product", 1.5), ("pages", 1.5)],
-)
+@pytest.mark.parametrize(("what", "most"), [("product", 1.5), ("pages", 1.5), ("tests", 2.5)])
 def test_prose_has_few_hard_phrases(what: str, most: float) -> None:
     if what == "pages":
         paths = [page.path for page in pages() if page.name not in OTHERS]
