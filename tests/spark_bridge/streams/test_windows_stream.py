@@ -171,8 +171,8 @@ def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Ca
         ({"by": "k", "output_mode": "append", "n": S.count()}, "no key has a watermark"),
         ({"by": S.session_window("ts", "1 minute"), "n": S.count()}, "another key"),
         ({"by": [S.window("ts", "1 minute"), S.window("ts", "2 minutes")], "n": S.count()}, "there can be one"),
-        ({"by": ["k", S.window("ts", "1 minute").alias("k")], "n": S.count()}, "another name"),
-        ({"by": ["k", S.window("ts", "1 minute").alias("v")], "n": S.sum("v")}, "another name"),
+        ({"by": ["k", S.window("ts", "1 minute").alias("k")], "n": S.count()}, "a different name"),
+        ({"by": ["k", S.window("ts", "1 minute").alias("v")], "n": S.sum("v")}, "a different name"),
         ({"by": ["k", 3], "n": S.count()}, "is not a key"),
         (
             {"by": ["k", S.session_window("ts", "1 minute")], "n": S.count(), "partial_aggregation": True},
