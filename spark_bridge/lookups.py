@@ -36,8 +36,6 @@ from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
-from spark_bridge.session.state_cluster import current_cluster
-from spark_bridge.state_data.frames import spark_schema, state_place
 from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
@@ -337,6 +335,10 @@ def lookup(
     every mistake that the arguments show, ``UnknownOperatorError`` if no query has the operator,
     ``VersionNotFoundError`` if a version is not kept.
     """
+    # Workers of Spark import this file, too: only the driver needs the session and its Ray.
+    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.state_data.frames import state_place
+
     fixed = _fixed(version)
     place: StatePlace | None = None
     if checkpoint is None:
@@ -387,6 +389,8 @@ def planned_lookup(
         fixed,
         place,
     )
+    from spark_bridge.state_data.frames import spark_schema
+
     return task, type(df.schema)([*df.schema.fields, *spark_schema(added).fields])
 
 
@@ -498,6 +502,8 @@ def state_as_of(
             f"time={time!r} must be a timestamp column of the DataFrame; it has {there}."
             f"{other_case([time], df.columns)}"
         )
+    from spark_bridge.state_data.frames import state_place
+
     place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
     location = StoredReads(place).locate(operator, None)
     task, schema = planned_lookup(df, location, state, on, columns, how, None, place)

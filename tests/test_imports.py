@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent
 
@@ -40,3 +44,23 @@ def test_no_module_imports_from_a_test_module() -> None:
     names_one = re.compile(rf"\b(?:{'|'.join(modules)})\b")
     found = {path: modules_imported_from(source) for path, source in sources.items() if names_one.search(source)}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["task.task_store", "task.state_task", "operators.aggregate_task", "operators.join_task", "stateful.process_task"],
+)
+def test_a_worker_of_spark_imports_neither_ray_nor_storage(module: str) -> None:
+    """Each worker process pays for the imports of its first task: Ray and object stores would take half a second."""
+    program = (
+        f"import sys, spark_bridge.{module}; print(*{{'ray', 'obstore', 'rocksdict', 'duckdb'}} & {{*sys.modules}})"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == ""
+
+
+def test_a_lookup_imports_no_ray_in_a_worker_of_spark() -> None:
+    """The task reads from storage where no host answers, so it needs object stores."""
+    program = "import sys, spark_bridge.lookups; print(*{'ray', 'rocksdict', 'duckdb'} & {*sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -21,8 +21,10 @@ from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
 from backends.formats.manifest import seal, unseal
-from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest
+
+if TYPE_CHECKING:
+    from backends.storage.checkpoint_storage import CheckpointStorage  # which imports obstore
 
 CHANGELOG_FORMAT_VERSION = 1
 _META = b"statestore.changelog"

@@ -76,7 +76,7 @@ class Buffered:
 
 def _as_hosts(provider: Any, schema: Any, times: Any) -> Any:
     """Return the state of a batch, whose ranges are scanned as hosts scan them."""
-    from spark_bridge.task.task_store import LocalStateAccess
+    from spark_bridge.stateful.testing import LocalStateAccess
 
     class Store(LocalStateAccess):
         def scan(self, ranges: Any, column_family: str = "default", limit: int | None = None) -> Any:

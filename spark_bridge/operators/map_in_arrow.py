@@ -29,9 +29,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import PartitionEntry
-from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
-from coordinator_actor.savepoints.new_checkpoint import STORE, build_partition
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError, PartitionMismatchError, other_key_groups
 from spark_bridge.task.executor import StepTimer
@@ -200,6 +198,8 @@ class InitialStateAccess:
         # The base belongs to no version: no reader may take version 0 for changes to an empty state.
         base = f"initial/{registration.query_id}"
         run_id = f"initial-{registration.run_id}"
+        from coordinator_actor.savepoints.new_checkpoint import STORE
+
         self._meta = ChangelogMeta(run_id, spec.name, partition, spec.num_partitions, 0, attempt, base, STORE)
         self._staged = StagedChanges()
 
@@ -219,6 +219,10 @@ class InitialStateAccess:
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Write the state durably; it counts from the moment that the manifest of version 0 names it."""
+        # Tasks of all operators import this file, and only those of an initial state write to storage.
+        from backends.storage.checkpoint_storage import CheckpointStorage
+        from coordinator_actor.savepoints.new_checkpoint import build_partition
+
         location, options = self._registration.state_location, self._registration.storage_options
         storage = CheckpointStorage.open(location, options, fsync=self._conf.fsync)
         pairs = ((family, SortedPairs.last_wins(b.column(0), b.column(1))) for family, b in self._staged)

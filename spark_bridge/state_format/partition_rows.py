@@ -6,7 +6,7 @@ Lists and maps are in two column families, which are read in parallel, a few meg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,6 @@ from backends.encoding.columns import (
 )
 from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
-from backends.partition.partition_state import PartitionState
-from coordinator_actor.reading import stored_files
 from spark_bridge.state_format.layouts import KEY_GROUP, MAP
 from spark_bridge.state_format.stored_rows import (
     DecodedRows,
@@ -42,6 +40,9 @@ from spark_bridge.state_format.stored_rows import (
     without_order,
 )
 
+if TYPE_CHECKING:
+    from backends.partition.partition_state import PartitionState
+
 DECODE_STEP_ROWS = 1 << 14
 """Pairs that are decoded at once, at most."""
 DECODE_STEP_BYTES = 4 << 20
@@ -50,6 +51,9 @@ DECODE_STEP_BYTES = 4 << 20
 
 def scan_partition(rows: VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
+    # Tasks in workers of Spark import this file, and need no storage.
+    from coordinator_actor.reading import stored_files
+
     return partition_rows(
         rows, {family: stored_files.scan_family(state, family) for family in rows.families}, partition
     )

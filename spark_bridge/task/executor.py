@@ -11,15 +11,17 @@ import zipimport
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from backends.decoders import json_decoder
 from coordinator_actor.messages import other_version
-from coordinator_actor.reference import Transport
 from spark_bridge.exceptions import HostUnavailableError, StateStoreRefusedError
 from spark_bridge.transport.flight_client import client_for, forget_client, from_wire, to_wire
 from spark_bridge.transport.protocol import HostFile
 from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from coordinator_actor.reference import Transport  # which imports Ray
 
 _is_frozen = False
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Protocol, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends import spans
 from backends.conf import DEFAULT_FAMILY
@@ -20,8 +19,6 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import HostMemoryBusyError
 from backends.partition.load_watch import LoadProgress
-from backends.providers.standalone_provider import LocalStateStoreProvider
-from backends.store import StateStore
 from coordinator_actor.exceptions import (
     BatchHeldError,
     QueryBusyError,
@@ -375,78 +372,6 @@ def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
     """Return the rest of ranges that are read one after the other, after the last key that was read."""
     at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
     return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]
-
-
-# ``StateAccess`` over a provider in this process: for ``ProcessorTester``, which needs no cluster.
-
-
-class LocalStateAccess:
-    """The newest version of a provider, as a task of the next batch sees that version."""
-
-    def __init__(
-        self,
-        provider: LocalStateStoreProvider,
-        schema: OperatorSchema,
-        times: BatchTimes,
-        key_groups: tuple[int, int],
-        num_key_groups: int,
-    ) -> None:
-        self.batch_id = provider.latest_version()
-        self.times = times
-        self.schema = schema
-        self.key_groups = key_groups
-        self.num_key_groups = num_key_groups
-        self.figures: OperatorFigures | None = None
-        self._base = provider.get_read_store(self.batch_id)
-        self._store: StateStore = provider.get_store(self.batch_id)
-        for family in schema.families:
-            if family != DEFAULT_FAMILY:
-                self._store.create_column_family(family)
-        self._known = self._base.column_families
-
-    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return values at the version opened; see ``StateAccess``."""
-        if column_family not in self._known:
-            return pa.nulls(len(keys), pa.binary())
-        return self._base.get_many(keys, column_family)
-
-    def scan(
-        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield pairs of the ranges; see ``StateAccess``."""
-        left = limit
-        for start, end in ranges if column_family in self._known else ():
-            for batch in self._base.scan(start, end, column_family):
-                if left is not None:
-                    batch = batch.slice(0, left)  # noqa: PLW2901 - at most the limit
-                    left -= batch.num_rows
-                if batch.num_rows:
-                    yield batch
-                if left == 0:
-                    return
-
-    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit; see ``StateAccess``."""
-        if column_family != DEFAULT_FAMILY:
-            self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
-        is_kept = pc.is_valid(values)
-        # In the given order: if a key occurs twice, its last change counts.
-        if pc.all(is_kept).as_py():
-            self._store.put_many(keys, values, column_family)
-        elif not pc.any(is_kept).as_py():
-            self._store.remove_many(keys, column_family)
-        else:
-            for i, kept in enumerate(is_kept.to_pylist()):
-                if kept:
-                    self._store.put(keys[i].as_py(), values[i].as_py(), column_family)
-                else:
-                    self._store.remove(keys[i].as_py(), column_family)
-
-    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make the staged changes the provider's next version."""
-        self._store.commit()
-        self._base.abort()
-        self.figures = figures
 
 
 # ``StateAccess``: how an operator's logic reads and changes the state of its partition in one micro-batch.

@@ -15,7 +15,7 @@ from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.stateful.process_task import ProcessorState
-from spark_bridge.task.task_store import LocalStateAccess
+from spark_bridge.stateful.testing import LocalStateAccess
 
 KEY = pa.schema([pa.field("user", pa.string()), pa.field("n", pa.int32())])
 KEY_GROUPS = (3, 11)

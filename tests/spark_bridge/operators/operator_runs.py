@@ -15,9 +15,9 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from coordinator_actor.messages import BatchTimes, OperatorFigures
+from spark_bridge.stateful.testing import LocalStateAccess
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.state_task import Logic
-from spark_bridge.task.task_store import LocalStateAccess
 
 NUM_GROUPS = 16
 TS = pa.timestamp("us", "UTC")

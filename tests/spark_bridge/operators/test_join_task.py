@@ -12,8 +12,8 @@ from backends.exceptions import IncompatibleSchemaError
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.operators import waiting_rows
 from spark_bridge.operators.join_sides import JOIN_TYPES
+from spark_bridge.stateful.testing import LocalStateAccess
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.task_store import LocalStateAccess
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.join_model import Case, JoinRun, Model, check_event_time, random_rows
 from tests.spark_bridge.operators.operator_runs import Watermark

@@ -16,8 +16,7 @@ from pyspark.sql import Row
 from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError, TimeModeError
 from spark_bridge.stateful.declaration import DeletedStateError
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
-from spark_bridge.stateful.testing import ProcessorTester
-from spark_bridge.task.task_store import LocalStateAccess
+from spark_bridge.stateful.testing import LocalStateAccess, ProcessorTester
 
 try:
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor as PySparkProcessor
