@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from spark_bridge.state_data.frames import (
         read_state,
         read_state_changes,
-        read_state_dataset,
         state_batches,
         state_changes_batches,
         state_changes_table,
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
         state_metadata_table,
         state_table,
     )
+    from spark_bridge.state_data.ray_dataset import read_state_dataset
     from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
     from spark_bridge.state_surgery.new_state import NewStateReport
@@ -198,7 +198,7 @@ _HOMES = {
     "lookup": "spark_bridge.lookups",
     "read_state": "spark_bridge.state_data.frames",
     "read_state_changes": "spark_bridge.state_data.frames",
-    "read_state_dataset": "spark_bridge.state_data.frames",
+    "read_state_dataset": "spark_bridge.state_data.ray_dataset",
     "rebalance": "spark_bridge.session.savepoints",
     "remove_state_operator_listener": "spark_bridge.session.progress",
     "restore_savepoint": "spark_bridge.session.savepoints",

@@ -118,7 +118,7 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     packages = ("host_actor.py", "serving.py", "session", "cli", "demo", "overview")
     assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/from_cluster.py"}
-    assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/frames.py"}
+    assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/ray_dataset.py"}
     by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("new_state", "programs")}
     assert set(importers("ray", "spark_bridge/state_surgery")) == by_hand
     assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
