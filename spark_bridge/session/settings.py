@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import ray
 from py4j.protocol import Py4JError
 
 if TYPE_CHECKING:
@@ -99,6 +98,8 @@ class Shutdown:
     @property
     def is_over(self) -> bool:
         """Whether Ray must not be asked any more: its interface would start another cluster."""
+        import ray  # not above: readers of state without Ray import the settings, too
+
         return self._has_begun.is_set() or not ray.is_initialized()
 
     @property
