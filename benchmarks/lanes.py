@@ -202,7 +202,7 @@ class Lane:
 
     def note_store(self) -> None:
         """Keep what the hosts say of the last commits of this query's partitions."""
-        from spark_bridge.session.state_cluster import current_cluster
+        from spark_bridge.session.current import current_cluster
 
         steps = stateful_profile.store_steps(current_cluster().describe_hosts(), str(self.query.runId))
         for name, values in steps.items():

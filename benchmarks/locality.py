@@ -32,7 +32,7 @@ SETTLE = 4
 def follow(address: str, checkpoint: str) -> None:
     """On machine 0: run the bank, and print its state tasks and the time of each batch as JSON, until killed."""
     from spark_bridge import init_spark
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
     from tests.lab.accounts import OPERATOR, TRANSFERS
     from tests.lab.bank import accounts
 

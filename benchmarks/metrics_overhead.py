@@ -243,7 +243,7 @@ def _published() -> float:
 def _in_processes(of_host: Callable[..., Any], of_coordinator: Callable[..., Any], *args: Any) -> list[Any]:
     import ray
 
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     cluster = current_cluster()
     coordinator = ray.get_actor(cluster.options.coordinator_name, namespace=cluster.options.namespace)

@@ -198,7 +198,7 @@ def turn(processes: list[subprocess.Popen[str]]) -> Figures:
 
 def connection() -> tuple[str, str]:
     """Return any host's query address and the token, for clients that have no Ray."""
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     cluster = current_cluster()
     return cluster.query_addresses()[0], cluster.token

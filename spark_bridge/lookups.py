@@ -336,7 +336,7 @@ def lookup(
     ``VersionNotFoundError`` if a version is not kept.
     """
     # Workers of Spark import this file, too: only the driver needs the session and its Ray.
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
     from spark_bridge.state_data.frames import state_place
 
     fixed = _fixed(version)

@@ -38,7 +38,7 @@ def run_kill(size: Size, steps: Steps) -> Measured:
     from stateful_queries import CONTESTANTS
     from workloads import Workload
 
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     measured = measured_of([OURS])
     own, killed = [], []

@@ -20,8 +20,8 @@ from pyspark.sql.functions import col
 from benchmarks.on_machines.expected import STEP
 from spark_bridge import aggregate, init_spark
 from spark_bridge import functions as S
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.executors import executor_cores, executor_places
-from spark_bridge.session.state_cluster import current_cluster
 
 log = logging.getLogger(__name__)
 

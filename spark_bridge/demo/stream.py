@@ -59,8 +59,8 @@ from spark_bridge.demo.events import (
     release_files,
     retract_files,
 )
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.ray_cluster import ensure_java, system_config
-from spark_bridge.session.state_cluster import current_cluster
 
 # Child processes that leave no process behind, however they end.
 #

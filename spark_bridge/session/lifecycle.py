@@ -14,6 +14,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, Coor
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
 from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
 from spark_bridge.session.ray_cluster import (
     ensure_java,
@@ -24,7 +25,6 @@ from spark_bridge.session.ray_cluster import (
     stop_raydp,
     stop_raydp_at_exit,
 )
-from spark_bridge.session.state_cluster import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import InputPace, QueryRegistration
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STORAGE_PRICES_CONF, Shutdown
-from spark_bridge.session.state_cluster import current_cluster
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery

@@ -20,8 +20,8 @@ from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import rebuilt_error
+from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.session.state_cluster import current_cluster, current_spark
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery

@@ -25,12 +25,12 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.messages import other_version
 from coordinator_actor.reference import RayCoordinatorPort
-from spark_bridge.exceptions import EnvironmentProblemError, SessionError, SparkBridgeError
+from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.host_actor import SessionOptions, host_files_dir, host_id_of, start_host
 from spark_bridge.session.settings import Shutdown
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 # Computes the places of a session's hosts: on all machines that have executors.
 #
@@ -473,49 +473,3 @@ def require_same_messages(coordinator: CoordinatorPort) -> None:
         theirs = None
     if (problem := other_version("The coordinator that runs in this namespace", theirs, "this session")) is not None:
         raise EnvironmentProblemError(problem)
-
-
-# The state store session of this process: one at a time, from ``init_spark`` or ``attach`` to ``stop_spark``.
-
-
-@dataclass(frozen=True)
-class Session:
-    """A Spark session that is joined to a state cluster; ``stop`` ends all that was started for it."""
-
-    spark: SparkSession
-    cluster: StateCluster
-    stop: Callable[[], None]
-
-
-_current: Session | None = None
-
-
-def begin_session(session: Session) -> None:
-    """Make ``session`` this process's session."""
-    global _current
-    _current = session
-
-
-def end_session() -> Session | None:
-    """Return this process's session, which it has no more from now on; None if there was none."""
-    global _current
-    session, _current = _current, None
-    return session
-
-
-def require_no_session() -> None:
-    """Raise ``SessionError`` if this process has a session."""
-    if _current is not None:
-        raise SessionError("This process has a state store session already; call stop_spark() before another one.")
-
-
-def current_cluster() -> StateCluster:
-    """Return the state cluster of this process's session. Raises ``SessionError`` if there is none."""
-    if _current is None:
-        raise SessionError("This process has no state store session; call init_spark or attach first.")
-    return _current.cluster
-
-
-def current_spark() -> SparkSession | None:
-    """Return the Spark session of this process's session; None if there is none."""
-    return None if _current is None else _current.spark

@@ -31,8 +31,8 @@ from spark_bridge.queryable.client.arguments import WhereCondition, comparisons,
 from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, normalized_condition, pairs_of, scalar_of
+from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.session.state_cluster import current_cluster, current_spark
 from spark_bridge.state_data.state_sources import (
     AnySource,
     StateSource,

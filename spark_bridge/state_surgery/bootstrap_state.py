@@ -12,7 +12,7 @@ from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups
 from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.session.state_cluster import current_spark
+from spark_bridge.session.current import current_spark
 from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
 from spark_bridge.state_surgery.new_state import (
     NewOperator,

@@ -28,7 +28,7 @@ from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.rewriting import ForgottenKeys
 from spark_bridge.exceptions import SessionError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from spark_bridge.state_format.layouts import family_of, window_place
 
 if TYPE_CHECKING:

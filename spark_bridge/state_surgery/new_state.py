@@ -24,8 +24,8 @@ from coordinator_actor.durable.records import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import copy_spark_files, spark_log_files
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from spark_bridge.session.current import current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.session.state_cluster import current_spark
 from spark_bridge.state_surgery.stages import (
     BuiltPartition,
     CopiedState,

@@ -203,7 +203,7 @@ def remove_checkpoint(path: str | Path) -> None:
 
 def held_instances() -> list[dict[str, Any]] | None:
     """What all hosts of the session hold; None while one of them, which a test has killed, is being restarted."""
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     try:
         return [i for h in current_cluster().describe_hosts() for i in h["instances"]]
@@ -216,7 +216,7 @@ def settle(query: Any) -> None:
 
     Queries of state see a version once it is completed; Spark tells its listeners a moment later.
     """
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     query.processAllAvailable()
     cluster, run_id = current_cluster(), str(query.runId)

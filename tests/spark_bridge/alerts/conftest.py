@@ -16,8 +16,8 @@ import yaml
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STATE_LOCATION_CONF
-from spark_bridge.session.state_cluster import current_cluster
 from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import PATIENCE
 from tests.prometheus import Prometheus, running_prometheus

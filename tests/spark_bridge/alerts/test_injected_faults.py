@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame
 
 from spark_bridge import aggregate, transform_with_state
 from spark_bridge import functions as S
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.backends.storage.s3_faults import Fault, FaultProxy
 from tests.patience import HANG
 from tests.prometheus import Prometheus, needs_prometheus, panel_query

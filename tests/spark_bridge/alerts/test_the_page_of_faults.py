@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame
 from coordinator_actor.reference import RayCoordinatorPort
 from spark_bridge import QueryableStateClient, transform_with_state
 from spark_bridge.overview.from_cluster import cluster_overview
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from spark_bridge.ui.live import LiveSystem
 from tests.backends.storage.s3_faults import Fault, FaultProxy
 from tests.patience import HANG, PATIENCE

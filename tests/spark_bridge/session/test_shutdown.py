@@ -53,7 +53,7 @@ STOPS = {
     "leaves Ray first": "import ray\nray.shutdown()",
     "leaves Ray and stops": """
 import ray, spark_bridge
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 
 (host,) = current_cluster().hosts
 ray.shutdown()

@@ -17,7 +17,7 @@ from coordinator_actor.durable.manifests import QueryFile
 from spark_bridge import aggregate, attach, init_spark, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.spark_bridge.conftest import Stream, remove_checkpoint, wait_until
 
 pytestmark = pytest.mark.spark

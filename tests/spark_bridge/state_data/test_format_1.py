@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark_bridge import QueryableStateClient, read_state, restore_savepoint, state_metadata_table
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.spark_bridge.conftest import wait_until
 from tests.spark_bridge.state_data.format_fixtures import BACKENDS, Stored, copied, moved
 from tests.spark_bridge.state_data.format_program import (

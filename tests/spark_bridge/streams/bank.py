@@ -250,7 +250,7 @@ class Chaos:
 
     def strike(self, kind: str) -> None:
         """Kill processes of this session."""
-        from spark_bridge.session.state_cluster import current_cluster
+        from spark_bridge.session.current import current_cluster
 
         cluster = current_cluster()
         if kind == "coordinator":

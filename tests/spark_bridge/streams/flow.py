@@ -19,7 +19,7 @@ from pyspark.sql.streaming import StreamingQuery
 from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.spark_bridge.conftest import Stream, wait_until
 
 SCHEMA = "k long, s string, v double"

@@ -26,7 +26,7 @@ from backends import StateStoreConf
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from spark_bridge import attach, stop_spark
 from spark_bridge.session.ray_cluster import ensure_java
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.spark_bridge.conftest import Stream, settle
 from tests.spark_bridge.streams.flow import SCHEMA, Flow
 

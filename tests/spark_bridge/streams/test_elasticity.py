@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 
 from spark_bridge import QueryableStateClient, aggregate, scale_hosts
 from spark_bridge import functions as S
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from spark_bridge.task.executor import ADDRESSES
 from tests.spark_bridge.conftest import Stream, wait_until
 

@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame
 from backends.formats.manifest import Manifest, unseal
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
 from tests.spark_bridge.streams.totals import KEYS, Totals, start

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from spark_bridge import QueryableStateClient, aggregate, lookup, read_state, state_as_of, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, UnknownOperatorError
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import effort
 from tests.spark_bridge.conftest import Stream, settle
 

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import SCHEMA, Flow, MapInArrow, Sink, progressed, start

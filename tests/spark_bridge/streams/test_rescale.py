@@ -14,7 +14,7 @@ from pyspark.sql.streaming import StreamingQuery
 from backends.formats.changelog import GROUPS_DIRECTORY, SUFFIX, read_index
 from backends.storage.checkpoint_storage import CheckpointStorage
 from spark_bridge import QueryableStateClient, rebalance
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start

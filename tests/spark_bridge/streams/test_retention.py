@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from spark_bridge import QueryableStateClient
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.totals import Totals, start

@@ -36,7 +36,7 @@ from spark_bridge import (
     trigger_savepoint,
 )
 from spark_bridge import functions as S
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, remove_checkpoint, settle, wait_until

@@ -24,7 +24,7 @@ from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownOperatorError
-from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.session.current import current_cluster
 from spark_bridge.task import executor
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle, wait_until
@@ -116,7 +116,7 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
 
 
 def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client: QueryableStateClient) -> None:
-    from spark_bridge.session.state_cluster import current_cluster
+    from spark_bridge.session.current import current_cluster
 
     stream.add([(5, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="outside", n=S.count()), stream)

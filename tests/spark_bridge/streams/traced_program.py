@@ -18,8 +18,8 @@ from pyspark.sql.streaming import StreamingQuery
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge import aggregate, attach, restore_savepoint, scale_hosts, stop_spark, trigger_savepoint
 from spark_bridge import functions as S
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.ray_cluster import ensure_java
-from spark_bridge.session.state_cluster import current_cluster
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
