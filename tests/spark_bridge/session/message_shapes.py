@@ -27,7 +27,7 @@ COMMAND = "python -m tests.spark_bridge.session.message_shapes"
 def shapes() -> list[str]:
     """Return the messages to the coordinator, the properties that tasks receive, and all records, in a fixed order."""
     messages = [f"{name}{_parameters(getattr(CoordinatorPort, name))}" for name in sorted(MESSAGES)]
-    told = {name: value for name, value in vars(executor).items() if name.isupper()}
+    told = {name: value for name, value in vars(executor).items() if name.isupper() and name != "TYPE_CHECKING"}
     schemas = {name: value for name, value in vars(protocol).items() if name.endswith("_SCHEMA")}
     columns = [f"{name} {[f'{f.name} {f.type}' for f in schema]}" for name, schema in sorted(schemas.items())]
     records = [f"{record.__module__}.{record.__name__}{_parameters(record)}" for record in _records()]
