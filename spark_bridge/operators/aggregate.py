@@ -212,7 +212,7 @@ def aggregate(
     - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
       those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
       keys. With a watermark on the event time, late rows are dropped, and closed windows are removed from the state, as
-        in Spark; in "complete" they stay. If a key is a session window, that key must have the watermark.
+      in Spark; in "complete" they stay. If a key is a session window, that key must have the watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
     - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays if few keys have

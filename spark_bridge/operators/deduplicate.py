@@ -235,7 +235,7 @@ def deduplicate(
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``within``: a duration such as ``"10 minutes"``; a key is forgotten that long after the event time of its first
       row. With the delay of the watermark this is ``dropDuplicatesWithinWatermark``. Without ``within``, keys are
-        remembered for ever, or, if the watermark column is one of them, until the watermark passes it.
+      remembered for ever, or, if the watermark column is one of them, until the watermark passes it.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
