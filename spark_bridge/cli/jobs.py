@@ -280,7 +280,7 @@ class Supervisor:
 
 
 def why(run: JobRun | None) -> str:
-    """Return a text why a run has failed; None is a run that its cluster does not know any more."""
+    """Return the reason why a run has failed. ``run`` is None if its cluster no longer knows it."""
     if run is None:
         return "the head of the cluster has died and with it all that ran there: the cluster that answers now is new"
     first_line = run.message.strip().partition("\n")[0].rstrip(".:")

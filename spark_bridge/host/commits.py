@@ -106,7 +106,7 @@ class TasksAtWork:
         return False
 
     def waited(self, *, in_vain: bool) -> None:
-        """Record whether a wait for tasks that had not opened was in vain."""
+        """Record whether a wait for tasks ended without any of them opening (``in_vain``)."""
         self._vain = self._vain + 1 if in_vain else 0
 
 

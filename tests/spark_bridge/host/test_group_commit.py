@@ -586,3 +586,16 @@ def test_members_do_not_wait_for_a_first_member_whose_wait_has_failed(
     assert host.storage.paths == []
     host.commit(3).result(PATIENCE)  # alone: it waits for no other task
     assert len(host.storage.paths) == 1
+
+
+def test_no_wait_once_as_many_tasks_came_as_in_the_last_batch() -> None:
+    tasks = TasksAtWork()
+    for partition in (0, 1, 2):
+        tasks.opened("op", partition)
+    tasks = tasks.next_batch()
+    tasks.opened("op", 0)
+    assert tasks.expects_more()
+    tasks.opened("op", 1)
+    tasks.opened("op", 2)
+    tasks.answered("op", 0)
+    assert not tasks.expects_more(), "the last tasks are running, fewer than ran at once, and no more will come"
