@@ -1,4 +1,4 @@
-"""One connection of a client to a ``KvStateServer``, by TCP or TLS.
+"""Connections of a client to ``KvStateServer``s, by TCP or TLS, kept and shared between threads.
 
 A connection has one request under way at a time. Every failure closes the connection, so that no answer is ever taken
 for the answer to another request.
@@ -63,7 +63,8 @@ class ClientConnection:
     closed. A ``deadline`` is a time of ``time.monotonic``.
     """
 
-    __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "used_at", "welcome")
+    __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "pool", "used_at", "welcome")
+    pool: _Pool
 
     def __init__(self, address: str, token: str, tls: ssl.SSLContext | None, deadline: float) -> None:
         self.address = address
@@ -241,213 +242,121 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
         raise refused or HostUnavailableError(f"{address} closed the connection: {error}") from error
 
 
-# The connections of a client to one address, shared by its threads.
-
-
-MAX_CONNECTIONS = 64
-"""Connections to one address at the same time; a thread that needs one more waits for it."""
-MAX_IDLE_SECONDS = 300.0
-"""A connection that was not used for this many seconds is closed. Hosts close idle connections too, later."""
-
-
-class ConnectionPool:
-    """The connections to one address.
-
-    The connection used last is used next, so that surplus connections become old and are closed. ``_free`` guards the
-    number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no lock. ``lag_ms`` is the
-    lag in the last answer from there, which came ``answered_at`` (of ``time.monotonic``).
-    """
-
-    def __init__(self, address: str, token: str, tls: ssl.SSLContext | None) -> None:
-        self.lag_ms = 0
-        self.answered_at = 0.0
-        self._address = address
-        self._token = token
-        self._tls = tls
-        self._idle: deque[ClientConnection] = deque()
-        self._free = threading.Condition()
-        self._open = 0
-        self._waiting = 0
-        self._is_closed = False
-
-    def take(self, deadline: float) -> tuple[ClientConnection, bool]:
-        """Return a connection, and whether it has been used before. Wait for one until ``deadline``."""
-        try:
-            return self._idle.pop(), True
-        except IndexError:
-            pass
-        with self._free:
-            # Counted before the look at ``_idle``: ``give_back`` adds to ``_idle`` first, and looks at the count then.
-            self._waiting += 1
-            try:
-                while True:
-                    if self._is_closed:
-                        raise QueryableStateError("The connections have been closed; connect again.")
-                    if self._idle:
-                        try:
-                            return self._idle.pop(), True
-                        except IndexError:
-                            continue
-                    if self._open < MAX_CONNECTIONS:
-                        self._open += 1
-                        break
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise HostUnavailableError(f"All {MAX_CONNECTIONS} connections to {self._address} were in use.")
-                    self._free.wait(left)
-            finally:
-                self._waiting -= 1
-        return self._new(deadline), False
-
-    def _new(self, deadline: float) -> ClientConnection:
-        try:
-            return ClientConnection(self._address, self._token, self._tls, deadline)
-        except BaseException:
-            self._forget()
-            raise
-
-    def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection instead of one that the host has closed.
-
-        Close the idle ones too, which the host has closed as well.
-        """
-        stale.close()
-        while self._idle:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                break
-            self._forget()
-        return self._new(deadline)
-
-    def give_back(self, connection: ClientConnection) -> None:
-        """Make a connection free for other threads."""
-        now = connection.used_at = time.monotonic()
-        idle = self._idle
-        idle.append(connection)
-        if self._waiting:
-            with self._free:
-                self._free.notify()
-        elif now - idle[0].used_at > MAX_IDLE_SECONDS:
-            self._drop_oldest(now)
-        if self._is_closed:
-            self.close()
-
-    def _drop_oldest(self, now: float) -> None:
-        try:
-            oldest = self._idle.popleft()
-        except IndexError:
-            return
-        if now - oldest.used_at > MAX_IDLE_SECONDS:
-            oldest.close()
-            self._forget()
-        else:
-            self._idle.appendleft(oldest)
-
-    def discard(self, connection: ClientConnection) -> None:
-        """Close a connection that cannot be used again."""
-        connection.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        with self._free:
-            self._open -= 1
-            self._free.notify()
-
-    def close(self) -> None:
-        """Close all connections. A connection in use is closed when it is given back."""
-        with self._free:
-            self._is_closed = True
-            self._free.notify_all()
-        while self._idle:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                return
-
-
-# One request over a pooled connection, and its answer: of one frame, or a stream of frames.
+# One request and its answer, of one frame or of several.
 #
 # All requests only read. So a request on a connection that the server has closed is sent again on a new one.
 
 
-class KvExchange:
-    """A request that has been sent; its answer is still to be read or ``abandon``ed. For one thread."""
+class KvExchange(Iterator[tuple[Reply, memoryview]]):
+    """A request under way. ``finish`` reads an answer of one frame; iteration reads the frames of a scan to its end.
 
-    __slots__ = ("_connection", "_deadline", "_is_over", "_may_replace", "_pool", "_request", "address")
+    The first frame must come before ``deadline``, a time of ``time.monotonic``. Each further one may take
+    ``frame_seconds``; with None, all must come before ``deadline``. A caller that stops early must ``close`` the
+    exchange. Raises the host's own error. For one thread.
+    """
 
-    def __init__(self, address: str, pool: ConnectionPool, header: Request, body: FrameBody, deadline: float) -> None:
-        self.address = address
-        self._pool = pool
-        self._request = (header, body)
-        self._deadline = deadline
+    __slots__ = ("_connection", "_connections", "_deadline", "_frame_seconds", "_is_over", "_is_reused", "_request")
+
+    def __init__(
+        self,
+        connections: KvConnections,
+        address: str,
+        request: tuple[Request, FrameBody],
+        deadline: float,
+        frame_seconds: float | None = None,
+    ) -> None:
+        self._connections = connections
+        self._request = request
+        self._deadline: float | None = deadline
+        self._frame_seconds = frame_seconds
         self._is_over = False
-        self._connection, self._may_replace = pool.take(deadline)
+        self._connection, self._is_reused = connections.acquire(address, deadline)
         try:
-            self._connection.send(header, body, deadline)
+            self._connection.send(*request, deadline)
         except ClosedByPeerError as error:
-            self._replace(error, deadline)
+            self._send_again(error, deadline)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
-    def _replace(self, error: ClosedByPeerError, deadline: float) -> None:
-        """Send the request again on a new connection, unless this connection was new."""
-        if not self._may_replace:
-            self.abandon()
+    def _send_again(self, error: ClosedByPeerError, deadline: float) -> None:
+        """Send the request on a new connection, unless this connection was new."""
+        if not self._is_reused:
+            self.close()
             raise error
-        self._may_replace = False
+        self._is_reused = False
         try:
-            self._connection = self._pool.replace(self._connection, deadline)
+            self._connection = self._connections.replace(self._connection, deadline)
         except BaseException:
             self._is_over = True
             raise
         try:
             self._connection.send(*self._request, deadline)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     def finish(self) -> tuple[Reply, memoryview]:
-        """Wait for the answer, which is one frame. Raises the host's own error."""
-        reply, body = self.next_frame(self._deadline)
-        self.release()
+        """Wait for the answer, which is one frame."""
+        reply, body = self._next_frame()
+        self._release()
         if type(reply) is Failure:
             raise rebuilt_error(reply.error, reply.message)
         return reply, body
 
-    def next_frame(self, deadline: float) -> tuple[Reply, memoryview]:
-        """Wait for the next frame, of any kind. After the last frame the caller must ``release``."""
+    def __next__(self) -> tuple[Reply, memoryview]:
+        if self._is_over:
+            raise StopIteration
+        reply, body = self._next_frame()
+        if type(reply) is not RowsReply:
+            self._release()
+            if isinstance(reply, Failure):
+                raise rebuilt_error(reply.error, reply.message)
+        return reply, body
+
+    def _next_frame(self) -> tuple[Reply, memoryview]:
+        deadline = self._deadline
+        if deadline is None:
+            deadline = time.monotonic() + (self._frame_seconds or 0.0)
         try:
             try:
-                reply = self._connection.receive(deadline)
+                frame = self._connection.receive(deadline)
             except ClosedByPeerError as error:
-                self._replace(error, deadline)
-                reply = self._connection.receive(deadline)
+                self._send_again(error, deadline)
+                frame = self._connection.receive(deadline)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
-        self._may_replace = False
-        lag_ms = getattr(reply[0], "lag_ms", None)
+        self._is_reused = False
+        if self._frame_seconds is not None:
+            self._deadline = None  # the next frame has its own
+        lag_ms = getattr(frame[0], "lag_ms", None)
         if lag_ms is not None:
-            self._pool.lag_ms, self._pool.answered_at = lag_ms, time.monotonic()
-        return reply
+            self._connections.lag_ms = lag_ms
+        return frame
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Give the connection back, after the last frame has been read."""
-        if self._is_over:
-            return
         if self._connection.has_more():
-            self.abandon()
+            self.close()
             raise ConnectionClosedError(f"{self.address} sent more than was asked for.")
         self._is_over = True
-        self._pool.give_back(self._connection)
+        self._connections.release(self._connection)
 
-    def abandon(self) -> None:
-        """Close the connection, because frames are, or may be, still to come. No effect after the exchange is over."""
+    def close(self) -> None:
+        """Close the connection unless the answer has been read to its end; the host notices that and stops."""
         if not self._is_over:
             self._is_over = True
-            self._pool.discard(self._connection)
+            self._connections.discard(self._connection)
+
+    @property
+    def address(self) -> str:
+        """The address of the host that answers."""
+        return self._connection.address
+
+    def is_ready(self, wait: float = 0.0) -> bool:
+        """Return whether a part of the next frame is here, after ``wait`` seconds at most."""
+        return self.has_buffered() or bool(select.select([self], [], [], wait)[0])
 
     def has_buffered(self) -> bool:
         """Return whether a part of the next frame is in this process already, where ``poll`` does not see it."""
@@ -458,100 +367,74 @@ class KvExchange:
         return self._connection.fileno()
 
 
-class KvStream(Iterator[tuple[Reply, memoryview]]):
-    """The frames that answer a scan, up to ``End``, which is the last one.
+MAX_CONNECTIONS = 64
+"""Connections to one address at the same time; a thread that needs one more waits for it."""
+MAX_IDLE_SECONDS = 300.0
+"""A connection that was not used for this many seconds is closed. Hosts close idle connections too, later."""
 
-    Each frame may take ``timeout`` seconds to come. A caller that stops early must ``close`` the stream. Raises the
-    host's own error.
+
+class _Pool:
+    """The connections to one address: a deque of idle ones, which needs no lock, and the number of open ones.
+
+    ``free`` guards ``num_open`` and ``num_waiting``, and wakes waiting threads.
     """
 
-    def __init__(self, exchange: KvExchange, deadline: float, timeout: float) -> None:
-        self._exchange = exchange
-        self._deadline: float | None = deadline
-        self._timeout = timeout
-        self._is_over = False
+    __slots__ = ("free", "idle", "is_closed", "num_open", "num_waiting")
 
-    def __next__(self) -> tuple[Reply, memoryview]:
-        if self._is_over:
-            raise StopIteration
-        deadline = time.monotonic() + self._timeout if self._deadline is None else self._deadline
-        self._deadline = None
+    def __init__(self) -> None:
+        self.idle: deque[ClientConnection] = deque()
+        self.free = threading.Condition()
+        self.num_open = 0
+        self.num_waiting = 0
+        self.is_closed = False
+
+    def pop_idle(self) -> ClientConnection | None:
+        """Return the connection used last, so that surplus connections become old and are closed."""
         try:
-            reply, body = self._exchange.next_frame(deadline)
-        except BaseException:
-            self._is_over = True
-            raise
-        if type(reply) is not RowsReply:
-            self._is_over = True
-            self._exchange.release()
-            if isinstance(reply, Failure):
-                raise rebuilt_error(reply.error, reply.message)
-        return reply, body
+            return self.idle.pop()
+        except IndexError:
+            return None
 
-    @property
-    def address(self) -> str:
-        """The address of the host that answers."""
-        return self._exchange.address
-
-    def is_ready(self, wait: float = 0.0) -> bool:
-        """Return whether a part of the next frame is here, after ``wait`` seconds at most."""
-        return self._exchange.has_buffered() or bool(select.select([self], [], [], wait)[0])
-
-    def has_buffered(self) -> bool:
-        """Return whether a part of the next frame is in this process already, where ``poll`` does not see it."""
-        return self._exchange.has_buffered()
-
-    def fileno(self) -> int:
-        """Return the socket's file descriptor, for ``poll``."""
-        return self._exchange.fileno()
+    def forget_one(self) -> None:
+        """Count one open connection less."""
+        with self.free:
+            self.num_open -= 1
+            self.free.notify()
 
     def close(self) -> None:
-        """Close the connection; the host notices that and stops."""
-        self._is_over = True
-        self._exchange.abandon()
-
-
-# ``KvConnections``: connections to ``KvStateServer``s by address, kept and shared between threads.
+        """Close the idle connections. A connection in use is closed when it is released."""
+        with self.free:
+            self.is_closed = True
+            self.free.notify_all()
+        while (connection := self.pop_idle()) is not None:
+            connection.close()
 
 
 class KvConnections:
     """Connections by address (``ip:port``), made when needed, for any number of threads, and for processes that fork.
 
     ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
-    ``time.monotonic``. Every method raises the host's own error, ``HostUnavailableError`` if no host answers in time,
-    ``ConnectionClosedError`` if the connection breaks, and ``AccessDeniedError``.
+    ``time.monotonic``. ``lag_ms`` is the lag in the last answer, 0 for none. Every method raises the host's own error,
+    ``HostUnavailableError`` if no host answers in time, ``ConnectionClosedError`` if the connection breaks, and
+    ``AccessDeniedError``.
     """
 
     def __init__(self, token: str, tls: ssl.SSLContext | None = None, timeout: float = 30.0) -> None:
         self.timeout = timeout
+        self.lag_ms = 0
         self._token = token
         self._tls = tls
-        self._pools: dict[str, ConnectionPool] = {}
+        self._pools: dict[str, _Pool] = {}
         self._pid = os.getpid()
         self._is_closed = False
 
-    def _pool(self, address: str) -> ConnectionPool:
-        if self._pid != os.getpid():
-            # After a fork: the sockets belong to the parent process, and threads that are not here may hold its locks.
-            self._pools, self._pid = {}, os.getpid()
-        pool = self._pools.get(address)
-        if pool is None:
-            if self._is_closed:
-                raise QueryableStateError("The connections have been closed; connect again.")
-            pool = self._pools.setdefault(address, ConnectionPool(address, self._token, self._tls))
-        return pool
-
-    @property
-    def lag_ms(self) -> int:
-        """The lag in the last answer, in ms; 0 for none."""
-        newest = max(list(self._pools.values()), key=lambda pool: pool.answered_at, default=None)
-        return 0 if newest is None else newest.lag_ms
+    # -- requests ------------------------------------------------------------------------------
 
     def begin(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
         """Send a request without waiting for the answer, so that several hosts can be asked at once."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout
-        return KvExchange(address, self._pool(address), header, body, deadline)
+        return KvExchange(self, address, (header, body), deadline)
 
     def request(
         self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None
@@ -559,22 +442,109 @@ class KvConnections:
         """Send a request, and wait for its answer of one frame."""
         return self.begin(address, header, body, deadline).finish()
 
-    def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvStream:
-        """Send a scan, and return the frames of its answer.
+    def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
+        """Send a scan, whose frames are read by iteration.
 
         ``deadline`` is for the first frame; each further frame may take ``timeout`` seconds.
         """
         if deadline is None:
             deadline = time.monotonic() + self.timeout
-        return KvStream(self.begin(address, header, body, deadline), deadline, self.timeout)
+        return KvExchange(self, address, (header, body), deadline, self.timeout)
 
     def welcome(self, address: str, deadline: float | None = None) -> Welcome:
         """Return the greeting of a host: its id, and its limits on requests."""
+        connection, _ = self.acquire(address, time.monotonic() + self.timeout if deadline is None else deadline)
+        self.release(connection)
+        return connection.welcome
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def acquire(self, address: str, deadline: float) -> tuple[ClientConnection, bool]:
+        """Return a connection, and whether it has been used before. Wait for a free one until ``deadline``."""
         pool = self._pool(address)
-        connection, _ = pool.take(time.monotonic() + self.timeout if deadline is None else deadline)
-        welcome = connection.welcome
-        pool.give_back(connection)
-        return welcome
+        connection = pool.pop_idle()
+        if connection is not None:
+            return connection, True
+        with pool.free:
+            # Counted before the look at ``idle``: ``release`` appends to ``idle`` first, and looks at the count then.
+            pool.num_waiting += 1
+            try:
+                while True:
+                    if pool.is_closed:
+                        raise QueryableStateError("The connections have been closed; connect again.")
+                    connection = pool.pop_idle()
+                    if connection is not None:
+                        return connection, True
+                    if pool.num_open < MAX_CONNECTIONS:
+                        pool.num_open += 1
+                        break
+                    seconds = deadline - time.monotonic()
+                    if seconds <= 0:
+                        raise HostUnavailableError(f"All {MAX_CONNECTIONS} connections to {address} were in use.")
+                    pool.free.wait(seconds)
+            finally:
+                pool.num_waiting -= 1
+        return self._opened(pool, address, deadline), False
+
+    def _pool(self, address: str) -> _Pool:
+        if self._pid != os.getpid():
+            # After a fork: the sockets belong to the parent process, and threads that are not here may hold its locks.
+            self._pools, self._pid = {}, os.getpid()
+        pool = self._pools.get(address)
+        if pool is None:
+            if self._is_closed:
+                raise QueryableStateError("The connections have been closed; connect again.")
+            pool = self._pools.setdefault(address, _Pool())
+        return pool
+
+    def _opened(self, pool: _Pool, address: str, deadline: float) -> ClientConnection:
+        try:
+            connection = ClientConnection(address, self._token, self._tls, deadline)
+        except BaseException:
+            pool.forget_one()
+            raise
+        connection.pool = pool
+        return connection
+
+    def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
+        """Return a new connection instead of one that the host has closed.
+
+        Close the idle ones too, which the host has closed as well.
+        """
+        stale.close()
+        while (connection := stale.pool.pop_idle()) is not None:
+            connection.close()
+            stale.pool.forget_one()
+        return self._opened(stale.pool, stale.address, deadline)
+
+    def release(self, connection: ClientConnection) -> None:
+        """Make a connection free for other threads."""
+        pool = connection.pool
+        now = connection.used_at = time.monotonic()
+        pool.idle.append(connection)
+        if pool.num_waiting:
+            with pool.free:
+                pool.free.notify()
+        elif now - pool.idle[0].used_at > MAX_IDLE_SECONDS:
+            self._close_oldest(pool, now)
+        if pool.is_closed:
+            pool.close()
+
+    def _close_oldest(self, pool: _Pool, now: float) -> None:
+        try:
+            oldest = pool.idle.popleft()
+        except IndexError:
+            return
+        if now - oldest.used_at > MAX_IDLE_SECONDS:
+            oldest.close()
+            pool.forget_one()
+        else:
+            pool.idle.appendleft(oldest)
+
+    def discard(self, connection: ClientConnection) -> None:
+        """Close a connection that cannot be used again."""
+        connection.close()
+        connection.pool.forget_one()
 
     def close(self) -> None:
         """Close all connections; this is final. Requests of other threads may fail."""

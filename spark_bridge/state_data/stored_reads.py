@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from backends.encoding.columns import placed
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import query_id_of
@@ -26,17 +24,16 @@ from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec,
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
-from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
+from spark_bridge.queryable.protocol import At, ChangesRequest, StateAnswer
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
-from spark_bridge.queryable.reads.key_reads import FoundPairs, WindowedKeys, find_pairs, rows_of_keys, values_of
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, operator_summary
-from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, gather_batches, limited, pairs_of
+from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
 from spark_bridge.state_data.frames import operator_kind
 from spark_bridge.state_data.state_sources import changes_by_version
-from spark_bridge.state_format.layouts import window_place
-from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
+
+T = TypeVar("T")
 
 # The query whose state is in storage, as coordinators, hosts and clients describe queries.
 
@@ -93,11 +90,10 @@ MANIFEST_LOOK_SECONDS = 1.0
 """TTL of the last manifests that were read, in seconds."""
 
 
-class StoredReads:
+class StoredReads(PartitionedReads):
     """``StateReads`` of one checkpoint. Thread-safe; ``_lock`` guards the choice of the newest manifests only.
 
-    ``query_name`` is the name of the query, which storage does not have. ``now_ms`` is the time that decides whether
-    rows with a TTL have expired.
+    ``query_name`` is the name of the query, which storage does not have.
     """
 
     def __init__(
@@ -110,13 +106,13 @@ class StoredReads:
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
+        super().__init__(now_ms)
         self.place = place
         self._query_name = query_name
         self._damaged = damaged
         self._told: set[str] = set()
         self._open = open_storage
         self._clock = clock
-        self._now_ms = now_ms
         self._query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
         self._lock = threading.Lock()
         self._looked: tuple[float, StateVersions] | None = None
@@ -192,78 +188,7 @@ class StoredReads:
     def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
         return query_in_storage(versions, version, self._query_name, open_storage=self._open)
 
-    # -- lookups -------------------------------------------------------------------------------
-
-    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
-        version, values = self.lookup(request, pa.array([key], pa.binary()))
-        return version, values[0].as_py()
-
-    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        plan, version, pieces = self._reading(request.operator, request.at)
-        plan.require_family(request.column_family)
-        of_keys = plan.partitions_of_keys(keys)
-        values, positions = [], []
-        for piece in pieces:
-            own = np.flatnonzero(of_keys == piece.partition)
-            if len(own):
-                with self._view(piece, version) as view:
-                    values.append(values_of(view, keys.take(pa.array(own)), request.column_family))
-                positions.append(own)
-        return version, placed(values, positions) if values else pa.array([], pa.binary())
-
-    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
-        variable = plan.variable(request.state)
-        rows = plan.rows(variable, self._now_ms())
-        selection = RowSelection.of(rows, request.columns, (), with_position=True)
-        window = window_place(variable)
-        of_keys = plan.partitions_of(plan.groups_of(keys))
-        if window is None:
-            wanted = set(np.unique(of_keys).tolist())
-            pieces = [piece for piece in pieces if piece.partition in wanted]
-        windowed = None if window is None else WindowedKeys.of(rows, window, keys)
-
-        def find(view: PartitionView) -> FoundPairs:
-            if windowed is not None:
-                return windowed.find(plan, view)
-            positions = np.flatnonzero(of_keys == view.partition)
-            return find_pairs(view, rows, keys.take(pa.array(positions)), positions)
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            if windowed is not None:
-                # The rows of a key are in several partitions and come in the order of their windows: all of them are
-                # there before the first is given. They are the rows of a few keys.
-                found = []
-                for piece in pieces:
-                    with self._view(piece, version) as view:
-                        found.append(find(view))
-                yield from rows_of_keys(plan, rows, found, by_window=True)
-                return
-            for piece in pieces:
-                with self._view(piece, version) as view:
-                    yield from rows_of_keys(plan, rows, [find(view)], by_window=False)
-
-        return StateAnswer(version, selection.schema, gather_batches(map(selection.rows, batches())))
-
     # -- rows ----------------------------------------------------------------------------------
-
-    def scan(self, request: ScanRequest) -> StateAnswer:
-        plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
-        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
-        selection = RowSelection.of(rows, request.columns, request.where)
-        bounds = KeyBounds(request.start, request.end)
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            for piece in pieces:
-                with self._view(piece, version) as view:
-                    pairs = pairs_of(view, rows, plan.key_groups_of(piece.partition), bounds)
-                    yield from map(selection.rows, partition_rows(rows, pairs, piece.partition))
-
-        return StateAnswer(version, selection.schema, gather_batches(limited(batches(), request.limit)))
-
-    def count(self, request: ScanRequest) -> tuple[int, int]:
-        answer = self.scan(request)
-        return answer.version, sum(batch.num_rows for batch in answer.batches)
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         if request.after > request.until:
@@ -282,15 +207,10 @@ class StoredReads:
         schema, batches = changes_by_version(rows, readings, wanted, self._open)
         return StateAnswer(newest, schema, batches)
 
-    # -- details -------------------------------------------------------------------------------
+    def _reading(self, run_id: str, operator: str, at: At) -> OperatorReading:
+        """Return the reading of an operator. Raises ``StateVersionError`` and ``UnknownOperatorError``.
 
-    def _reading(
-        self, operator: str, at: At, partitions: list[int] | None = None
-    ) -> tuple[OperatorPlan, int, list[Piece]]:
-        """Return the plan of an operator, the version that a request reads, and the partitions of that version.
-
-        Raises ``StateVersionError``, ``UnknownOperatorError``. Versions that are prepared only are not read, so that
-        "latest" is the last completed one.
+        Versions that are prepared only are not read, so that "latest" is the last completed one.
         """
         versions = self.versions()
         try:
@@ -302,18 +222,48 @@ class StoredReads:
             raise StateVersionError(str(error)) from error
         except InvalidStateStoreArgument as error:
             raise UnknownOperatorError(str(error)) from error
-        is_all = partitions is None or len(partitions) == plan.spec.num_partitions
-        if len(pieces) != plan.spec.num_partitions:
+        named_layout = plan.spec.num_partitions
+        if len(pieces) != named_layout:
             # The last schema reads the rows of older versions too; the layout is that of the version.
             plan = replace(plan, spec=structs.replace(plan.spec, num_partitions=len(pieces)))
-        # A router names all partitions of the last layout to ask for all that there is, also in another layout.
-        wanted = range(len(pieces)) if is_all or partitions is None else partitions
-        return plan, version, [piece for piece in pieces if piece.partition in wanted]
+        return _StoredReading(plan, version, {piece.partition: piece for piece in pieces}, named_layout, self._opened)
 
     @contextmanager
-    def _view(self, piece: Piece, version: int) -> Iterator[PartitionView]:
+    def _opened(self, piece: Piece, version: int) -> Iterator[PartitionView]:
         try:
             with opened_partition(self.place, piece, open_storage=self._open) as state:
                 yield PartitionView(piece.partition, state.reads, version, None)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _StoredReading(OperatorReading):
+    """Partitions of a version in storage. Each is a group: its copy is removed before the next one is made.
+
+    ``named_layout`` is the number of partitions that clients know, which may differ from that of the version.
+    """
+
+    plan: OperatorPlan
+    version: int
+    pieces: dict[int, Piece]
+    named_layout: int
+    opened: Callable[[Piece, int], AbstractContextManager[PartitionView]]
+
+    def partitions(self, named: list[int] | None) -> Sequence[int]:
+        # A router names all partitions of the last layout to ask for all that there is, also in another layout.
+        if named is None or len(named) == self.named_layout:
+            return list(self.pieces)
+        return [partition for partition in self.pieces if partition in named]
+
+    def read(
+        self, partitions: Sequence[int], read: Callable[[PartitionView], T], keep: ExitStack
+    ) -> tuple[int, Iterator[Sequence[T]]]:
+        def groups() -> Generator[Sequence[T], None, None]:
+            for partition in partitions:
+                with self.opened(self.pieces[partition], self.version) as view:
+                    yield (read(view),)
+
+        results = groups()
+        keep.callback(results.close)
+        return self.version, results

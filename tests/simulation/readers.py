@@ -61,7 +61,7 @@ class _Exchange:
         answer: tuple[LookupReply, bytes] = self._task.result
         return answer
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """See ``KvExchange``. The answer is thrown away when it comes."""
 
 

@@ -23,7 +23,7 @@ from spark_bridge.exceptions import (
     RequestError,
 )
 from spark_bridge.queryable.client.state_views import StateView, state_view
-from spark_bridge.queryable.connections import KvConnections, KvStream
+from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 
@@ -360,6 +360,6 @@ class ClusterAccess:
         reply, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
         return json_decoder(Any).decode(body) if isinstance(reply, DescribeReply) else reply
 
-    def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
+    def stream(self, request: Request, body: bytes, deadline: float) -> KvExchange:
         """Return the rows of any one host. A caller that stops early must close the stream."""
         return self._connections.stream(self._discovery.proxy(), request, body, deadline)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.connections import KvStream
+from spark_bridge.queryable.connections import KvExchange
 from spark_bridge.queryable.protocol import (
     At,
     EndOfRows,
@@ -33,7 +33,7 @@ from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, shoul
 # Sources of the rows of a routed scan: a stream of another host, or an iterator of this process.
 
 
-PendingScan: TypeAlias = KvStream | Callable[[], StateAnswer]
+PendingScan: TypeAlias = KvExchange | Callable[[], StateAnswer]
 """A scan that a server has been asked for; or a function that begins the scan in this process."""
 
 
@@ -43,7 +43,7 @@ class RemoteRows:
     The constructor waits for the first frame: then version and schema are known.
     """
 
-    def __init__(self, stream: KvStream) -> None:
+    def __init__(self, stream: KvExchange) -> None:
         self.stream = stream
         self._decoder = RowBatchDecoder()
         self._first: pa.RecordBatch | None = None
@@ -113,7 +113,7 @@ ScanSource: TypeAlias = RemoteRows | LocalRows
 
 def scan_source(pending: PendingScan) -> ScanSource:
     """Wait until a scan that has been asked for begins, and return its rows."""
-    if isinstance(pending, KvStream):
+    if isinstance(pending, KvExchange):
         return RemoteRows(pending)
     answer = pending()
     return LocalRows(answer.version, answer.schema, answer.batches)
@@ -281,7 +281,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             # The scans of this process first: the other hosts work in parallel.
             for is_remote in (False, True):
                 for (_, partitions), one in zip(shares, pending, strict=True):
-                    if isinstance(one, KvStream) == is_remote:
+                    if isinstance(one, KvExchange) == is_remote:
                         self._streams.append(_Stream(partitions, scan_source(one)))
             if in_order:
                 self._streams.sort(key=lambda stream: [p for _, p in shares].index(stream.partitions))
@@ -291,7 +291,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         except BaseException:
             self.close()
             for one in pending:
-                if isinstance(one, KvStream):
+                if isinstance(one, KvExchange):
                     one.close()
             raise
 

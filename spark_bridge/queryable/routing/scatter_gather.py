@@ -39,7 +39,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
     WrongOperatorError,
 )
-from spark_bridge.queryable.connections import KvConnections, KvExchange, KvStream
+from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import (
     At,
     CountReply,
@@ -313,7 +313,7 @@ class ScatteredKeyRows:
         decoder = RowBatchDecoder()
         batches = []
         version = 0
-        for reply, body in KvStream(exchange, deadline, max(0.0, deadline - time.monotonic())):
+        for reply, body in exchange:
             if type(reply) is not RowsReply and type(reply) is not EndOfRows:
                 unexpected(exchange.address, reply)
             version = reply.version
@@ -399,7 +399,7 @@ class ScatterGather:
         finally:
             for exchange in begun:
                 if exchange is not None:
-                    exchange.abandon()  # no effect on exchanges whose answer has been read
+                    exchange.close()  # no effect on exchanges whose answer has been read
         if failure is not None:
             raise failure
         return answers

@@ -189,7 +189,7 @@ def test_old_connections_are_dropped_after_a_restart(connections: KvConnections)
         server.shutdown()
         server.start()
         assert get(connections, address, b"k1") == b"v1"
-        assert connections._pools[address]._open == 1
+        assert connections._pools[address].num_open == 1
         assert [get(connections, address, b"k%d" % i) for i in range(20)] == [b"v%d" % i for i in range(20)]
         assert server.num_connections == 1
 
@@ -239,7 +239,7 @@ def test_invalid_frames_close_the_connection(connections: KvConnections, nonsens
     with scripted(talk) as address:
         with pytest.raises(ConnectionClosedError, match=address):
             connections.request(address, LOOKUP, pack_one(b"k"))
-        assert not connections._pools[address]._idle
+        assert not connections._pools[address].idle
 
 
 def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(connections: KvConnections) -> None:
@@ -385,7 +385,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
         with pytest.raises(HostUnavailableError, match="All 4 connections"):
             get(connections, server.server_address, b"k", soon(0.05))
         for exchange in held:
-            exchange.abandon()
+            exchange.close()
         assert get(connections, server.server_address, b"k1") == b"v1"
 
 
@@ -399,7 +399,7 @@ def test_idle_connections_in_the_pool_are_closed(connections: KvConnections, mon
         for _ in range(6):
             get(connections, server.server_address, b"k1")
         eventually(lambda: server.num_connections == 1)
-        assert connections._pools[server.server_address]._open == 1
+        assert connections._pools[server.server_address].num_open == 1
 
 
 def test_forked_process_has_its_own_connections(connections: KvConnections) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.queryable.protocol import Comparison, ScanRequest
-from spark_bridge.queryable.reads import host_reads, scans
+from spark_bridge.queryable.reads import scans
 from tests.spark_bridge.queryable.host_world import COMPLETED, partitions_of, stored
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled, table
 
@@ -122,8 +122,8 @@ def test_count_needs_no_scan_if_the_number_of_keys_is_known(make, monkeypatch):
     w.batch(filled(1))
     w.batch({100: 1, 3: None})
     opened: list[int] = []
-    real = host_reads.pairs_of
-    monkeypatch.setattr(host_reads, "pairs_of", lambda *a: (opened.append(1), real(*a))[1])
+    real = scans.pairs_of
+    monkeypatch.setattr(scans, "pairs_of", lambda *a: (opened.append(1), real(*a))[1])
     w.hosts[0].heartbeat()
     assert w.reads[0].count(ScanRequest(w.run, "op")) == (2, len(KEYS))
     assert w.reads[0].count(ScanRequest(w.run, "op", at=exactly(1))) == (1, len(KEYS))
