@@ -236,7 +236,7 @@ def aggregate(
     _check_keys(df, keys, aggregator)
 
     if output_mode == "append" and marked:
-        df = with_ticks(df)
+        df = with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator)
     try:
         declared = _declared(rows, keys, aggregator, output_mode)

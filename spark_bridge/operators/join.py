@@ -94,7 +94,7 @@ def joined_stream(
     spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
     both = _both(left, right, keys, others, logic)
     if any(side.keeps_unmatched for side in logic.sides):
-        both = with_ticks(both)
+        both = with_ticks(both, placing.operator)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
     return map_in_arrow(both, task.run, declare(spec), given, KeyRouting(keys, n, groups))

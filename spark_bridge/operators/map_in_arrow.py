@@ -6,6 +6,7 @@ a name if the DataFrame has another one that differs only in case. So no name of
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -442,13 +443,21 @@ def _or_no_limit(limit: int) -> int:
 # Micro-batches for quiet streams. Spark runs no batch without new data, so no timer fires and no window closes.
 
 
-def with_ticks(df: DataFrame) -> DataFrame:
+SOURCE_EVOLUTION_CONF = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
+"""True on Spark 4.2 and later: each source of a query has a name, and Spark refuses sources without one."""
+
+
+def with_ticks(df: DataFrame, operator: str) -> DataFrame:
     """Return the same rows and columns, watermark included, from a plan that runs a batch at every trigger.
 
     Batches start at most once a second. The plan also has a rate source, which always has new rows, and a filter that
-    drops them all. Spark must not see that the filter drops all rows, or it would leave the source out.
+    drops them all. Spark must not see that the filter drops all rows, or it would leave the source out. ``operator``
+    names the source where Spark needs names; it must not change at a restart.
     """
-    ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1).load()
-    nothing = ticks.where(F.col("value") < 0)
+    reader = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1)
+    if str(df.sparkSession.conf.get(SOURCE_EVOLUTION_CONF, "false")).lower() == "true":
+        # Spark refuses a name while the setting is false.
+        reader = reader.name(f"ticks_{re.sub('[^A-Za-z0-9_]', lambda c: f'_{ord(c[0]):02x}_', operator)}")
+    nothing = reader.load().where(F.col("value") < 0)
     # A union takes its columns and their metadata from its first side.
     return df.union(nothing.select(*[F.lit(None).cast(f.dataType).alias(f.name) for f in df.schema.fields]))

@@ -338,7 +338,7 @@ def _transformed(
     state = None
     if initial is not None and given.initial_rows is not None:
         state = InitialState(given.initial_rows, routing, initial)
-    rows = df if given.time_mode == NONE else with_ticks(df)
+    rows = df if given.time_mode == NONE else with_ticks(df, given.operator)
     task = StateTask(
         given.operator, partitions, key_groups, tuple(keys), logic, uses_time=True, watermark_lag_ms=given.lag_ms
     )

@@ -53,12 +53,26 @@ _QUICK = {
 """Settings that make short streams cheap without changing their results."""
 
 
+CONFIGS = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    "spark.task.maxFailures": "4",
+    "spark.log.level": "ERROR",
+    **_QUICK,
+    "spark.python.authenticate.socketTimeout": f"{HANG:.0f}s",  # PySpark waits 15 s for itself
+}
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """RayDP with two one-core executors, and two hosts."""
+    """Spark with two one-core executors, and two hosts.
+
+    RayDP starts Spark. With ``STATESTORE_TEST_SESSION=attach`` the test starts a cluster of Spark's own processes, and
+    attaches it: ``make test-matrix`` does that where no RayDP works with the version of Spark.
+    """
     import ray
 
-    from spark_bridge import init_spark, stop_spark
+    from spark_bridge import attach, init_spark, stop_spark
 
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     ray.init(
@@ -71,25 +85,22 @@ def spark() -> Iterator[SparkSession]:
         _temp_dir=ray_dir,
         object_store_memory=200 << 20,
     )
-    session = init_spark(
-        "tests",
-        num_executors=2,
-        executor_cores=1,
-        executor_memory="1g",
-        configs={
-            "spark.sql.shuffle.partitions": "2",
-            "spark.ui.enabled": "false",
-            "spark.task.maxFailures": "4",
-            "spark.log.level": "ERROR",
-            **_QUICK,
-            "spark.python.authenticate.socketTimeout": f"{HANG:.0f}s",  # PySpark waits 15 s for itself
-        },
-        recovery_timeout=HANG,
+    options: dict[str, Any] = {
+        "recovery_timeout": HANG,
         # Small and frequent, so that snapshots and removals run concurrently with every test.
-        conf=StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
-    )
+        "conf": StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
+    }
+    if os.environ.get("STATESTORE_TEST_SESSION") == "attach":
+        os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+        builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
+        for name, value in {**CONFIGS, "spark.sql.session.timeZone": "UTC"}.items():
+            builder = builder.config(name, value)
+        session = attach(builder.getOrCreate(), num_hosts=2, **options)
+    else:
+        session = init_spark("tests", 2, 1, "1g", configs=CONFIGS, **options)
     yield session
     stop_spark()
+    session.stop()
     ray.shutdown()
     shutil.rmtree(ray_dir, ignore_errors=True)
 
@@ -130,13 +141,11 @@ class Stream:
         os.utime(target, (moment, moment))
         self.files += 1
 
-    def read(self) -> DataFrame:
-        return (
-            self.spark.readStream.schema(self.schema)
-            .option("maxFilesPerTrigger", 1)
-            .option("maxFileAge", "36500d")
-            .parquet(str(self.root / "in"))
-        )
+    def read(self, name: str | None = None) -> DataFrame:
+        """Return the stream; Spark 4.2 takes the ``name`` of its source, if sources have names."""
+        reader = self.spark.readStream.schema(self.schema).option("maxFilesPerTrigger", 1)
+        reader = reader.option("maxFileAge", "36500d")
+        return (reader if name is None else reader.name(name)).parquet(str(self.root / "in"))
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""Differences between the lines of Spark that a query meets: one test for each, named after it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from spark_bridge import StatefulProcessor, aggregate, join, transform_with_state_in_pandas
+from spark_bridge import functions as S
+from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
+from tests.spark_bridge.conftest import Stream, wait_until
+
+pytestmark = pytest.mark.spark
+
+OFFSET_LOG_CONF = "spark.sql.streaming.offsetLog.formatVersion"
+
+
+class Seen(StatefulProcessor):
+    """Counts the rows of a key."""
+
+    def init(self, handle: Any) -> None:
+        self.handle = handle
+        self.count = handle.getValueState("count", "n long")
+
+    def handleInputRows(self, key: Any, rows: Iterator[pd.DataFrame], timers: Any) -> Iterator[pd.DataFrame]:  # noqa: N802
+        before = self.count.get()
+        n = (0 if before is None else before[0]) + sum(map(len, rows))
+        self.count.update((n,))
+        yield pd.DataFrame({"k": [key[0]], "n": [n]})
+
+    def close(self) -> None:
+        pass
+
+
+def append_aggregate(df: DataFrame) -> DataFrame:
+    by = [S.window("t", "1 minute").alias("w"), "k"]
+    return aggregate(df, by=by, operator="by-minute", output_mode="append", n=S.count())
+
+
+def chained_appends(df: DataFrame) -> DataFrame:
+    minutes = append_aggregate(df)
+    return aggregate(minutes, by=["w"], operator="of.minutes", output_mode="append", n=S.count())
+
+
+def left_join(df: DataFrame, other: DataFrame) -> DataFrame:
+    return join(df, other, on="k", how="left", within=("-1 minute", "1 minute"), operator="joined")
+
+
+def timed(mode: str) -> Callable[[DataFrame], DataFrame]:
+    return lambda df: transform_with_state_in_pandas(df, "k", Seen(), "k long, n long", operator="seen", time_mode=mode)
+
+
+PLANS = {
+    "append aggregate": append_aggregate,
+    "chained appends": chained_appends,
+    "processing time": timed("ProcessingTime"),
+    "event time": timed("EventTime"),
+}
+
+
+@pytest.fixture
+def named_sources(spark: SparkSession) -> Iterator[None]:
+    settings = {SOURCE_EVOLUTION_CONF: "true", OFFSET_LOG_CONF: "2"}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name in settings:
+        spark.conf.unset(name)
+
+
+def begin(df: DataFrame, stream: Stream, seen: list[int]) -> Any:
+    """Start the query; ``seen`` gets the number of rows of each batch."""
+    writer = df.writeStream.option("checkpointLocation", stream.checkpoint)
+    return writer.foreachBatch(lambda batch, n: seen.append(batch.count())).start()
+
+
+def run_batches(query: Any, seen: list[int]) -> None:
+    """Run some batches, of which quiet ones come from ticks; then stop the query."""
+    begun = len(seen)
+    wait_until(lambda: len(seen) > begun + 2 or query.exception())
+    query.stop()
+    assert query.exception() is None
+
+
+@pytest.mark.spark42_only
+@pytest.mark.parametrize("plan", [*PLANS, "left join"])
+def test_spark_4_2_with_named_sources_runs_operators_that_tick(
+    named_sources: None, make_stream: Callable[..., Stream], plan: str
+) -> None:
+    stream, other = make_stream("k long, t timestamp"), make_stream("k long, u timestamp")
+    seen: list[int] = []
+
+    def made() -> DataFrame:
+        df = stream.read(name="clicks").withWatermark("t", "1 minute")
+        if plan == "left join":
+            return left_join(df, other.read(name="views").withWatermark("u", "1 minute"))
+        return PLANS[plan](df)
+
+    for minute in range(2):
+        other.add([(9, dt.datetime(2024, 1, 1, 0, 10 * minute))])
+        stream.add([(k, dt.datetime(2024, 1, 1, 0, 10 * minute)) for k in range(5)])
+        run_batches(begin(made(), stream, seen), seen)
+    offsets = max(Path(stream.checkpoint, "offsets").glob("[0-9]*"), key=lambda path: int(path.name)).read_text()
+    assert "ticks_" in offsets and "clicks" in offsets
+    assert sum(seen) > 0
+
+
+@pytest.mark.spark42_only
+def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
+    named_sources: None, stream: Stream
+) -> None:
+    """Without names, Spark knows sources by their places: the restart is refused (``test_wrong_use.py``)."""
+    stream.schema = "k long, t timestamp"
+    seen: list[int] = []
+
+    def counts(mode: str) -> DataFrame:
+        df = stream.read(name="clicks").withWatermark("t", "1 minute")
+        by = [S.window("t", "1 minute").alias("w"), "k"]
+        return aggregate(df, by=by, operator="counts", output_mode=mode, n=S.count())
+
+    stream.add([(1, dt.datetime(2024, 1, 1))])
+    run_batches(begin(counts("append"), stream, seen), seen)
+    assert sum(seen) == 0
+    stream.add([(1, dt.datetime(2024, 1, 1, 0, 0, 30))])
+    query = begin(counts("update"), stream, seen)
+    query.processAllAvailable()
+    assert seen[-1] == 1
+    query.stop()
+    stream.add([(1, dt.datetime(2024, 1, 1, 1))])
+    run_batches(begin(counts("append"), stream, seen), seen)
