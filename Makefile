@@ -15,14 +15,14 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.
 	if "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
 	echo "make: no Python of 3.10 to 3.13 found$(if $(PYTHON), at PYTHON=$(PYTHON),); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
 
-# $(call make_venv,directory,constraints file,further requirements,what it is)
+# $(call make_venv,directory,constraints file,extra of RayDP,what it is)
 define make_venv
 	@set -e; python=$$($(FIND_PYTHON)); \
 	echo "Making $(1) with $$("$$python" --version): $(4)"; \
 	[ -x $(1)/bin/python ] || "$$python" -m venv $(1); \
 	echo "Installing the versions of $(2); this downloads about 1 GB the first time and takes some minutes ..."; \
 	$(1)/bin/python -m pip install -qq --disable-pip-version-check \
-		--editable '.[dev,demo,java]' $(3) --constraint $(2); \
+		--editable '.[dev,demo,java,$(3)]' --constraint $(2); \
 	touch $(1)/.installed; echo "$(1) is ready."
 endef
 
@@ -38,10 +38,10 @@ venv: $(STAMP) ## Make .venv with the tested versions (Spark 3.5); PYTHON=... ch
 venv42: $(STAMP42) ## Make .venv42 with the second tested pair (Spark 4.2)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(call make_venv,$(VENV),constraints.txt,,Spark 3.5 on Ray)
+	$(call make_venv,$(VENV),constraints.txt,raydp,Spark 3.5 on Ray)
 
 $(STAMP42): pyproject.toml constraints-spark42.txt
-	$(call make_venv,$(VENV42),constraints-spark42.txt,$(shell grep -E '^raydp==' constraints-spark42.txt),Spark 4.2 on Ray)
+	$(call make_venv,$(VENV42),constraints-spark42.txt,raydp-spark4,Spark 4.2 on Ray)
 
 .PHONY: demo
 demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
@@ -67,7 +67,7 @@ test-pythons: ## Run the tests without clusters, and the demo, on the other Pyth
 	if [ -n "$$venvs" ]; then set -- $$venvs; "$$1/bin/python" -m tests.run --pythons $$venvs; fi
 
 .venv3%/.installed: pyproject.toml constraints.txt
-	$(call make_venv,.venv3$*,constraints.txt,,Spark 3.5 on Ray)
+	$(call make_venv,.venv3$*,constraints.txt,raydp,Spark 3.5 on Ray)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)

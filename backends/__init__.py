@@ -5,8 +5,9 @@ Names are loaded when first used: query clients import this package and need nei
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from backends.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from backends.conf import StateStoreConf, StateStoreId, StateStoreProviderId
@@ -36,8 +37,4 @@ _HOMES = {
     "StateStoreProviderId": "backends.conf",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'backends' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names("backends", _HOMES)

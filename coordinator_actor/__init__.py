@@ -5,8 +5,9 @@ Names are loaded when first used: PySpark workers import this package and must n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from backends.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from coordinator_actor.actor import StateStoreCoordinator
@@ -37,8 +38,4 @@ _HOMES = {
     "StateStoreCoordinatorRef": "coordinator_actor.reference",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'coordinator_actor' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names("coordinator_actor", _HOMES)

@@ -6,11 +6,40 @@ this package loads neither Ray nor PySpark; each name loads what it needs when i
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import backends
-import coordinator_actor
-import spark_bridge
+_PACKAGES = ("backends", "coordinator_actor", "spark_bridge")
+_MARKS = ("lazy_names.py", "messages.py", "functions.py")
+"""A module that each of the packages has, and that another package of its name hardly has."""
+
+
+def _require_own_packages() -> None:
+    """Raise ``ImportError`` if Python finds another package under one of our names."""
+    root = Path(__file__).resolve().parents[1]
+    for package, mark in zip(_PACKAGES, _MARKS, strict=True):
+        spec = importlib.util.find_spec(package)
+        directory = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+        if directory == root / package and (directory / mark).exists():
+            continue
+        if directory is None:
+            problem = "is missing"
+        elif directory == root / package:
+            problem = f"at {directory} was overwritten by another distribution"
+        else:
+            problem = f"is another one for Python, at {directory}"
+        raise ImportError(
+            f"ray-statestore needs its own package {package!r}, which {problem}. Rename or uninstall the other "
+            f"package, or remove its directory from sys.path; then: pip install --force-reinstall ray-statestore."
+        )
+
+
+_require_own_packages()
+
+import backends  # noqa: E402
+import coordinator_actor  # noqa: E402
+import spark_bridge  # noqa: E402
 
 if TYPE_CHECKING:
     from backends import *  # noqa: F403

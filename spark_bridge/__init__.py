@@ -5,8 +5,9 @@ Names are loaded when first used: PySpark workers import this package and need n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from backends.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from spark_bridge import functions
@@ -191,6 +192,7 @@ _HOMES = {
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
     "forget_keys": "spark_bridge.state_surgery.forget_keys",
+    "functions": "spark_bridge.functions",
     "init_spark": "spark_bridge.session.lifecycle",
     "join": "spark_bridge.operators.join",
     "join_asof": "spark_bridge.operators.join",
@@ -221,10 +223,4 @@ _HOMES = {
     "trigger_savepoint": "spark_bridge.session.savepoints",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name == "functions":
-        return import_module("spark_bridge.functions")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'spark_bridge' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names("spark_bridge", _HOMES)

@@ -7,14 +7,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 import pytest
 
 import ray_statestore
 from tests.effort import effort
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("backends", "coordinator_actor", "spark_bridge")
 NAMES = [(package, name) for package in PACKAGES for name in importlib.import_module(package).__all__]
 MODULES = {("spark_bridge", "functions")}
@@ -101,3 +110,47 @@ def test_importing_ray_statestore_loads_neither_ray_nor_pyspark() -> None:
     program = "import sys, ray_statestore; print(*{'ray', 'pyspark', 'pyarrow', 'rocksdict'} & {*sys.modules})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("kind", ["another directory", "overwritten"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_another_package_of_our_name_is_reported(tmp_path: Path, package: str, kind: str) -> None:
+    """A user's project may have a directory ``backends``, and another distribution may install one."""
+    own = tmp_path / "site-packages"
+    for name in (*PACKAGES, "ray_statestore"):
+        shutil.copytree(ROOT / name, own / name, ignore=shutil.ignore_patterns("__pycache__"))
+    other = tmp_path / "project" / package if kind == "another directory" else own / package
+    shutil.rmtree(other, ignore_errors=True)
+    other.mkdir(parents=True)
+    other.joinpath("__init__.py").write_text("NAME = 'another'\n")
+    program = [sys.executable, "-S", "-c", "import ray_statestore"]
+    where: dict[str, Any] = {"cwd": tmp_path, "env": {"PYTHONPATH": f"{tmp_path / 'project'}:{own}"}, "timeout": 60}
+    ran = subprocess.run(program, capture_output=True, text=True, check=False, **where)
+    message = ran.stderr.splitlines()[-1]
+    assert ran.returncode == 1 and f"its own package {package!r}" in message and str(other) in message
+    # The remedy: without the other one, all packages are found.
+    shutil.rmtree(other)
+    if kind == "overwritten":
+        shutil.copytree(ROOT / package, other)
+    subprocess.run(program, check=True, **where)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "extra"),
+    [
+        ("ray", "init_spark", "cluster"),
+        ("pyspark", "aggregate", "spark"),
+        ("rocksdict", "RocksDBStateStoreProvider", "storage"),
+        ("obstore", "CheckpointClient", "storage"),
+    ],
+)
+def test_name_whose_package_is_missing_names_the_extra(package: str, name: str, extra: str) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"try:\n    from ray_statestore import {name}\nexcept ImportError as error:\n    print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert f"{name} needs the package {package}" in ran.stdout
+    assert f"pip install 'ray-statestore[{extra}]'" in ran.stdout
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(line.startswith(package) for line in extras[extra])

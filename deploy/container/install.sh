@@ -6,7 +6,7 @@
 # SOURCE is this repository; JAVA_LINK becomes a link to the Java that the extra "java" brings. A Ray that is installed
 # already must be of the version that constraints.txt names: another one would be replaced.
 set -euo pipefail
-source=$1 java_link=$2 extras=${3:-java,serve}
+source=$1 java_link=$2 extras=${3:-raydp,java,serve}
 
 wanted=$(sed -n 's/^ray==//p' "$source/constraints.txt")
 found=$(python -c 'import importlib.util as u; print(__import__("ray").__version__ if u.find_spec("ray") else "")')

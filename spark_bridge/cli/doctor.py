@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -30,6 +31,7 @@ from spark_bridge.cli.output import FOUND, AsJson, show
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace, Option, joined_ray, options_of
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import ERROR, WARNING, Overview, to_plain
+from spark_bridge.session.lifecycle import remedy_of_pair
 from spark_bridge.session.ray_cluster import ensure_java
 from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF, STATELESS_AQE
 
@@ -243,8 +245,10 @@ def unreachable(address: str) -> str | None:
 
 MACHINE_AREA = "machine"
 PACKAGE = "ray-statestore"
-TESTED = {"3.5": "1.6", "4.2": "1.7"}
-"""The tested lines of Spark, and the RayDP that belongs to each."""
+SUPPORTED_SPARK = SpecifierSet(">=3.5,<4.4")
+"""The versions of Spark that `make test-matrix` runs."""
+CLUSTER_EXTRAS = ("", "cluster", "storage", "spark")
+"""The extras that a machine of the cluster needs."""
 MIN_FREE = 2 << 30
 """Bytes of the temporary directory: copies of partitions and Ray's own files go there."""
 
@@ -271,7 +275,8 @@ def package_checks() -> Iterator[Check]:
     wrong = []
     for text in metadata.requires(PACKAGE) or ():
         needed = Requirement(text)
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+        marker = needed.marker
+        if needed.name == PACKAGE or not (marker is None or any(marker.evaluate({"extra": e}) for e in CLUSTER_EXTRAS)):
             continue
         version = installed(needed.name)
         if version is None or not needed.specifier.contains(version, prereleases=True):
@@ -279,7 +284,11 @@ def package_checks() -> Iterator[Check]:
     known = ", ".join(f"{name} {installed(name)}" for name in (PACKAGE, "ray", "pyspark", "raydp", "pyarrow"))
     if wrong:
         yield Check(
-            MACHINE_AREA, "packages", ERROR, "; ".join(wrong), f"Install them: pip install --upgrade {PACKAGE}."
+            MACHINE_AREA,
+            "packages",
+            ERROR,
+            "; ".join(wrong),
+            f"Install them: pip install --upgrade '{PACKAGE}[cluster,spark]'.",
         )
     else:
         yield Check(MACHINE_AREA, "packages", OK, known)
@@ -287,25 +296,18 @@ def package_checks() -> Iterator[Check]:
 
 
 def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
-    """Check whether Spark and RayDP are a tested pair."""
-    line = ".".join(pyspark.split(".")[:2])
-    wanted = TESTED.get(line)
-    if wanted is None:
+    """Check whether the versions of Spark and RayDP work together. ``attach`` needs no RayDP."""
+    if not pyspark or not SUPPORTED_SPARK.contains(pyspark):
         yield Check(
             MACHINE_AREA,
             "spark-version",
             WARNING,
-            f"pyspark {pyspark or '(missing)'} is not tested; {' and '.join(TESTED)} are.",
-            "Use the versions of constraints.txt or constraints-spark42.txt.",
+            f"pyspark {pyspark or '(missing)'} is not tested; the tested versions are {SUPPORTED_SPARK}.",
+            "pip install 'ray-statestore[spark]', unless your platform brings its own PySpark.",
         )
-    elif not raydp.startswith(wanted):
-        yield Check(
-            MACHINE_AREA,
-            "raydp-version",
-            ERROR,
-            f"RayDP {raydp or '(missing)'} does not run Spark {line}.",
-            f"Install RayDP {wanted} for Spark {line}, as constraints say.",
-        )
+    remedy = remedy_of_pair(raydp, pyspark) if raydp and pyspark else None
+    if remedy is not None:
+        yield Check(MACHINE_AREA, "raydp-version", ERROR, f"RayDP {raydp} does not run Spark {pyspark}.", f"{remedy}.")
 
 
 def installed(name: str) -> str | None:

@@ -8,6 +8,8 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from packaging.specifiers import SpecifierSet
+
 from backends.conf import StateStoreConf
 from backends.tracing import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
@@ -32,8 +34,13 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LOG_LEVEL = "spark.log.level"
-PAIRS = {"1.6": "3.5", "1.7": "4.2"}
-"""By release line of RayDP, the line of PySpark that it works with."""
+_WITHOUT_RAYDP = "start Spark without RayDP and call attach(spark)"
+INCOMPATIBLE = (
+    ("<1.7.dev0", ">=4", f"pip install 'ray-statestore[raydp-spark4]', or {_WITHOUT_RAYDP}"),
+    (">=1.7.dev0", "<4", f"pip install 'ray-statestore[raydp]', or {_WITHOUT_RAYDP}"),
+    ("<1.8.dev0", ">=4.3", _WITHOUT_RAYDP),
+)
+"""Versions of RayDP and of PySpark that are known not to work together, and the remedy."""
 
 
 def init_spark(
@@ -278,20 +285,23 @@ def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
 
 
 def _check_pair() -> None:
-    versions = {}
-    for package in ("raydp", "pyspark"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError as error:
-            raise EnvironmentProblemError(
-                f"The package {package} is not installed; install ray-statestore with pip."
-            ) from error
-    raydp_line = ".".join(versions["raydp"].split(".")[:2])
-    pyspark_line = ".".join(versions["pyspark"].split(".")[:2])
-    wanted = PAIRS.get(raydp_line)
-    if wanted != pyspark_line:
-        pairs = ", ".join(f"raydp {r}.* with pyspark {p}.*" for r, p in PAIRS.items())
+    try:
+        raydp, pyspark = metadata.version("raydp"), metadata.version("pyspark")
+    except metadata.PackageNotFoundError as error:
         raise EnvironmentProblemError(
-            f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these "
-            f"pairs: {pairs}."
-        )
+            f"init_spark needs the package {error.name}, which is not installed: pip install 'ray-statestore[raydp]' "
+            f"for Spark 3.5, or 'ray-statestore[raydp-spark4]' for Spark 4.0 to 4.2; or {_WITHOUT_RAYDP}."
+        ) from error
+    remedy = remedy_of_pair(raydp, pyspark)
+    if remedy is not None:
+        raise EnvironmentProblemError(f"raydp {raydp} and pyspark {pyspark} do not work together: {remedy}.")
+
+
+def remedy_of_pair(raydp: str, pyspark: str) -> str | None:
+    """Return the remedy if these versions are known not to work together, else None."""
+    for raydps, pysparks, remedy in INCOMPATIBLE:
+        if SpecifierSet(raydps).contains(raydp, prereleases=True) and SpecifierSet(pysparks).contains(
+            pyspark, prereleases=True
+        ):
+            return remedy
+    return None

@@ -339,15 +339,22 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return f"Operator name {names_twice} is used twice in one query; give each operator a different name."
         kind = str(execution.getClass().getSimpleName())
         trigger = str(execution.trigger().getClass().getSimpleName())
+        # Before the check of async progress tracking, which Spark sets itself for a real-time trigger.
+        if "RealTime" in trigger:
+            return (
+                f"Query with state ({operators}) uses a real-time trigger. In this mode Spark hands rows to Python "
+                "only when a batch ends, so its answers come no sooner than those of micro-batches; use "
+                'trigger(processingTime="0 seconds") for the shortest batches, or processingTime="1 second".'
+            )
+        if "Continuous" in kind or "Continuous" in trigger:
+            return (
+                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version "
+                "state by; use trigger(processingTime=...) or trigger(availableNow=True)."
+            )
         if "Async" in kind:
             return (
                 f"Query with state ({operators}) uses async progress tracking, which commits batches out of step with "
                 'their state; remove .option("asyncProgressTrackingEnabled", "true").'
-            )
-        if "Continuous" in kind or "Continuous" in trigger or "RealTime" in trigger:
-            return (
-                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version "
-                "state by; use trigger(processingTime=...) or trigger(availableNow=True)."
             )
         checkpoint = str(execution.resolvedCheckpointRoot())
         if TEMPORARY_CHECKPOINT.search(checkpoint):

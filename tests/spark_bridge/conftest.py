@@ -47,12 +47,13 @@ _QUICK = {
     "spark.sql.streaming.pollingDelay": "50ms",
     # Spark's other manager starts a process (readlink) at each step of a rename on a local disk.
     "spark.sql.streaming.checkpointFileManagerClass": f"{_STREAMING}.{_FILE_MANAGER}"
-    if pyspark.__version__ < "4"
+    if pyspark.__version__ < "4.1"
     else f"{_STREAMING}.checkpointing.{_FILE_MANAGER}",
 }
 """Settings that make short streams cheap without changing their results."""
 
 
+IS_ATTACHED = os.environ.get("STATESTORE_TEST_SESSION") == "attach"
 CONFIGS = {
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
@@ -90,7 +91,7 @@ def spark() -> Iterator[SparkSession]:
         # Small and frequent, so that snapshots and removals run concurrently with every test.
         "conf": StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
     }
-    if os.environ.get("STATESTORE_TEST_SESSION") == "attach":
+    if IS_ATTACHED:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
         builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
         for name, value in {**CONFIGS, "spark.sql.session.timeZone": "UTC"}.items():

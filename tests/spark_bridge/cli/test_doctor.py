@@ -103,7 +103,13 @@ def test_settings_are_read_from_the_defaults_file(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("pyspark", "raydp", "name"),
-    [("3.5.7", "1.6.5", None), ("4.2.1", "1.6.5", "raydp-version"), ("4.1.0", "1.7.0", "spark-version")],
+    [
+        ("3.5.7", "1.6.5", None),
+        ("4.2.1", "1.6.5", "raydp-version"),
+        ("4.1.0", "1.7.0", None),
+        ("4.3.0", "", None),
+        ("5.0.0", "", "spark-version"),
+    ],
 )
 def test_pairs_of_versions(pyspark: str, raydp: str, name: str | None) -> None:
     assert list(of(cluster.pair_checks(pyspark, raydp))) == ([] if name is None else [name])
@@ -215,22 +221,31 @@ def test_the_remedies_of_a_machine_are_enough(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(cluster, "installed", lambda name: None if name == "msgspec" else metadata.version(name))
     remedy = remedies(cluster.package_checks())["packages"]
-    assert remedy == "Install them: pip install --upgrade ray-statestore."
+    assert remedy == "Install them: pip install --upgrade 'ray-statestore[cluster,spark]'."
     assert any(Requirement(text).name == "msgspec" for text in metadata.requires("ray-statestore") or ())
     monkeypatch.undo()
     assert not remedies(cluster.package_checks())
 
 
-def test_the_remedies_of_pairs_of_versions_name_pairs_that_fit() -> None:
-    root = Path(__file__).parents[3]
-    remedy = remedies(cluster.pair_checks("4.1.0", "1.7.0"))["spark-version"]
-    for file in re.findall(r"constraints\S*\.txt", remedy):
-        pins = dict(line.split("==") for line in (root / file).read_text().splitlines() if "==" in line)
-        assert not remedies(cluster.pair_checks(pins["pyspark"].split(";")[0].strip(), pins["raydp"].split(";")[0]))
-    for pyspark in ("3.5.7", "4.2.1"):
-        remedy = remedies(cluster.pair_checks(pyspark, "1.5.0"))["raydp-version"]
-        named = re.search(r"Install RayDP (\S+) for Spark", remedy)
-        assert named is not None and not remedies(cluster.pair_checks(pyspark, f"{named[1]}.5"))
+def test_the_remedies_of_pairs_of_versions_name_extras_that_fit() -> None:
+    for pyspark, raydp in (("3.5.7", "1.7.0"), ("4.0.5", "1.6.5"), ("4.2.1", "1.6.5")):
+        remedy = remedies(cluster.pair_checks(pyspark, raydp))["raydp-version"]
+        extra = re.search(r"pip install 'ray-statestore\[([\w-]+)\]'", remedy)
+        assert extra is not None
+        needed = requirements_of(extra[1])
+        assert needed["pyspark"].specifier.contains(pyspark)
+        (pin,) = needed["raydp"].specifier
+        assert not remedies(cluster.pair_checks(pyspark, pin.version))
+    assert "attach" in remedies(cluster.pair_checks("4.3.0", "1.7.0"))["raydp-version"]
+    assert not remedies(cluster.pair_checks("4.3.0", ""))
+    remedy = remedies(cluster.pair_checks("5.0.0", ""))["spark-version"]
+    assert "ray-statestore[spark]" in remedy and not requirements_of("spark")["pyspark"].specifier.contains("5.0.0")
+
+
+def requirements_of(extra: str) -> dict[str, Requirement]:
+    """Return what an extra of this project requires, by the name of the package."""
+    needed = [Requirement(text) for text in metadata.requires("ray-statestore") or ()]
+    return {one.name: one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})}
 
 
 def test_the_remedies_of_rays_token_are_enough(tmp_path: Path) -> None:

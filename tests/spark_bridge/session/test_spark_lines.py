@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from spark_bridge import StatefulProcessor, aggregate, join, transform_with_state_in_pandas
 from spark_bridge import functions as S
@@ -28,7 +32,7 @@ class Seen(StatefulProcessor):
         self.handle = handle
         self.count = handle.getValueState("count", "n long")
 
-    def handleInputRows(self, key: Any, rows: Iterator[pd.DataFrame], timers: Any) -> Iterator[pd.DataFrame]:  # noqa: N802
+    def handleInputRows(self, key: Any, rows: Iterator[pd.DataFrame], timers: Any) -> Iterator[pd.DataFrame]:
         before = self.count.get()
         n = (0 if before is None else before[0]) + sum(map(len, rows))
         self.count.update((n,))
@@ -134,3 +138,24 @@ def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
     query.stop()
     stream.add([(1, dt.datetime(2024, 1, 1, 1))])
     run_batches(begin(counts("append"), stream, seen), seen)
+
+
+@pytest.mark.spark42_only
+def test_spark_4_2_with_a_real_time_trigger_is_refused_and_runs_with_the_remedy(
+    spark: SparkSession, stream: Stream
+) -> None:
+    """On 4.3 the same query had an error about async progress tracking, which Spark had set itself."""
+    stream.add([(1, 1.0)])
+    if "realTime" not in inspect.signature(DataStreamWriter.trigger).parameters:
+        pytest.skip(f"PySpark {pyspark.__version__} has no real-time trigger.")
+    counts = aggregate(stream.read(), by="k", operator="o", n=S.count())
+    writer = counts.writeStream.format("console").outputMode("update").option("checkpointLocation", stream.checkpoint)
+    query = writer.trigger(realTime="5 seconds").start()
+    with pytest.raises(Exception, match="real-time trigger") as error:
+        query.awaitTermination()
+    remedy = re.search(r'trigger\(processingTime="(0 seconds)"\)', str(error.value))
+    assert remedy is not None
+    query = writer.trigger(processingTime=remedy[1]).start()
+    query.processAllAvailable()
+    assert query.exception() is None
+    query.stop()
