@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.effort import only_thorough
 from tests.patience import HANG
 from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import driver_environment
@@ -72,8 +73,15 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-@pytest.mark.spark42
-@pytest.mark.parametrize("how", STOPS)
+# Each starts a cluster. The ways to end share their code; a thorough run tries all of them on both lines of Spark.
+@pytest.mark.parametrize(
+    "how",
+    [
+        "dies",
+        pytest.param("leaves Ray first", marks=pytest.mark.spark42_only),
+        *map(only_thorough, ("stops Spark first", "leaves Ray and stops")),
+    ],
+)
 def test_failing_program_shows_only_its_own_error(how: str, directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("STOPS", STOPS[how])],
@@ -123,8 +131,7 @@ WAITS_FOR = {
 }
 
 
-@pytest.mark.spark42
-@pytest.mark.parametrize("what", WAITS_FOR)
+@pytest.mark.parametrize("what", ["executors", pytest.param("a placement group", marks=pytest.mark.spark42_only)])
 def test_session_waiting_for_cpus_names_their_holders_and_ends_on_a_signal(what: str, directory: Path) -> None:
     options_of_session, notice = WAITS_FOR[what]
     program = WAITS.replace("OPTIONS", options_of_session)
