@@ -47,7 +47,7 @@ $(STAMP42): pyproject.toml constraints-spark42.txt
 demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
 	@$(BIN)/statestore demo $(ARGS)
 
-.PHONY: test test-fast test-thorough test-pythons
+.PHONY: test test-fast test-matrix test-thorough test-pythons
 test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
 
@@ -68,6 +68,9 @@ test-pythons: ## Run the tests without clusters, and the demo, on the other Pyth
 
 .venv3%/.installed: pyproject.toml constraints.txt
 	$(call make_venv,.venv3$*,constraints.txt,raydp,Spark 3.5 on Ray)
+
+test-matrix: $(STAMP) ## Run a part of the tests in each supported environment, which it makes in .venvs; ARGS="--cells spark-4.3"
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)
@@ -120,5 +123,5 @@ $(BENCH_STAMP): $(STAMP)
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) .venv3* .venv-quix benchmarks/.environments docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .venv3* .venvs .venv-quix benchmarks/.environments docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

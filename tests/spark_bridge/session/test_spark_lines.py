@@ -20,7 +20,7 @@ from spark_bridge import functions as S
 from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
 from tests.spark_bridge.conftest import Stream, wait_until
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.matrix]
 
 OFFSET_LOG_CONF = "spark.sql.streaming.offsetLog.formatVersion"
 

@@ -108,6 +108,7 @@ def test_no_checkpoint_location(stream: Stream) -> None:
         query.processAllAvailable()
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])

@@ -42,6 +42,7 @@ def test_the_package_is_imported_cheaply() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG)
 
 
+@pytest.mark.matrix
 def test_state_is_a_table_and_the_source_of_a_stream(spark: SparkSession, stream: Stream, tmp_path: Path) -> None:
     from pyspark_ray_statestore import DefaultSource
 

@@ -64,6 +64,7 @@ def kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("action", [fail, kill_myself], ids=["task-retried", "worker-killed"])
 def test_a_task_that_dies_after_its_commit_is_run_again(
     totals: Totals, client: QueryableStateClient, tmp_path: Path, action: Callable[[], None]

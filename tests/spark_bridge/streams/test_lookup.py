@@ -40,6 +40,7 @@ def totals_of(stream: Stream) -> Any:
     return query
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_repeated_batch_reads_its_recorded_version(make_stream: Callable[..., Stream]) -> None:
     looked_up, stream = make_stream(), make_stream("k long, w double")

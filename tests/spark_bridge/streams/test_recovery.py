@@ -158,6 +158,7 @@ def test_kills_at_random_change_nothing(
     assert failed_tasks(spark, query) <= killer.failures_allowed
 
 
+@pytest.mark.matrix
 def test_no_task_fails_when_state_processes_die(
     flow: Flow, client: QueryableStateClient, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_driver_logs_at_the_level_asked_for(spark: SparkSession) -> None:
     assert root.getLevel().toString() == "ERROR"
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs(
     stream: Stream, client: QueryableStateClient
@@ -145,6 +146,7 @@ def test_two_queries_with_the_same_operator_name_need_query(
     assert [client.get("twin", 1, query=str(q.id)) for q in queries] == [{"t": 1.0}, {"t": 2.0}]
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_every_type_as_key_and_value_nulls_included(
     make_stream: Callable[..., Stream], client: QueryableStateClient
@@ -194,6 +196,7 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
+@pytest.mark.matrix
 def test_restarted_query_continues_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
@@ -261,6 +264,7 @@ def test_results_do_not_depend_on_the_number_of_partitions(
     np.testing.assert_allclose(answers[0][["n", "t", "lo"]].to_numpy(), wanted.to_numpy(), rtol=1e-9)
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Callable[..., Stream]) -> None:
     """After an operator without output, with an empty side of a union, and in an empty batch."""

@@ -115,6 +115,7 @@ class Columns(ArrowStatefulProcessor):
         )
 
 
+@pytest.mark.matrix
 def test_columns_come_with_the_state_of_all_keys(make_stream: Callable[..., Stream]) -> None:
     stream = make_stream("v long, k string, t timestamp")
     df = transform_with_state_in_arrow(

@@ -21,6 +21,7 @@ from tests.spark_bridge.streams.transform_steps import answers, commands_on
 pytestmark = pytest.mark.spark
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_event_time_timers_fire_by_the_watermark_on_a_quiet_stream_too(make_stream: Callable[..., Stream]) -> None:
     stream, write = make_stream(INPUT), Writer()
@@ -131,6 +132,7 @@ def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_s
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_available_now_keeps_its_batches_and_ends(make_stream: Callable[..., Stream]) -> None:
     stream, write = make_stream(INPUT), Writer()

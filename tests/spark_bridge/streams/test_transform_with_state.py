@@ -42,6 +42,7 @@ pytestmark = pytest.mark.spark
 # State -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_state_of_every_kind_and_type_is_kept_over_batches_and_a_restart(make_stream: Callable[..., Stream]) -> None:
     stream, write = make_stream(INPUT), Writer()
@@ -230,6 +231,7 @@ class Count:
         pass
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_chained_operators_have_separate_state_and_the_event_time(
     make_stream: Callable[..., Stream],

