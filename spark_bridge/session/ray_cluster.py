@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,7 +189,11 @@ def stop_ray() -> None:
 # need other cores.
 
 
-AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+START_HOOK = "RAY_ON_SPARK_START_HOOK"
+"""The variable by which Ray finds the hook that prepares its nodes on Spark."""
+USERS_HOOK = "STATESTORE_RAY_ON_SPARK_START_HOOK"
+"""The hook that the user has set, while ours is in its place."""
 SETTLED_SECONDS = 5.0
 """After this many seconds without a new executor, no more are expected."""
 RAY_JOB_GROUP = "ray-cluster-"
@@ -211,11 +215,12 @@ def setup_ray_on_spark(spark: SparkSession, num_workers: int, cpus_per_worker: i
     ``cpus_per_worker`` of their cores. ``options`` go to ``ray.util.spark.setup_ray_cluster``;
     ``ray.util.spark.shutdown_ray_cluster()`` ends the cluster.
 
-    Raises ``EnvironmentProblemError``, before anything is started, if Ray's token authentication is on, because Ray
-    then cannot start on Spark. Raises the same if no cores would be left for streams, if the program ``ray`` is not on
-    the PATH, or if the session is ``local[n]``.
+    Ray's nodes get the token of this process: the one in its environment, else the one in ``~/.ray/auth_token``, which
+    is made if there is none. ``RAY_AUTH_MODE=disabled`` in the environment starts a cluster without a token.
+
+    Raises ``EnvironmentProblemError``, before anything is started, if no cores would be left for streams, if the
+    program ``ray`` is not on the PATH, or if the session is ``local[n]``.
     """
-    require_no_token()
     if shutil.which("ray") is None:
         raise EnvironmentProblemError(
             f"The program 'ray', which starts Ray's nodes, is not on the PATH ({os.environ.get('PATH', '')}). Add "
@@ -230,25 +235,57 @@ def setup_ray_on_spark(spark: SparkSession, num_workers: int, cpus_per_worker: i
     require_cores(spark, num_workers * cpus_per_worker)
     from ray.util.spark import setup_ray_cluster
 
-    setup_ray_cluster(
-        min_worker_nodes=num_workers,
-        max_worker_nodes=num_workers,
-        num_cpus_worker_node=cpus_per_worker,
-        **{"num_gpus_worker_node": 0, **options},  # Ray takes both numbers or none
-    )
+    with token_for_nodes():
+        setup_ray_cluster(
+            min_worker_nodes=num_workers,
+            max_worker_nodes=num_workers,
+            num_cpus_worker_node=cpus_per_worker,
+            **{"num_gpus_worker_node": 0, **options},  # Ray takes both numbers or none
+        )
     return os.environ["RAY_ADDRESS"]
 
 
-def require_no_token() -> None:
-    """Raise ``EnvironmentProblemError`` unless Ray's token authentication is switched off for this process."""
-    mode = os.environ.get(AUTH_MODE)
-    if mode is None or mode.lower() != "disabled":
-        raise EnvironmentProblemError(
-            f"Ray does not start on Spark with its token authentication, which is on by default ({AUTH_MODE} is "
-            f"{'not set' if mode is None else repr(mode)}): Ray's workers fail with InvalidAuthToken. Set "
-            f"{AUTH_MODE}=disabled in the environment of this program before Python starts, and let only the "
-            "cluster's machines reach Ray's ports."
-        )
+@contextmanager
+def token_for_nodes() -> Iterator[None]:
+    """Let Ray's nodes on Spark start with this process's token within a ``with``.
+
+    Ray itself gives them no token, so that they fail with ``InvalidAuthToken`` where tokens are on. Ray before 2.59
+    has none by default.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:
+        yield
+        return
+    if not tokens.enable_token_auth_by_default():  # switched off
+        yield
+        return
+    tokens.ensure_token_if_auth_enabled()
+    os.environ["RAY_AUTH_TOKEN"] = tokens.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
+    users_hook = os.environ.get(START_HOOK)
+    os.environ[START_HOOK] = f"{__name__}.{start_hook_with_token.__name__}"
+    os.environ[USERS_HOOK] = users_hook or ""
+    try:
+        yield
+    finally:
+        del os.environ[START_HOOK], os.environ[USERS_HOOK]
+        if users_hook is not None:
+            os.environ[START_HOOK] = users_hook
+
+
+def start_hook_with_token() -> Any:
+    """Return the hook that Ray would use, with the token among the variables of its nodes. Ray calls this by name."""
+    from ray.util.spark import cluster_init
+
+    if os.environ[USERS_HOOK]:
+        hook = cluster_init.load_class(os.environ[USERS_HOOK])()
+    elif cluster_init.is_in_databricks_runtime():
+        hook = cluster_init.DefaultDatabricksRayOnSparkStartHook(False)
+    else:
+        hook = cluster_init.RayOnSparkStartHook(False)
+    own = hook.custom_environment_variables
+    hook.custom_environment_variables = lambda: {**own(), **{name: os.environ[name] for name in TOKEN_VARIABLES}}
+    return hook
 
 
 def require_cores(spark: SparkSession, more: int = 0) -> None:

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session import ray_cluster
-from spark_bridge.session.ray_cluster import AUTH_MODE, CoreUse, require_no_token, too_few_cores
+from spark_bridge.session.ray_cluster import START_HOOK, CoreUse, too_few_cores
+
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("mode", [None, "token", "TOKEN"])
-def test_token_is_rejected_with_the_setting_to_use(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(AUTH_MODE, raising=False)
-    if mode is not None:
-        monkeypatch.setenv(AUTH_MODE, mode)
-    with pytest.raises(EnvironmentProblemError, match=rf"InvalidAuthToken.*{AUTH_MODE}=disabled"):
-        require_no_token()
-    monkeypatch.setenv(AUTH_MODE, "disabled")
-    require_no_token()
+class UsersHook:
+    """The hook of a platform or a user."""
+
+    def custom_environment_variables(self) -> dict[str, str]:
+        return {"OWN": "1"}
+
+
+@pytest.mark.parametrize("users_hook", [None, f"{__name__}.UsersHook"])
+def test_nodes_get_the_token_and_the_users_variables(users_hook: str | None, tmp_path: Path) -> None:
+    """``streams/test_spark_clusters.py`` starts a real cluster. This process must not have the token afterwards."""
+    program = f"""
+import os
+from ray.util.spark.cluster_init import _create_hook_entry
+from spark_bridge.session.ray_cluster import token_for_nodes
+with token_for_nodes():
+    variables = _create_hook_entry(False).custom_environment_variables()
+assert os.environ.get("{START_HOOK}") == {users_hook!r}
+print(sorted(variables.items()))
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)} | ({START_HOOK: users_hook} if users_hook else {})
+    for mode in (None, "disabled"):
+        given = environment if mode is None else {**environment, "RAY_AUTH_MODE": mode}
+        command = [sys.executable, "-c", program]
+        ran = subprocess.run(command, env=given, capture_output=True, text=True, check=True, timeout=60)
+        variables = ast.literal_eval(ran.stdout.splitlines()[-1])
+        expected = [("OWN", "1")] if users_hook else []
+        if mode is None:
+            token = (tmp_path / ".ray" / "auth_token").read_text()
+            expected += [("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", token)]
+        assert variables == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +77,7 @@ def test_stream_needs_a_core_in_addition_to_rays_workers(
 
 
 def test_missing_ray_executable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTH_MODE, "disabled")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentProblemError, match=r"starts Ray's nodes, is not on the PATH \(/nowhere\)") as told:
         ray_cluster.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]

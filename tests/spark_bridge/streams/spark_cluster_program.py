@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from spark_bridge import aggregate, attach, setup_ray_on_spark, state_table, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.ray_cluster import AUTH_MODE, core_use
+from spark_bridge.session.ray_cluster import core_use, token_for_nodes
 
 SMALL = {
     "memory_worker_node": 200 << 20,
@@ -64,13 +64,8 @@ def main(kind: str, root: Path, master: str, ray_address: str) -> None:
         counts = counted(spark, root)
         stop_spark()
     else:
-        import os
-
         from ray.util.spark import setup_ray_cluster, shutdown_ray_cluster
 
-        mode = os.environ.pop(AUTH_MODE)
-        refused.append(refusal(lambda: setup_ray_on_spark(spark, 2, 1, **SMALL)))
-        os.environ[AUTH_MODE] = mode
         refused.append(refusal(lambda: setup_ray_on_spark(spark, 2, 2, **SMALL)))
         setup_ray_on_spark(spark, 2, 1, **SMALL)
         use = core_use(spark)
@@ -79,9 +74,10 @@ def main(kind: str, root: Path, master: str, ray_address: str) -> None:
         counts = counted(spark, root)
         stop_spark()
         shutdown_ray_cluster()
-        setup_ray_cluster(
-            min_worker_nodes=2, max_worker_nodes=2, num_cpus_worker_node=2, num_gpus_worker_node=0, **SMALL
-        )
+        with token_for_nodes():
+            setup_ray_cluster(
+                min_worker_nodes=2, max_worker_nodes=2, num_cpus_worker_node=2, num_gpus_worker_node=0, **SMALL
+            )
         refused.append(refusal(lambda: attach(spark)))
         shutdown_ray_cluster()
     spark.stop()

@@ -21,6 +21,7 @@ import pyspark
 import pytest
 
 from spark_bridge.session.ray_cluster import ensure_java
+from tests.effort import only_thorough
 from tests.patience import PATIENCE
 from tests.spark_bridge.own_head import free_ports, own_head
 
@@ -76,15 +77,15 @@ def run(tmp_path: Path, *arguments: str, **more: str) -> dict[str, Any]:
     return found
 
 
-def test_ray_on_spark(tmp_path: Path, counts: dict[str, int]) -> None:
-    found = run(tmp_path, "ray-on-spark", str(tmp_path), "local-cluster[2,2,1024]", RAY_TMPDIR="")
-    assert found["counts"] == counts
-    for words, refused in zip(
-        ["token authentication, which is on", "take 4 of the 4 cores", "take 4 of the 4 cores"],
-        found["refused"],
-        strict=True,
-    ):
-        assert words in refused
+@pytest.mark.parametrize("tokens", ["on", only_thorough("off")])
+def test_ray_on_spark(tmp_path: Path, counts: dict[str, int], tokens: str) -> None:
+    """With tokens, which Ray has on by default, this process makes one and passes it to Ray's nodes."""
+    more = {"RAY_AUTH_MODE": "token" if tokens == "on" else "disabled", "HOME": str(tmp_path)}
+    result = run(tmp_path, "ray-on-spark", str(tmp_path), "local-cluster[2,2,1024]", RAY_TMPDIR="", **more)
+    assert result["counts"] == counts
+    assert (tmp_path / ".ray" / "auth_token").exists() == (tokens == "on")
+    assert len(result["refused"]) == 2
+    assert all("take 4 of the 4 cores" in refused for refused in result["refused"])
 
 
 def test_standalone_spark_with_a_separate_ray(tmp_path: Path, counts: dict[str, int]) -> None:
