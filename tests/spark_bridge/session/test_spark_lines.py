@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from spark_bridge import StatefulProcessor, aggregate, join, transform_with_state_in_pandas
 from spark_bridge import functions as S
 from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
-from tests.spark_bridge.conftest import Stream, wait_until
+from tests.patience import PATIENCE
+from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.matrix]
 
@@ -159,3 +162,30 @@ def test_spark_4_2_with_a_real_time_trigger_is_refused_and_runs_with_the_remedy(
     query.processAllAvailable()
     assert query.exception() is None
     query.stop()
+
+
+CONNECT_PROGRAM = """
+from pyspark.sql import SparkSession
+from spark_bridge import aggregate, attach, functions as S
+spark = SparkSession.builder.remote("local[1]").getOrCreate()
+rates = spark.readStream.format("rate").load()
+for call in (lambda: attach(spark), lambda: aggregate(rates, by="value", operator="o", n=S.count())):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+spark.stop()
+"""
+
+
+@pytest.mark.spark42_only
+def test_spark_4_with_connect_is_refused_with_the_place_to_run(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "grpc_status", reason="Spark Connect needs grpcio-status, which this environment does not have."
+    )
+    environment = {name: value for name, value in driver_environment(tmp_path).items() if name != "SPARK_REMOTE"}
+    command = [sys.executable, "-c", CONNECT_PROGRAM]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE * 4)
+    refusals = [line for line in ran.stdout.splitlines() if "Spark Connect" in line]
+    assert [line.split()[0] for line in refusals] == ["SessionError", "InvalidOperatorError"]
+    assert all("without remote()" in line and "spark-submit" in line for line in refusals)
