@@ -192,7 +192,7 @@ def stop_ray() -> None:
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 START_HOOK = "RAY_ON_SPARK_START_HOOK"
 """The variable by which Ray finds the hook that prepares its nodes on Spark."""
-USERS_HOOK = "STATESTORE_RAY_ON_SPARK_START_HOOK"
+_users_hook: str | None = None
 """The hook that the user has set, while ours is in its place."""
 SETTLED_SECONDS = 5.0
 """After this many seconds without a new executor, no more are expected."""
@@ -262,23 +262,23 @@ def token_for_nodes() -> Iterator[None]:
         return
     tokens.ensure_token_if_auth_enabled()
     os.environ["RAY_AUTH_TOKEN"] = tokens.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
-    users_hook = os.environ.get(START_HOOK)
+    global _users_hook
+    _users_hook = os.environ.get(START_HOOK)
     os.environ[START_HOOK] = f"{__name__}.{start_hook_with_token.__name__}"
-    os.environ[USERS_HOOK] = users_hook or ""
     try:
         yield
     finally:
-        del os.environ[START_HOOK], os.environ[USERS_HOOK]
-        if users_hook is not None:
-            os.environ[START_HOOK] = users_hook
+        del os.environ[START_HOOK]
+        if _users_hook is not None:
+            os.environ[START_HOOK] = _users_hook
 
 
 def start_hook_with_token() -> Any:
     """Return the hook that Ray would use, with the token among the variables of its nodes. Ray calls this by name."""
     from ray.util.spark import cluster_init
 
-    if os.environ[USERS_HOOK]:
-        hook = cluster_init.load_class(os.environ[USERS_HOOK])()
+    if _users_hook is not None:
+        hook = cluster_init.load_class(_users_hook)()
     elif cluster_init.is_in_databricks_runtime():
         hook = cluster_init.DefaultDatabricksRayOnSparkStartHook(False)
     else:
