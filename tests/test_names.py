@@ -12,7 +12,7 @@ EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "run", "scan", "sql"}
 """Conventions: type variables, a module's logger, Typer's and FastAPI's ``app``. The functions of commands and pages
 have their names, as ``hosts``, ``scan``, ``sql``, and ``run``, which is a subject of traces, too.
 """
-HTTP_MODELS = Path("deploy/state_http/models.py")
+HTTP_MODELS = Path("spark_bridge/state_http/models.py")
 """Its classes are schemas of the OpenAPI description, which names each schema after the object that it describes."""
 
 

@@ -23,8 +23,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deploy.state_api import Settings
 from spark_bridge.grafana import FILE_NAME, dashboard
+from spark_bridge.state_http.serve_app import Settings
 from tests.deploy.kuberay import MODELS
 from tests.deploy.rendered_chart import (
     CHART,
@@ -194,7 +194,7 @@ def test_the_state_api_is_configured_as_serve_and_the_application_understand_it(
     (service,) = (d for d in documents(render(*VALUES["service"])) if d["kind"] == "RayService")
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = config.applications
-    assert application.import_path == "deploy.state_api:build_app"
+    assert application.import_path == "spark_bridge.state_http.serve_app:build_app"
     Settings.model_validate(application.args)
     assert [d.name for d in application.deployments] == ["StateApi"]
 

@@ -17,7 +17,7 @@ else:
 
 PAGE = ROOT / "docs" / "explanation" / "layout.md"
 STOREYS = (
-    ("deploy", "pyspark_ray_statestore", "ray_statestore"),
+    ("pyspark_ray_statestore", "ray_statestore"),
     ("spark_bridge",),
     ("coordinator_actor",),
     ("backends",),
@@ -109,13 +109,13 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
         return {str(p.relative_to(ROOT)) for p in files if pattern.search(p.read_text())}
 
     assert importers("ray", "backends") == importers("pyspark", "backends") == set()
-    assert importers("pyspark", "coordinator_actor") == importers("pyspark", "deploy") == set()
-    assert importers("ray", "deploy") == {"deploy/state_api.py"}
+    assert importers("pyspark", "coordinator_actor") == importers("pyspark", "spark_bridge/state_http") == set()
+    assert importers("ray", "spark_bridge/state_http") == {"spark_bridge/state_http/serve_app.py"}
     assert importers("ray", "pyspark_ray_statestore") == importers("ray", "ray_statestore") == set()
     assert importers("ray", "coordinator_actor") == {"coordinator_actor/actor.py", "coordinator_actor/reference.py"}
     within = {"/".join(p.split("/")[:2]) for p in importers("ray", "spark_bridge")} - {"spark_bridge/queryable"}
     within -= {"spark_bridge/state_data", "spark_bridge/state_surgery"}
-    packages = ("host_actor.py", "serving.py", "session", "cli", "demo", "overview")
+    packages = ("host_actor.py", "serving.py", "session", "cli", "demo", "overview", "state_http")
     assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/from_cluster.py"}
     assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/ray_dataset.py"}

@@ -53,7 +53,7 @@ HARD_PHRASES = (
 )
 """Patterns of German grammar in English words. A sentence without them can still be hard to read: read it aloud."""
 HARD_PHRASE = re.compile("|".join(HARD_PHRASES), re.IGNORECASE)
-PRODUCT = ("backends", "coordinator_actor", "deploy", "ray_statestore", "spark_bridge", "pyspark_ray_statestore")
+PRODUCT = ("backends", "coordinator_actor", "ray_statestore", "spark_bridge", "pyspark_ray_statestore")
 STRINGS = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 

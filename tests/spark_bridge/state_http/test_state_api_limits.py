@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 from fastapi.testclient import TestClient
 
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import create_app
-from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
-from tests.deploy.memory_client import MemoryClient, Tokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import create_app
 from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.state_http.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
+from tests.spark_bridge.state_http.memory_client import MemoryClient, Tokens
 
 
 def test_limits(http: TestClient, memory: MemoryClient) -> None:

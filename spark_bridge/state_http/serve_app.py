@@ -1,13 +1,13 @@
 """The state of running streams over HTTP: a Ray Serve application.
 
-    serve run deploy.state_api:app               # on a machine of the Ray cluster, in the directory of this repository
-    serve deploy deploy/state-api.yaml           # with settings of your own
+    serve run spark_bridge.state_http.serve_app:app  # on a machine of the Ray cluster
+    serve deploy deploy/state-api.yaml               # with settings of your own
     TOKEN=$(statestore token issue --name curl)  # once: the token is not shown again
     curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
 
 The page for people is at http://127.0.0.1:8000/ui/; they sign in with such a token.
 
-``/openapi.json`` and ``deploy/README.md`` describe routes, values and errors; their code is in ``state_http``.
+``/openapi.json`` and ``deploy/README.md`` describe routes, values and errors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ray import serve
 from ray.serve import Application
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import add_overview, create_app
 from spark_bridge.queryable.server.tokens import CoordinatorTokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import add_overview, create_app
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.deploy.memory_client import TOKEN, MemoryClient, Rows
 from tests.patience import PATIENCE
+from tests.spark_bridge.state_http.memory_client import TOKEN, MemoryClient, Rows
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 PROBLEM = "application/problem+json"

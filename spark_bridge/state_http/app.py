@@ -13,15 +13,15 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBearer
 
-from deploy.state_http import access, models
-from deploy.state_http.access import Gate, HttpLimits
-from deploy.state_http.models import ARROW, CSV, JSON, LINES, arrow_stream
-from deploy.state_http.service import EVENT_STREAM, HttpWatches, Statements, StateService, while_there
 from spark_bridge.overview.model import Overview, to_plain
 from spark_bridge.queryable.client import json_values
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.json_values import json_bytes
 from spark_bridge.queryable.server.tokens import TokenVerifier
+from spark_bridge.state_http import access, models
+from spark_bridge.state_http.access import Gate, HttpLimits
+from spark_bridge.state_http.models import ARROW, CSV, JSON, LINES, arrow_stream
+from spark_bridge.state_http.service import EVENT_STREAM, HttpWatches, Statements, StateService, while_there
 
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"

@@ -20,16 +20,16 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import create_app
-from deploy.state_http.models import ARROW, CSV, JSON, LINES
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.sql import statement_process
-from tests.deploy.http_state import raw
-from tests.deploy.memory_client import TOKEN, Tokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import create_app
+from spark_bridge.state_http.models import ARROW, CSV, JSON, LINES
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.state_http.http_state import raw
+from tests.spark_bridge.state_http.memory_client import TOKEN, Tokens
 from tests.spark_bridge.ui.browser import serving
 
 USERS = 5_000

@@ -16,8 +16,6 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.app import ARROW, add_overview, create_app
-from deploy.state_http.service import StateService
 from spark_bridge.exceptions import (
     AccessDeniedError,
     HostUnavailableError,
@@ -32,9 +30,11 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, Fault, Overview
-from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
-from tests.deploy.memory_client import TOTALS, UTC, MemoryClient, Tokens
+from spark_bridge.state_http.app import ARROW, add_overview, create_app
+from spark_bridge.state_http.service import StateService
 from tests.patience import PATIENCE
+from tests.spark_bridge.state_http.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
+from tests.spark_bridge.state_http.memory_client import TOTALS, UTC, MemoryClient, Tokens
 
 # -- routes --------------------------------------------------------------------------------------
 

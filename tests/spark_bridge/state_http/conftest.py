@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import create_app
-from tests.deploy.http_state import BEARER, connected
-from tests.deploy.memory_client import MemoryClient, Tokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
+from tests.spark_bridge.state_http.http_state import BEARER, connected
+from tests.spark_bridge.state_http.memory_client import MemoryClient, Tokens
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client import json_values
-from tests.deploy.memory_client import TOTALS, UTC
 from tests.effort import examples
+from tests.spark_bridge.state_http.memory_client import TOTALS, UTC
 
 KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.int64(), st.integers(-(2**63), 2**63 - 1)),

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.state_http import service
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import create_app
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from tests.deploy.memory_client import TOKEN, Tokens
+from spark_bridge.state_http import service
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.state_http.memory_client import TOKEN, Tokens
 from tests.spark_bridge.ui.browser import serving
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -7,11 +7,11 @@ import base64
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.access import token_of_header
-from deploy.state_http.app import create_app
 from spark_bridge.exceptions import AccessDeniedError
-from tests.deploy.http_state import BEARER, PROBLEM, connected
-from tests.deploy.memory_client import TOKEN, MemoryClient, Tokens
+from spark_bridge.state_http.access import token_of_header
+from spark_bridge.state_http.app import create_app
+from tests.spark_bridge.state_http.http_state import BEARER, PROBLEM, connected
+from tests.spark_bridge.state_http.memory_client import TOKEN, MemoryClient, Tokens
 
 PATHS = [
     ("GET", "/"),

@@ -17,11 +17,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
-from deploy.state_http.access import HttpLimits
-from deploy.state_http.app import ARROW, create_app
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.server.tokens import STALE_SECONDS, CoordinatorTokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import ARROW, create_app
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.memory_client import TOKEN
 from tests.patience import PATIENCE
 from tests.scratch import SCRATCH
+from tests.spark_bridge.state_http.memory_client import TOKEN
 
 COORDINATOR = "of-state-api"
 
@@ -31,7 +31,7 @@ def address() -> Iterator[str]:
     from ray import serve
 
     from coordinator_actor.actor import get_or_create_coordinator
-    from deploy.state_api import Settings, build_app
+    from spark_bridge.state_http.serve_app import Settings, build_app
 
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     ray.init(
@@ -65,9 +65,9 @@ def failing() -> Any:
     from ray import serve
 
     def http() -> FastAPI:
-        from deploy.state_http.app import create_app
         from spark_bridge.exceptions import QueryTimeoutError
-        from tests.deploy.memory_client import MemoryClient, Tokens
+        from spark_bridge.state_http.app import create_app
+        from tests.spark_bridge.state_http.memory_client import MemoryClient, Tokens
 
         async def connect() -> Any:
             return MemoryClient(failure=QueryTimeoutError("a host is gone"), fail_after=2)
@@ -149,8 +149,8 @@ def test_state_that_is_served_without_a_stream(address: str) -> None:
     """The state of a checkpoint, under the name of the serving process."""
     from ray import serve
 
-    from deploy.state_api import Settings, build_app
     from spark_bridge import serve_state
+    from spark_bridge.state_http.serve_app import Settings, build_app
     from tests.spark_bridge.state_data.format_fixtures import Stored
 
     with serve_state(Stored("rocksdb").checkpoint, operators=["visits"], name="copy", replicas=1) as serving:

@@ -12,23 +12,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from fastapi import Request
 
-from deploy.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
-from deploy.state_http.models import (
-    ARROW,
-    CSV,
-    JSON,
-    LINES,
-    PIECE_ROWS,
-    ArrowBody,
-    Body,
-    CsvBody,
-    DocumentBody,
-    LinesBody,
-    LookupRequest,
-    ScanRequest,
-    SqlRequest,
-    WatchRequest,
-)
 from spark_bridge.exceptions import (
     AccessDeniedError,
     QueryTimeoutError,
@@ -44,6 +27,23 @@ from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
+from spark_bridge.state_http.models import (
+    ARROW,
+    CSV,
+    JSON,
+    LINES,
+    PIECE_ROWS,
+    ArrowBody,
+    Body,
+    CsvBody,
+    DocumentBody,
+    LinesBody,
+    LookupRequest,
+    ScanRequest,
+    SqlRequest,
+    WatchRequest,
+)
 
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""

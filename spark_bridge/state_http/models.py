@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.state_http.access import problem_of
 from spark_bridge.queryable.client import json_values
+from spark_bridge.state_http.access import problem_of
 
 
 class Isolation(str, Enum):
