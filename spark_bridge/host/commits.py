@@ -33,7 +33,8 @@ from coordinator_actor.messages import (
     Refused,
 )
 from spark_bridge.exceptions import not_open, rebuilt_error
-from spark_bridge.host.held_partitions import REMEMBERED_COMMITS, Counters, HeldPartitions, Instance
+from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import TaskIdentity
@@ -421,13 +422,13 @@ class TaskCommits:
     def __init__(
         self,
         registration: HostRegistration,
-        held: HeldPartitions,
+        cache: PartitionCache,
         prepared: PreparedVersions,
         counters: Counters,
         groups: GroupCommits,
     ) -> None:
         self._registration = registration
-        self._held = held
+        self._cache = cache
         self._prepared = prepared
         self._counters = counters
         self._groups = groups
@@ -451,7 +452,7 @@ class TaskCommits:
         rejects.
         """
         info = self._registration.info
-        instance = self._held.instance(task.run_id, task.operator, task.partition)
+        instance = self._cache.instance(task.run_id, task.operator, task.partition)
         if instance is None or instance.state.version != task.batch_id:
             raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
@@ -470,7 +471,7 @@ class TaskCommits:
                 with spans.step("host.changelog"):
                     file = instance.state.attempts.stage(meta, changes, self._groups.put)
                 if instance.key_windows is not None:
-                    instance.key_windows.add(meta.base, file.path, changes)
+                    instance.key_windows.follow_changes(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
@@ -487,14 +488,14 @@ class TaskCommits:
             instance.acknowledged[version] = message
             self._prepared.accepted(instance.registration, version, under)
         done = time.perf_counter()
-        self._counters.add("commits")
-        self._counters.add("keys_written", changes.num_changes)
+        self._counters.count("commits")
+        self._counters.count("keys_written", changes.num_changes)
         milliseconds = {
             **timings,
             "changelog_ms": (durable - started) * 1e3,
             "acknowledge_ms": (done - durable) * 1e3,
         }
-        with self._held.lock:
+        with self._cache.lock:
             _count_dropped(instance, version, figures or OperatorFigures())
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
             instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}

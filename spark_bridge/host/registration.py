@@ -29,7 +29,7 @@ from coordinator_actor.messages import (
     OpenBatch,
     OpenGrant,
 )
-from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.transport.protocol import TaskIdentity
 
 # The completed versions of each run that the coordinator has announced, before any partition applies them.
@@ -150,7 +150,7 @@ class HostRegistration:
         self,
         info: HostInfo,
         coordinator: CoordinatorPort,
-        held: HeldPartitions,
+        cache: PartitionCache,
         completed: CompletedVersions,
         clock: Callable[[], float],
     ) -> None:
@@ -158,7 +158,7 @@ class HostRegistration:
         self.coordinator = coordinator
         self.replaced: str | None = None
         self.number = 0
-        self._held = held
+        self._cache = cache
         self._completed = completed
         self._clock = clock
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class HostRegistration:
         sent = self._registered_at = self._clock()
         try:
             with spans.alone("host.register", restart=self.info.restart):
-                self.coordinator.register_host(self.info, self._held.report())
+                self.coordinator.register_host(self.info, self._cache.report())
             self._leased_until = sent + self._lease_seconds
         except ReplacedHostError as error:
             self.replaced = str(error)
@@ -197,7 +197,7 @@ class HostRegistration:
 
     def _versions(self) -> dict[str, int]:
         """Return by run id the lowest version that this host is at."""
-        versions = self._held.versions()
+        versions = self._cache.versions()
         for run_id, version in versions.items():
             # A partition is loaded at a version that the coordinator has named; the others must learn of it too.
             noted = self._completed.newest(run_id)
@@ -254,7 +254,7 @@ class HostRegistration:
         try:
             return call()
         except _UNKNOWN:
-            if run_id not in self._held.registrations or not self._is_register_due():
+            if run_id not in self._cache.registrations or not self._is_register_due():
                 raise
         self.register()
         return call()

@@ -36,8 +36,8 @@ from coordinator_actor.run.retention import remove_garbage
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import LookedUpVersions, QueryVersions
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.host.held_partitions import Instance
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import Instance
 from spark_bridge.queryable.routing.router import SeenVersions
 from spark_bridge.state_data.state_sources import StateSource
 from tests.simulation.storage import SimulatedStorage

@@ -32,10 +32,10 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.run.holds import BUSY_SECONDS, TOLD_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits import COMMIT_GROUP_BYTES, LARGE_BYTES
-from spark_bridge.host.loading import SHARED_LOAD_SECONDS
+from spark_bridge.host.hand_overs import WANTED_SECONDS
+from spark_bridge.host.loading import ABANDONED_SECONDS, SHARED_LOAD_SECONDS, TASK_ANSWER_SECONDS
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
 from spark_bridge.host.registration import GRANT_SECONDS
-from spark_bridge.host.shared_loads import ABANDONED_SECONDS, TASK_ANSWER_SECONDS, WANTED_SECONDS, SharedLoads
 from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
 from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
 from spark_bridge.state_data.stored_reads import StoredReads
@@ -148,11 +148,10 @@ class Constants:
             ("spark_bridge.queryable.reads.operator_plan", "DIRECTORY_SECONDS"): self.directory_seconds,
             ("spark_bridge.queryable.reads.answer_version", "ASK_COORDINATOR_SECONDS"): (self.ask_coordinator_seconds),
             ("spark_bridge.host.loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
-            ("spark_bridge.host.shared_loads", "WANTED_SECONDS"): self.wanted_seconds,
+            ("spark_bridge.host.hand_overs", "WANTED_SECONDS"): self.wanted_seconds,
             ("spark_bridge.host.maintenance", "TOGETHER_SECONDS"): self.together_seconds,
-            ("spark_bridge.host.host", "SharedLoads"): partial(
-                SharedLoads, answer_seconds=self.task_answer_seconds, abandoned_seconds=self.abandoned_seconds
-            ),
+            ("spark_bridge.host.loading", "TASK_ANSWER_SECONDS"): self.task_answer_seconds,
+            ("spark_bridge.host.loading", "ABANDONED_SECONDS"): self.abandoned_seconds,
             ("spark_bridge.host.commits", "COMMIT_GROUP_BYTES"): self.group_bytes,
             ("spark_bridge.host.commits", "LARGE_BYTES"): self.large_bytes,
         }

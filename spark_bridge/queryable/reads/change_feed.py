@@ -2,7 +2,7 @@
 
 The feed also returns the earlier values of changed keys. A host knows these of its own partitions as long as the
 version is in memory. So a client that watches a running query costs no more than reading the changelogs. Otherwise the
-values come from a copy that is loaded from storage and advances from version to version (``FollowerCopies``).
+values come from a copy that is loaded from storage and advances from version to version (``Kind.FOLLOWER``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import StateAnswer
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.scans import RowStream
-from spark_bridge.queryable.reads.version_copies import Follower, FollowerCopies
 from spark_bridge.state_format.layouts import LIST, window_place
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows, list_keys
@@ -91,16 +90,15 @@ class GroupingKeyFilter:
 class PreviousValues:
     """The values of one partition at ascending versions.
 
-    Copies that it takes are returned when ``keep`` is closed.
+    A copy that it pins is released when ``keep`` is closed.
     """
 
-    def __init__(self, host: Host, copies: FollowerCopies, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
+    def __init__(self, host: Host, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
         self._host = host
-        self._copies = copies
         self._plan = plan
         self._piece = piece
         self._keep = keep
-        self._follower: Follower | None = None
+        self._follower: PartitionState | None = None
         self._heads = {ref.version: ref.file.path for ref in piece.lineage.changelogs}
         if piece.lineage.rescaled is not None:
             self._heads[piece.lineage.rescaled.version] = piece.lineage.rescaled.head
@@ -110,7 +108,7 @@ class PreviousValues:
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
-        instance = self._host.held.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
+        instance = self._host.cache.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
         if head is not None and instance is not None and self._follower is None:
             # A partition in memory does not know the heads of earlier layouts, and old versions are gone.
             with suppress(VersionNotFoundError, StoreClosedError):
@@ -119,9 +117,13 @@ class PreviousValues:
 
     def _copy_at(self, version: int) -> PartitionState:
         if self._follower is None:
-            follower = self._follower = self._copies.take(self._plan, self._piece, version)
-            self._keep.callback(self._copies.give_back, self._plan, self._piece, follower)
-        state = self._follower.state
+            piece, registration = self._piece, self._plan.registration
+            self._follower = self._keep.enter_context(
+                self._host.loader.pinned_follower(
+                    registration, piece.directory, piece.backend, piece.partition, version
+                )
+            )
+        state = self._follower
         try:
             stored_files.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
         except VersionNotFoundError as error:
@@ -160,10 +162,6 @@ class RunManifests:
         self._clock = clock
         self._lock = threading.RLock()
         self._runs: dict[str, _Manifests] = {}
-
-    def is_known(self, run_id: str) -> bool:
-        """Return whether manifests of a run have been read, and the run is not known to be over."""
-        return run_id in self._runs
 
     def runs(self) -> list[str]:
         """Return the ids of the runs whose manifests are kept."""
@@ -211,7 +209,7 @@ class RunManifests:
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:
-                if self._host.held.registration(run) is None:
+                if self._host.cache.registration(run) is None:
                     del self._runs[run]
 
     def drop(self, run_id: str | None) -> None:
@@ -247,9 +245,8 @@ class ChangeFeed:
         self._host = host
         self._wait_seconds = wait_seconds
         self._manifests = RunManifests(host, clock)
-        self._copies = FollowerCopies(host, clock, self._manifests.is_known)
-        host.held.on_run_ended(self._drop)
-        host.maintenance.on_maintenance(self.release_idle)
+        host.cache.on_run_ended(self._manifests.drop)
+        host.maintenance.on_maintenance(self._manifests.release_idle)
 
     def read(
         self,
@@ -303,7 +300,7 @@ class ChangeFeed:
         try:
             return self._manifests.versions(plan, completed)
         except RetiredRunError:
-            self._copies.drop(plan.run_id)
+            self._host.cache.drop_copies(plan.run_id)
             raise
 
     def _piece(
@@ -318,7 +315,7 @@ class ChangeFeed:
         place = plan.place
         storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
-        before = PreviousValues(self._host, self._copies, plan, piece, keep)
+        before = PreviousValues(self._host, plan, piece, keep)
         for ref in piece.lineage.changelogs:
             if ref.version <= since:
                 continue
@@ -336,16 +333,6 @@ class ChangeFeed:
                     found[family] = ChangedPairs(keys, before.at(ref.version - 1, family, keys), values)
             if found:
                 yield ref.version, found
-
-    def release_idle(self) -> None:
-        """Release copies and manifests that were not used for a while."""
-        self._copies.release_idle()
-        self._manifests.release_idle()
-
-    def _drop(self, run_id: str | None) -> None:
-        # The manifests first, so that a copy that is returned during this call is not kept (``is_known``).
-        self._manifests.drop(run_id)
-        self._copies.drop(run_id)
 
 
 def _in_order(

@@ -43,7 +43,6 @@ from spark_bridge.queryable.reads.scans import (
     limited,
     pairs_of,
 )
-from spark_bridge.queryable.reads.version_copies import VersionCopies
 from spark_bridge.state_format.layouts import window_place
 from spark_bridge.state_format.partition_rows import partition_rows
 
@@ -68,17 +67,15 @@ class HostReads:
     ) -> None:
         self._host = host
         self._now_ms = now_ms
+        self._reader = VersionedReader(host, wait_seconds)
         # The clock is read at each call, not when the modules are imported: the simulation replaces it.
-        self._reader = VersionedReader(
-            host, VersionCopies(host, time.monotonic, wait_seconds=wait_seconds), wait_seconds
-        )
         self._changes = ChangeFeed(host, wait_seconds, time.monotonic)
         self._directory = OperatorDirectory(host)
         self._completion = CompletionWait(host, wait_seconds, self._directory.forget)
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)
         self._plans_lock = threading.Lock()
         self._locating = threading.Semaphore(LOCATES_AT_ONCE)
-        host.held.on_run_ended(self._directory.forget)
+        host.cache.on_run_ended(self._directory.forget)
 
     # -- operators and versions ----------------------------------------------------------------
 
@@ -107,7 +104,7 @@ class HostReads:
         at = request.at
         if at.isolation == "completed" and self._host.prepared.is_settled(plan.run_id):
             completed = self._host.completed.newest(plan.run_id)
-            instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+            instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
             is_loaded = instance is not None and not instance.state.is_loading
             if completed is not None and instance is not None and is_loaded and completed.version >= at.version:
                 head = completed.head(plan.operator, partition)
@@ -143,7 +140,7 @@ class HostReads:
                 keep,
             )
         values = joined_arrays(found)
-        self._host.counters.add("keys_read", len(keys))
+        self._host.counters.count("keys_read", len(keys))
         return version, values if order is None else placed([values], [order])
 
     # -- rows ----------------------------------------------------------------------------------
@@ -173,7 +170,7 @@ class HostReads:
         def read(found: Sequence[FoundPairs]) -> Iterator[pa.RecordBatch]:
             return rows_of_keys(plan, rows, found, by_window=window is not None)
 
-        self._host.counters.add("keys_read", len(keys))
+        self._host.counters.count("keys_read", len(keys))
         return self._answer(plan, partitions, request, find, read, selection)
 
     def scan(self, request: ScanRequest) -> StateAnswer:
@@ -257,15 +254,16 @@ class HostReads:
         known = self._plans.get((run_id, operator))
         if known is not None:
             return known
-        registration = self._host.held.registration(run_id)
+        registration = self._host.cache.registration(run_id)
         if registration is None:
             self._host.version_requests.completed_version(
                 run_id, 0, self._reader.wait_seconds
             )  # raises if the run does not exist
-            registration = self._reader.loader.loads.result(
+            registration = self._host.loads.read_result(
                 (run_id, operator),
                 lambda: self._host.grants.for_read(run_id, operator, 0).registration,
                 f"What operator {operator!r} (run {run_id}) is like",
+                self._reader.wait_seconds,
             )
         plan = OperatorPlan.of(registration, operator)
         with self._plans_lock:

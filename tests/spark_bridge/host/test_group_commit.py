@@ -527,7 +527,7 @@ def test_a_partition_that_is_loaded_waits_for_one_that_still_is_being_loaded(
         query.host.commit(one, ch(b"1"), {})
 
     others = [Threads.submit(run, p) for p in range(1, PARTITIONS)]
-    wait_until(lambda: len(query.host.loads.listed()) == PARTITIONS - 1, "the others are not being loaded")
+    wait_until(lambda: len(query.host.loads.describe()) == PARTITIONS - 1, "the others are not being loaded")
     first = Threads.submit(run, 0)
     groups = query.host.group_commits
 
