@@ -110,7 +110,7 @@ class PendingChanges:
         yield from self._staged.values()
         yield from self._accepted.values()
 
-    def stage(self, delta: Delta) -> None:
+    def record_staged(self, delta: Delta) -> None:
         """Keep an attempt's changes."""
         self._staged[(delta.meta.version, delta.meta.attempt)] = delta
 
@@ -138,9 +138,9 @@ class PendingChanges:
         held += [(d.meta, d.file, True) for d in self._accepted.values()]
         return sorted(held, key=lambda entry: entry[0].version)
 
-    def is_held(self, version: int) -> bool:
+    def has_version(self, version: int) -> bool:
         """Return whether there are changes of an attempt of this version."""
-        return version in self._accepted or any(held == version for held, _ in self._staged)
+        return version in self._accepted or any(staged == version for staged, _ in self._staged)
 
     def accepted_versions(self) -> list[int]:
         """Return the versions that have an accepted attempt."""

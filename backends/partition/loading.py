@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,6 @@ from types import TracebackType
 import pyarrow as pa
 
 from backends import fault_points
-from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, StateEngine, backend_of
 from backends.exceptions import (
@@ -28,16 +26,12 @@ from backends.exceptions import (
     LocalStateDamagedError,
     MissingFileError,
     StorageError,
-    StoreClosedError,
-    VersionNotFoundError,
 )
 from backends.formats import snapshot
-from backends.formats.changelog import ChangelogMeta, Changes, read_changelog
+from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
-from backends.host_memory import BEFORE_IMAGES, HostMemory
-from backends.partition.held_versions import HeldVersions, RecentReads
-from backends.partition.layers import BeforeImage, Delta, PartitionContext, Scratch
+from backends.partition.layers import PartitionContext, Scratch
 from backends.partition.load_watch import LoadWatch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -143,89 +137,6 @@ class ChangelogReads:
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
         return self._pool.submit(self._storage.read, ref.file).result
-
-
-# Before-images: the pairs that changes replace. They serve reads of older versions, and the count of keys.
-#
-# A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and looked up
-# only if keys are counted or a reader of an older version asks for it.
-
-
-class BeforeImages:
-    """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
-
-    def __init__(
-        self,
-        engine: StateEngine,
-        conf: StateStoreConf,
-        versions: HeldVersions,
-        recent_reads: RecentReads,
-        memory: HostMemory,
-    ) -> None:
-        self._engine = engine
-        self._counts_keys = conf.track_total_number_of_rows
-        self._versions = versions
-        self._recent_reads = recent_reads
-        self._memory = memory
-        self._pins = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Within the block, look before-images up even if nothing else needs them."""
-        with self._lock:
-            self._pins += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins -= 1
-
-    def _are_looked_up(self) -> bool:
-        """Return whether before-images are worth a look-up. Known before-images are always kept."""
-        return self._counts_keys or bool(self._pins)
-
-    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
-        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
-
-        The task's reads are dropped: its commit has come, and another attempt reads again.
-        """
-        if self._versions.is_loading:
-            return None  # a background thread may not wait long
-        try:
-            with self._versions.reading(meta.version - 1, meta.base) as view:
-                known: dict[str, SortedPairs] = {}
-                unknown: dict[str, SortedPairs] = {}
-                for family, pairs in changes.families.items():
-                    values = self._recent_reads.values(meta.base, family, pairs.keys)
-                    self._recent_reads.forget(family)
-                    if not len(pairs):
-                        known[family] = pairs
-                    elif values is not None:
-                        known[family] = SortedPairs(pairs.keys, values)
-                    else:
-                        unknown[family] = pairs
-                # With a layer over it, the engine does not show the version below.
-                if unknown and (view.layers or not self._are_looked_up()):
-                    return None
-                found = Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
-                # The keys are those of the changes, and counted with them.
-                nbytes = sum(pairs.values.nbytes for pairs in found.families.values())
-                return BeforeImage(found, self._memory.note(BEFORE_IMAGES, nbytes))
-        except (VersionNotFoundError, StoreClosedError):
-            return None  # the version below is being loaded, was rolled back, or is past already
-
-    def when_applied(self, delta: Delta) -> Changes | None:
-        """Return the before-images of changes that are applied next; None if nothing needs them."""
-        before = delta.before.result()
-        if before is not None:
-            return before.changes
-        return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
-
-    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
-        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
-        counted = before if self._counts_keys else None
-        return state_after(self._engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
 
 
 def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:

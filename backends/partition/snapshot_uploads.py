@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
@@ -131,25 +128,3 @@ def store_snapshots(prepared: Sequence[tuple[SnapshotUploads, PreparedSnapshot]]
     for (uploads, _), stored in zip(prepared, made, strict=True):
         uploads._note(stored)
     return made
-
-
-# Two threads that prepare changes during the write of their changelog. All partitions of the process share them.
-
-
-T = TypeVar("T")
-
-_pool: ThreadPoolExecutor
-
-
-def submit(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call ``function`` in one of the threads. No call may wait long: the other partitions need the threads too."""
-    return _pool.submit(function, *arguments)
-
-
-def _start() -> None:
-    global _pool
-    _pool = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
-
-
-_start()
-os.register_at_fork(after_in_child=_start)  # a forked process does not inherit the threads

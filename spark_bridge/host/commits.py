@@ -158,7 +158,7 @@ class GroupCommit:
         self.refs: list[FileRef] | None = None
         self.error: BaseException | None = None
 
-    def add(self, member: GroupMember) -> int:
+    def join_group(self, member: GroupMember) -> int:
         """Add a member; return its number."""
         self.members.append(member)
         self.nbytes += len(member.data)
@@ -233,7 +233,7 @@ class GroupCommits:
             else:
                 self._batches.pop(run_id, None)
 
-    def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
+    def write_changelog(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
         """Store a changelog, alone or with others; return when it is durable.
 
         ``path`` is its name. Raises the errors of storing it, for every member of a group.
@@ -307,7 +307,7 @@ class GroupCommits:
             number = -1
         else:
             group = batch.group = group or GroupCommit()
-            number = group.add(member)
+            number = group.join_group(member)
         if group is not None:
             if is_object_storage:
                 is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()
@@ -457,6 +457,7 @@ class TaskCommits:
             raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
         version = task.batch_id + 1
+        attempts = instance.state.attempts
         with instance.commit_lock:
             meta = ChangelogMeta(
                 query_run_id=task.run_id,
@@ -469,7 +470,10 @@ class TaskCommits:
             )
             try:
                 with spans.step("host.changelog"):
-                    file = instance.state.attempts.stage(meta, changes, self._groups.put)
+                    encoded = attempts.encode(meta, changes)
+                    file = self._groups.write_changelog(encoded.storage, meta, encoded.path, encoded.changelog)
+                    attempts.record(encoded, file)
+                    del encoded  # its bytes are not needed during the acknowledgement
                 if instance.key_windows is not None:
                     instance.key_windows.follow_changes(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
@@ -482,9 +486,9 @@ class TaskCommits:
                 with spans.step("host.acknowledge"):
                     answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
-                instance.state.attempts.discard(version, task.attempt)
+                attempts.discard(version, task.attempt)
                 raise
-            instance.state.attempts.accept(version, task.attempt)
+            attempts.accept(version, task.attempt)
             instance.acknowledged[version] = message
             self._prepared.accepted(instance.registration, version, under)
         done = time.perf_counter()

@@ -141,7 +141,7 @@ class Constants:
             ("coordinator_actor.forgetting", "HOLD_SECONDS"): self.hold_seconds,
             ("coordinator_actor.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
             ("coordinator_actor.run.holds", "BUSY_SECONDS"): self.busy_seconds,
-            ("spark_bridge.host.partition_files", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
+            ("spark_bridge.host.loads", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
             ("coordinator_actor.run.holds", "TOLD_SECONDS"): self.told_seconds,
             ("spark_bridge.host.registration", "GRANT_SECONDS"): self.grant_seconds,
             ("spark_bridge.host.versions", "GRANT_SECONDS"): self.grant_seconds,
@@ -453,7 +453,7 @@ def run(
         ("coordinator_actor.run.holds", "LISTED_EVERY"): 1 + seed % 3,
         ("backends.partition.layers", "lock"): locks.lock,
         ("backends.partition.layers", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition.snapshot_uploads", "_pool"): threads.Background(),
+        ("backends.partition.partition_state", "_pool"): threads.Background(),
         ("backends.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.

@@ -70,7 +70,9 @@ class Committing:
             self.groups.opened(run, version, "op", p)
 
     def commit(self, p: int, data: bytes = b"data", version: int = 1, run: str = "run1") -> Future[FileRef]:
-        return Threads.submit(self.groups.put, self.storage, meta(p, version, run), f"{run}/{version}-{p}", data)
+        return Threads.submit(
+            self.groups.write_changelog, self.storage, meta(p, version, run), f"{run}/{version}-{p}", data
+        )
 
     def wait_for_members(self, n: int, run: str = "run1") -> None:
         """Until so many are in the group that still takes members."""
