@@ -433,7 +433,7 @@ class BucketCounts:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
+    def count_value(self, value: float, times: int = 1) -> None:
         """Count a value ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times

@@ -86,7 +86,7 @@ class HeldVersions:
         ``before`` are the before-images of ``delta``, which keep the version below readable; None: it cannot be read.
         If the block raises, the version below is shown again.
         """
-        held = self.version, self.head, self._older
+        before_all = self.version, self.head, self._older
         older = self._with_older(before)
         with self.changed:
             self._applying = delta
@@ -97,7 +97,7 @@ class HeldVersions:
             yield
         except BaseException:
             with self.changed:
-                self.version, self.head, self._older = held[0], held[1], _not_dropped(held[2])
+                self.version, self.head, self._older = before_all[0], before_all[1], _not_dropped(before_all[2])
             raise
         finally:
             with self.changed:
@@ -284,17 +284,17 @@ class HeldVersions:
             raise self._not_held(version, head) from error
 
     def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
-        held = sorted({*(u.version for u in self._older), self.version, *self.pending.accepted_versions()})
+        versions = sorted({*(u.version for u in self._older), self.version, *self.pending.accepted_versions()})
         return VersionNotFoundError(
             f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
-            f"held: {', '.join(map(str, held))} ({self.head})."
+            f"held: {', '.join(map(str, versions))} ({self.head})."
         )
 
 
 def _drop(versions: ref[HeldVersions], one: ref[OlderVersion]) -> None:
-    held, dropped = versions(), one()
-    if held is not None and dropped is not None:
-        held.drop_older(dropped)
+    target, dropped = versions(), one()
+    if target is not None and dropped is not None:
+        target.drop_older(dropped)
 
 
 def _not_dropped(older: list[OlderVersion]) -> list[OlderVersion]:
@@ -336,9 +336,9 @@ class RecentReads:
 
         An operator reads in steps, in ascending order of the keys: pairs that follow the last read are added to it.
         """
-        held, last = self._reads.get(column_family), read.keys[-1].as_py()
-        follows = held is not None and held.head == head and held.last < read.keys[0].as_py()
-        earlier = held if held is not None and follows else _Read(head, b"")
+        last_read, last = self._reads.get(column_family), read.keys[-1].as_py()
+        follows = last_read is not None and last_read.head == head and last_read.last < read.keys[0].as_py()
+        earlier = last_read if last_read is not None and follows else _Read(head, b"")
         nbytes = sum(c.nbytes for c in earlier.claims) + read.nbytes
         claim = None
         if (earlier.parts or not follows) and nbytes <= self._max_bytes:
@@ -383,9 +383,9 @@ class RecentReads:
 
 
 def _forget(reads: ref[RecentReads], column_family: str) -> None:
-    held = reads()
-    if held is not None:
-        held.forget(column_family)
+    recent = reads()
+    if recent is not None:
+        recent.forget(column_family)
 
 
 # Counts the memory that a scan holds.

@@ -118,8 +118,8 @@ class PendingChanges:
         """Accept a staged attempt for its version, in place of an earlier one; False if the attempt is unknown."""
         delta = self._staged.pop((version, attempt), None)
         if delta is None:
-            held = self._accepted.get(version)
-            return held is not None and held.meta.attempt == attempt
+            accepted = self._accepted.get(version)
+            return accepted is not None and accepted.meta.attempt == attempt
         self._accepted[version] = delta
         self._memory.move(delta.claim, DELTAS)
         return True
@@ -134,9 +134,9 @@ class PendingChanges:
 
     def listed(self) -> list[tuple[ChangelogMeta, FileRef, bool]]:
         """Return all changes, and whether they are accepted; in the order of versions."""
-        held = [(d.meta, d.file, False) for d in self._staged.values()]
-        held += [(d.meta, d.file, True) for d in self._accepted.values()]
-        return sorted(held, key=lambda entry: entry[0].version)
+        entries = [(d.meta, d.file, False) for d in self._staged.values()]
+        entries += [(d.meta, d.file, True) for d in self._accepted.values()]
+        return sorted(entries, key=lambda entry: entry[0].version)
 
     def has_version(self, version: int) -> bool:
         """Return whether there are changes of an attempt of this version."""
@@ -164,11 +164,11 @@ class PendingChanges:
 
         The list is empty if ``head`` is ``base``.
         """
-        held = {delta.file.path: delta for delta in self}
+        deltas = {delta.file.path: delta for delta in self}
         steps: list[Delta] = []
         wanted: str | None = head
         while wanted != base:
-            delta = held.pop(wanted, None) if wanted is not None else None
+            delta = deltas.pop(wanted, None) if wanted is not None else None
             if delta is None or (not steps and delta.meta.version != version):
                 return None
             steps.insert(0, delta)

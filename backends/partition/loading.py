@@ -63,10 +63,10 @@ def take_over(
     def taken_over() -> Iterator[tuple[str, SortedPairs]]:
         nonlocal num_keys
         for source in rescaled.sources:
-            with loaded(source) as held:
-                for family in sorted(held.column_families):
+            with loaded(source) as source_engine:
+                for family in sorted(source_engine.column_families):
                     families.add(family)
-                    for batch in held.scan(rescaled.start, rescaled.end, family):
+                    for batch in source_engine.scan(rescaled.start, rescaled.end, family):
                         pairs = SortedPairs(batch.column("key"), batch.column("value"))
                         num_keys += len(pairs)
                         yield family, pairs
@@ -74,8 +74,8 @@ def take_over(
                         fault_points.reached("load:rescaling")
 
     engine.load_sorted(taken_over(), unfinished)
-    made = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
-    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)
+    state = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
+    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(state)
 
 
 # The changelogs of a load, read ahead: some at once, and the first small ones during the fetch of a snapshot.
@@ -223,9 +223,9 @@ class Loading:
         heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
         if lineage.rescaled is not None:
             heads[lineage.rescaled.version] = lineage.rescaled.head
-        held = self._engine.state
-        is_held_right = held.head is not None and heads.get(held.version) == held.head
-        above = held.version if is_held_right else -1  # a query may begin with a state: a snapshot of version 0
+        local = self._engine.state
+        is_held_right = local.head is not None and heads.get(local.version) == local.head
+        above = local.version if is_held_right else -1  # a query may begin with a state: a snapshot of version 0
         starts: list[SnapshotRef | LocalState | Rescaled | None] = [
             ref
             for ref in reversed(lineage.snapshots)
@@ -234,8 +234,8 @@ class Loading:
         if is_held_right:
             # Replaying a few changelogs is cheaper than fetching everything.
             near = self._context.conf.deltas_per_snapshot
-            is_near = not starts or lineage.snapshots[-1].version - held.version <= near
-            starts.insert(0 if is_near else len(starts), held)
+            is_near = not starts or lineage.snapshots[-1].version - local.version <= near
+            starts.insert(0 if is_near else len(starts), local)
         if lineage.rescaled is not None:
             starts.append(lineage.rescaled)
         elif lineage.is_empty or (1 in heads and 0 not in heads):
@@ -273,9 +273,9 @@ class Loading:
             except (DamagedFileError, LocalStateDamagedError) as error:
                 raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
             if self._engine.state != descriptor.state:
-                found = self._engine.state
+                state = self._engine.state
                 self._engine.clear()
-                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
+                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {state}.")
             self.version, self.head = ref.version, ref.head
         finally:
             shutil.rmtree(directory, ignore_errors=True)  # the engine has taken what it needs from it
@@ -304,8 +304,8 @@ class Loading:
             engine = BufferedEngine(directory / "engine", conf, start, end)
             try:
                 scratch = Scratch(context.scratch.kept(source.directory))
-                held = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
-                Loading(held, engine.state.version, engine.state.head, self._watch).run(source.lineage)
+                loaded = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
+                Loading(loaded, engine.state.version, engine.state.head, self._watch).run(source.lineage)
                 yield engine
             finally:
                 engine.close()

@@ -85,24 +85,24 @@ class BeforeImages:
             return None  # a background thread may not wait long
         try:
             with self._versions.reading(meta.version - 1, meta.base) as view:
-                known: dict[str, SortedPairs] = {}
+                images: dict[str, SortedPairs] = {}
                 unknown: dict[str, SortedPairs] = {}
                 for family, pairs in changes.families.items():
                     values = self._recent_reads.values(meta.base, family, pairs.keys)
                     self._recent_reads.forget(family)
                     if not len(pairs):
-                        known[family] = pairs
+                        images[family] = pairs
                     elif values is not None:
-                        known[family] = SortedPairs(pairs.keys, values)
+                        images[family] = SortedPairs(pairs.keys, values)
                     else:
                         unknown[family] = pairs
                 # With a layer over it, the engine does not show the version below.
                 if unknown and (view.layers or not self._are_looked_up()):
                     return None
-                found = Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
+                all_images = Changes({**images, **replaced_pairs(self._engine, Changes(unknown)).families})
                 # The keys are those of the changes, and counted with them.
-                nbytes = sum(pairs.values.nbytes for pairs in found.families.values())
-                return BeforeImage(found, self._memory.note(BEFORE_IMAGES, nbytes))
+                nbytes = sum(pairs.values.nbytes for pairs in all_images.families.values())
+                return BeforeImage(all_images, self._memory.note(BEFORE_IMAGES, nbytes))
         except (VersionNotFoundError, StoreClosedError):
             return None  # the version below is being loaded, was rolled back, or is past already
 
@@ -205,10 +205,10 @@ class BatchAttempts:
         """
         with self._versions.changed:
             if not self._versions.pending.accept(version, attempt):
-                held = ", ".join(f"{m.version}:{m.attempt}" for m, _, _ in self.pending()) or "none"
+                attempts = ", ".join(f"{m.version}:{m.attempt}" for m, _, _ in self.pending()) or "none"
                 raise LineageMismatchError(
                     f"No changes of attempt {attempt!r} to version {version} of {self._context.directory} are held "
-                    f"here; held are version {self._versions.version} and the attempts {held}."
+                    f"here; held are version {self._versions.version} and the attempts {attempts}."
                 )
 
     def discard(self, version: int, attempt: str) -> None:

@@ -46,8 +46,8 @@ class SnapshotUploads:
         The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
         state is closed during the upload, ``VersionNotFoundError`` for the empty version 0.
         """
-        (made,) = store_snapshots([(self, self.prepare(earlier))])
-        return made.ref
+        (stored,) = store_snapshots([(self, self.prepare(earlier))])
+        return stored.ref
 
     def prepare(
         self, earlier: SnapshotRef | None, small_bytes: int = 0, listed: dict[str, dict[str, int]] | None = None
@@ -124,7 +124,7 @@ class SnapshotUploads:
 
 def store_snapshots(prepared: Sequence[tuple[SnapshotUploads, PreparedSnapshot]]) -> list[StoredSnapshot]:
     """Finish snapshots of partitions with the same state location, with one request. Raises ``StorageError``."""
-    made = snapshot.store_together(prepared[0][0]._context.storage, [one for _, one in prepared])
-    for (uploads, _), stored in zip(prepared, made, strict=True):
+    snapshots = snapshot.store_together(prepared[0][0]._context.storage, [one for _, one in prepared])
+    for (uploads, _), stored in zip(prepared, snapshots, strict=True):
         uploads._note(stored)
-    return made
+    return snapshots

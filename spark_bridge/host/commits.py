@@ -82,16 +82,16 @@ class TasksAtWork:
 
     def opened(self, operator: str, partition: int) -> None:
         """Record that a task has opened the batch."""
-        known = self._operators.setdefault(operator, _Operator())
-        known.came.add(partition)
-        known.at_work.add(partition)
-        known.most = max(known.most, len(known.at_work))
+        tasks = self._operators.setdefault(operator, _Operator())
+        tasks.came.add(partition)
+        tasks.at_work.add(partition)
+        tasks.most = max(tasks.most, len(tasks.at_work))
 
     def answered(self, operator: str, partition: int) -> None:
         """Record that a task has freed its slot: its changes are durable, or could not be stored."""
-        known = self._operators.get(operator)
-        if known is not None:
-            known.at_work.discard(partition)
+        tasks = self._operators.get(operator)
+        if tasks is not None:
+            tasks.at_work.discard(partition)
 
     def expects_more(self) -> bool:
         """Return whether other tasks of a running operator are about to open.
@@ -360,7 +360,7 @@ class GroupCommits:
 # of messages follows the number of hosts, not of partitions, and a single acknowledgement is sent at once.
 
 
-SendAcknowledgements = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+AcknowledgeMany = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
 """Sends messages of one run to the coordinator, and returns an answer for each."""
 
 
@@ -376,8 +376,8 @@ class Acknowledgements:
     Thread-safe: ``_changed`` guards both tables, and is free during a message.
     """
 
-    def __init__(self, send: SendAcknowledgements) -> None:
-        self._send = send
+    def __init__(self, acknowledge_many: AcknowledgeMany) -> None:
+        self._acknowledge_many = acknowledge_many
         self._waiting: dict[str, list[_Waiting]] = {}
         self._sending: set[str] = set()
         self._changed = threading.Condition()
@@ -399,7 +399,7 @@ class Acknowledgements:
                 together = self._waiting.pop(run_id)
             answers: Sequence[Acknowledged | Refused | BaseException]
             try:
-                answers = self._send(run_id, tuple(w.message for w in together))
+                answers = self._acknowledge_many(run_id, tuple(w.message for w in together))
                 if len(answers) != len(together):
                     raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
             except BaseException as error:  # noqa: BLE001 - all waiting threads must raise it

@@ -61,7 +61,7 @@ class _Together:
         self._ready: list[_Ready] = []
         self._since = time.monotonic()
 
-    def add(self, one: _Ready) -> list[_Ready]:
+    def collect_snapshot(self, one: _Ready) -> list[_Ready]:
         """Add a snapshot. Return all waiting ones if it is time to store them, else nothing."""
         with self._changed:
             self._ready.append(one)
@@ -198,13 +198,13 @@ class Maintenance:
 
     def _unload_others(self) -> None:
         # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.
-        held = self._cache.all()
-        run_ids = tuple({i.registration.run_id for i in held})
+        instances = self._cache.all()
+        run_ids = tuple({i.registration.run_id for i in instances})
         if not run_ids:
             return
         info = self._registration.info
         owned = self._registration.coordinator.verify_instances(info.host_id, info.incarnation, run_ids)
-        for instance in held:
+        for instance in instances:
             of_run = owned.get(instance.registration.run_id)
             is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
             log.debug("Verified that state store %s is active: %s", instance, is_ours)
@@ -240,7 +240,7 @@ class Maintenance:
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
-                ready = together.add(_Ready(instance, earlier, prepared))
+                ready = together.collect_snapshot(_Ready(instance, earlier, prepared))
                 unless_prepared.pop_all()
             self._store(ready)
 
@@ -271,14 +271,14 @@ class Maintenance:
     def _store(self, ready: Sequence[_Ready]) -> None:
         if not ready:
             return
-        made: list[StoredSnapshot] = []
+        snapshots: list[StoredSnapshot] = []
         instances = [r.instance for r in ready]
         try:
             with self._logged(instances):
                 ready = [r for r in ready if self._is_held(r)]
                 if ready:
-                    made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
-            for (instance, earlier, _), stored in zip(ready, made, strict=False):
+                    snapshots = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
+            for (instance, earlier, _), stored in zip(ready, snapshots, strict=False):
                 with self._logged([instance]):
                     self._report(instance, earlier, stored)
         finally:

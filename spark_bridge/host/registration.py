@@ -76,8 +76,8 @@ class CompletedVersions:
 
     def newest(self, run_id: str) -> CompletedVersion | None:
         """Return the last completed version of a run that this host knows of; None if it knows none."""
-        held = self._runs.get(run_id)
-        return None if held is None else held[-1]
+        versions = self._runs.get(run_id)
+        return None if versions is None else versions[-1]
 
     def at(self, run_id: str, version: int) -> CompletedVersion | None:
         """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
@@ -86,14 +86,14 @@ class CompletedVersions:
     def note(self, completed: Completed) -> CompletedVersion:
         """Record a version from the coordinator, which may be old or known; return the newest version of the run."""
         with self._changed:
-            held = {c.version: c for c in self._runs.get(completed.run_id, ())}
-            known = held.get(completed.version)
-            heads: dict[str, Mapping[int, str]] = {} if known is None else dict(known.heads)
+            versions = {c.version: c for c in self._runs.get(completed.run_id, ())}
+            same = versions.get(completed.version)
+            heads: dict[str, Mapping[int, str]] = {} if same is None else dict(same.heads)
             for operator, of_operator in completed.heads.items():
                 heads[operator] = {**heads.get(operator, {}), **of_operator}
-            if known is None or heads != known.heads:
-                held[completed.version] = CompletedVersion(completed.version, heads)
-            kept = tuple(held[v] for v in sorted(held)[-KEPT_VERSIONS:])
+            if same is None or heads != same.heads:
+                versions[completed.version] = CompletedVersion(completed.version, heads)
+            kept = tuple(versions[v] for v in sorted(versions)[-KEPT_VERSIONS:])
             self._runs[completed.run_id] = kept
             while len(self._runs) > KEPT_RUNS:
                 del self._runs[next(iter(self._runs))]
@@ -332,51 +332,51 @@ class Grants:
             self._waiting.setdefault(task.run_id, set()).add(wanted)
         try:
             with granting:
-                held = self._granted.get(task.run_id)
+                granted = self._granted.get(task.run_id)
                 now = self._clock()
                 if (
-                    held is None
-                    or held.grant.version != task.batch_id
-                    or not 0 <= now - held.at < GRANT_SECONDS
-                    or held.lacks(*wanted)
+                    granted is None
+                    or granted.grant.version != task.batch_id
+                    or not 0 <= now - granted.at < GRANT_SECONDS
+                    or granted.lacks(*wanted)
                 ):
-                    held = self._ask(task, held, now)
+                    granted = self._ask(task, granted, now)
         finally:
             with self._lock:
                 self._waiting.get(task.run_id, set()).discard(wanted)
-        grant = held.grant
-        owners = held.owners.get(task.operator, [])
+        grant = granted.grant
+        owners = granted.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
             raise InvalidRequestError(
                 f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
-                f"{ {name: len(places) for name, places in held.owners.items()} }."
+                f"{ {name: len(places) for name, places in granted.owners.items()} }."
             )
-        if held.lacks(*wanted):
+        if granted.lacks(*wanted):
             raise UnknownRunError(
                 f"The coordinator was asked for the owner of {task.operator}/{task.partition} of run {task.run_id} "
                 "and named none; ask again."
             )
         head = grant.heads.get(task.operator, {}).get(task.partition)
-        owner = held.hosts[owners[task.partition]]
+        owner = granted.hosts[owners[task.partition]]
         return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
 
-    def _ask(self, task: TaskIdentity, held: _Granted | None, now: float) -> _Granted:
+    def _ask(self, task: TaskIdentity, granted: _Granted | None, now: float) -> _Granted:
         info = self._registration.info
-        known = 0 if held is None else held.grant.assignment
+        assignment = 0 if granted is None else granted.grant.assignment
         with self._lock:
             # This one too: another attempt of the same task may have taken it out.
             waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
-        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, known, waiting)
+        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
         grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
-        if grant.hosts or held is None:
-            held = _Granted(grant, now, grant.hosts, grant.owners)
+        if grant.hosts or granted is None:
+            granted = _Granted(grant, now, grant.hosts, grant.owners)
         else:
             # The assignment is the one that is known: the coordinator does not repeat it.
-            held = _Granted(grant, now, held.hosts, held.owners)
+            granted = _Granted(grant, now, granted.hosts, granted.owners)
         with self._lock:
-            self._granted[task.run_id] = held
+            self._granted[task.run_id] = granted
         self._completed.note(Completed(task.run_id, grant.version, grant.heads))
-        return held
+        return granted
 
     def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Ask the coordinator for the owner of a partition, and for its last completed version."""

@@ -80,8 +80,8 @@ class PreparedVersions:
         with self._noting:
             if under is not None:
                 self._taken_under[registration.run_id] = under
-            known = self._prepared.get(registration.run_id)
-            if known is None or known.version < version:
+            prepared = self._prepared.get(registration.run_id)
+            if prepared is None or prepared.version < version:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def _doubt(self, run_id: str) -> None:

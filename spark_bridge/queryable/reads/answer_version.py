@@ -100,18 +100,18 @@ class VersionedReader:
         self._host.prepared.settle(plan.run_id, self.wait_seconds)
         while True:
             completed = self.completed(plan, floor)
-            found: list[T] = []
+            results: list[T] = []
             failure: Exception
             try:
                 for partition in partitions:
-                    found.append(read(self._view(plan, partition, completed)))
-                return completed.version, found
+                    results.append(read(self._view(plan, partition, completed)))
+                return completed.version, results
             except (VersionNotFoundError, StoreClosedError) as error:
                 failure = error
             if time.monotonic() > deadline:
-                raise self._unsettled(plan, partitions[len(found)], failure) from failure
+                raise self._unsettled(plan, partitions[len(results)], failure) from failure
             if self._host.completed.newest(plan.run_id) is completed:
-                self._settle(plan, partitions[len(found)], completed, failure)
+                self._settle(plan, partitions[len(results)], completed, failure)
 
     def completed(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
         """Return the last completed version, which is ``at_least`` or later.
@@ -122,15 +122,15 @@ class VersionedReader:
         completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if completed is None or completed.version < at_least:
             if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
-                there = (
+                newest = (
                     "none is known"
                     if completed is None
                     else f"version {completed.version} is the last one that is known"
                 )
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
-                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. "
-                    "The coordinator does not answer."
+                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {newest} "
+                    "here. The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "
@@ -172,16 +172,16 @@ class VersionedReader:
     def _latest(
         self, plan: OperatorPlan, partitions: Sequence[int], read: Callable[[PartitionView], T]
     ) -> tuple[int, list[T]]:
-        found: list[T] = []
+        results: list[T] = []
         versions: list[int] = []
         for partition in partitions:
             version, one = self._latest_of(plan, partition, read)
             versions.append(version)
-            found.append(one)
+            results.append(one)
         if versions:
-            return min(versions), found
+            return min(versions), results
         self._host.prepared.settle(plan.run_id, self.wait_seconds)
-        return self.completed(plan, 0).version, found
+        return self.completed(plan, 0).version, results
 
     def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:
         deadline = time.monotonic() + self.wait_seconds
@@ -219,8 +219,8 @@ class VersionedReader:
         while True:
             instance = self._loaded(plan, partition)
             self._wait_loaded(instance)
-            known = self._host.completed.at(plan.run_id, at.version)
-            head = None if known is None else known.head(plan.operator, partition)
+            completed = self._host.completed.at(plan.run_id, at.version)
+            head = None if completed is None else completed.head(plan.operator, partition)
             try:
                 if head is None and at.version > instance.state.version:
                     # The changes that were accepted for the version need not be those that the manifest names.

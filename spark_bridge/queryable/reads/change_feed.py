@@ -79,8 +79,8 @@ class GroupingKeyFilter:
             return batch
         # After version and type of change come the columns of the key, in the user's order.
         columns = [batch.column(2 + self.rows.key_order.index(i)) for i in self.columns]
-        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in self.columns])
-        ids = without_prefix(encode_keys(made, np.zeros(batch.num_rows, np.uint16)))
+        keys = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in self.columns])
+        ids = without_prefix(encode_keys(keys, np.zeros(batch.num_rows, np.uint16)))
         return batch.filter(pc.is_in(ids, self.keys))
 
 
@@ -174,24 +174,24 @@ class RunManifests:
         """
         place = plan.place
         with self._lock:
-            held = self._runs.get(plan.run_id)
-            if held is None:
+            manifests = self._runs.get(plan.run_id)
+            if manifests is None:
                 log = ManifestLog(self._host.files.open_storage(place.state_location, place.options), "reader")
-                held = self._runs[plan.run_id] = _Manifests(log, self._clock())
-            held.used_at = self._clock()
-        with held.lock:
+                manifests = self._runs[plan.run_id] = _Manifests(log, self._clock())
+            manifests.used_at = self._clock()
+        with manifests.lock:
             for look in range(LOOKS):
-                held.log.refresh()
+                manifests.log.refresh()
                 try:
-                    chain = held.log.chain()
+                    chain = manifests.log.chain()
                     break
                 except MissingFileError:
                     # Removed since the manifests were listed; the newer manifest that made it superfluous is there by
                     # now.
                     if look + 1 == LOOKS:
                         raise
-            held.log.forget({m.id for m in chain.values()})
-            newest = held.log.epochs.newest()
+            manifests.log.forget({m.id for m in chain.values()})
+            newest = manifests.log.epochs.newest()
         # A run claims its epoch before it writes manifests: without a later claim, no manifest is another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self.drop(plan.run_id)
@@ -199,7 +199,7 @@ class RunManifests:
                 f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate "
                 "it again."
             )
-        return StateVersions(place, held.log, chain, completed, plan.registration.key_groups)
+        return StateVersions(place, manifests.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
         """Forget runs that were not read for a while and are not registered here.
@@ -221,15 +221,15 @@ class RunManifests:
 
 def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, previous_run: str) -> None:
     """Raise ``StateVersionError`` if a run after ``previous_run`` has made the version ``after``, or may have."""
-    made = versions.chain.get(after)
-    if made is None or made.run_id == previous_run:
+    manifest = versions.chain.get(after)
+    if manifest is None or manifest.run_id == previous_run:
         return  # the empty version is every run's, and a version that is not kept is refused anyway
     runs = list(versions.log.epochs.runs())  # the newest run first
-    if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
+    if previous_run in runs and manifest.run_id in runs and runs.index(manifest.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
         f"The query was rolled back: version {after} of operator {plan.operator!r} was remade by run "
-        f"{made.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
+        f"{manifest.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
         "and watch it from there."
     )
 
@@ -267,8 +267,8 @@ class ChangeFeed:
             raise RequestError(f"Changes after version {after} up to version {until}: there can be none.")
         completed = self._host.version_requests.completed_version(plan.run_id, until, self._wait_seconds)
         if completed is None or completed.version < until:
-            there = "none is known" if completed is None else f"version {completed.version} is the last one that is"
-            raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {there}.")
+            newest = "none is known" if completed is None else f"version {completed.version} is the last one that is"
+            raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {newest}.")
         rows = VariableRows(plan.schema, variable)
         changes = VariableChanges(rows)
         try:
@@ -320,7 +320,7 @@ class ChangeFeed:
             if ref.version <= since:
                 continue
             written = _written(storage, ref)
-            found: dict[str, ChangedPairs] = {}
+            changed: dict[str, ChangedPairs] = {}
             for family in rows.families:
                 if family not in written:
                     continue
@@ -330,9 +330,9 @@ class ChangeFeed:
                     if passing is not None:
                         keys, values = keys.filter(passing), values.filter(passing)
                 if len(keys):
-                    found[family] = ChangedPairs(keys, before.at(ref.version - 1, family, keys), values)
-            if found:
-                yield ref.version, found
+                    changed[family] = ChangedPairs(keys, before.at(ref.version - 1, family, keys), values)
+            if changed:
+                yield ref.version, changed
 
 
 def _in_order(
