@@ -96,7 +96,7 @@ class CheckpointStatsTracker:
         with self._lock:
             self._pending.pop(completed.id, None)
             self._completed += 1
-            self._durations.count_value(completed.duration)
+            self._durations.add(completed.duration)
             self._sizes.add(completed.size)
             if figures is not None:
                 self._figures[completed.id] = figures
