@@ -31,8 +31,8 @@ from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
-from backends.partition.layers import PartitionContext, Scratch
 from backends.partition.load_watch import LoadWatch
+from backends.partition.local_directory import PartitionContext, Scratch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 

@@ -27,11 +27,12 @@ from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import Lineage, changelog_name
 from backends.host_memory import BEFORE_IMAGES, CHANGELOGS, KEPT_OF_COMMIT, STAGED, Claim, HostMemory, host_memory
-from backends.partition.held_versions import HeldVersions, RecentReads, VersionReads
-from backends.partition.layers import BeforeImage, Delta, LocalDirectory, PartitionContext
+from backends.partition.held_versions import BeforeImage, Delta, HeldVersions
 from backends.partition.load_watch import LoadWatch
 from backends.partition.loading import Loading, replaced_pairs, state_after
+from backends.partition.local_directory import LocalDirectory, PartitionContext
 from backends.partition.snapshot_uploads import SnapshotUploads
+from backends.partition.version_reads import RecentReads, VersionReads
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from backends.store import StateStoreMetrics

@@ -13,7 +13,7 @@ from backends.formats import snapshot
 from backends.formats.manifest import SnapshotDescriptor, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import PartitionContext
+from backends.partition.local_directory import PartitionContext
 from backends.spans import Pool
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from backends.formats import manifest_chain
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Retention
-from backends.partition.layers import PendingChanges
+from backends.partition.held_versions import PendingChanges
 from backends.partition.loading import Loading, state_after
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs
 from backends.storage.locations import FileRef

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from backends.partition.held_versions import VersionReads
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.host import Host

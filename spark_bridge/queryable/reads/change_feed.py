@@ -23,8 +23,8 @@ from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import MissingFileError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import read_changelog
 from backends.formats.manifest import ChangelogRef
-from backends.partition.held_versions import VersionReads
 from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError

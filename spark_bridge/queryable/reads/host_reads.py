@@ -17,7 +17,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from backends.partition.held_versions import VersionReads
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
