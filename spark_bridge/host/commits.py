@@ -2,7 +2,7 @@
 
 A task sends its changes to the owner of its partition (``spark_bridge.task.task_store``), whose Flight server calls
 ``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An
-accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoading.complete``).
+accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoader.complete``).
 """
 
 from __future__ import annotations

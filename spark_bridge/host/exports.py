@@ -1,13 +1,4 @@
-"""A host's part in savepoints: exporting its partitions while the stream runs.
-
-The host exports one partition after the other, and leaves the processors to the stream: during an export, the stream's
-batches should take at most 1.2 times as long. An export runs without pauses while nothing else needs its core or this
-process's Python lock. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
-with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
-
-All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
-version behind, and reading a partition back from storage costs much more than exporting it.
-"""
+"""A host's part in savepoints: exporting its partitions while the stream runs."""
 
 from __future__ import annotations
 
@@ -63,6 +54,14 @@ def pause(took: float, computed: float) -> float:
 
 class SavepointExports:
     """The exports of one host: those in progress and those that are done.
+
+    The host exports one partition after the other, and leaves the processors to the stream: during an export, the
+    stream's batches should take at most 1.2 times as long. An export runs without pauses while nothing else needs its
+    core or this process's Python lock. Where it has had to wait for one of them, it sleeps (see ``pause``). A query
+    that stops with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
+
+    All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
+    version behind, and reading a partition back from storage costs much more than exporting it.
 
     ``pin(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
     if the host does not hold it. ``read_back`` opens a copy of a partition that the host does not hold, for a block; a

@@ -1,11 +1,4 @@
-"""Partitions that change hands: copies of those that this host now owns or is about to own, and own ones to give away.
-
-The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that this host is
-about to own is loaded as a copy, and again after each version, while the owner keeps serving it (Kafka Streams: warm-up
-replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before tasks ask
-for them. The first task that opens the partition here continues from the copy. While own partitions may be given away,
-this host checks Spark's log before it takes a version for the newest: another host may have made the next version.
-"""
+"""Partitions that change hands: those that this host now owns or is about to own, and own ones to give away."""
 
 from __future__ import annotations
 
@@ -39,7 +32,16 @@ _Copy = tuple[str, str, int, str | None]
 
 
 class HandOvers:
-    """Thread-safe. ``_lock`` guards all fields; no other lock is taken while it is held. Grows with the moving
+    """Loads copies ahead, and knows which partitions may move.
+
+    The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that this host
+    is about to own is loaded as a copy, and again after each version, while the owner keeps serving it (Kafka Streams:
+    warm-up replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before
+    tasks ask for them. The first task that opens the partition here continues from the copy. While own partitions may
+    be given away, this host checks Spark's log before it takes a version for the newest: another host may have made the
+    next version.
+
+    Thread-safe. ``_lock`` guards all fields; no other lock is taken while it is held. Grows with the moving
     partitions.
 
     ``_number`` is that of the last heartbeat sent, ``_followed`` that of the last one whose answer counts: answers may

@@ -1,24 +1,4 @@
-"""``PartitionCache``: every partition that a host has on its disk, with pins, and one rule of eviction for each kind.
-
-=========== ================================ ============================================================
-kind         entries                          eviction
-=========== ================================ ============================================================
-own          ``instances``: serve tasks and   another host owns the partition; its files were exchanged;
-             queries of a run                 its run is over, or has ended and no query reads it: then
-                                              the files are kept
-kept         files for the next load: laid    not used for ``KEPT_FILES_SECONDS``; the disk is full; the
-             aside, loaded in part, or        files were exchanged; the run is over, unless they are whole
-             loaded ahead of the first task
-version      copies at a retained version,    not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
-             for queries                      more than ``MAX_VERSIONS``; the run is over; files exchanged
-follower     copies that advance from         not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
-             version to version               more than ``MAX_IDLE_FOLLOWERS``; as for a version
-savepoint    copies for an export             as soon as the export ends
-=========== ================================ ============================================================
-
-A copy that is evicted while it is pinned is destroyed with its last pin. ``loads.py`` starts loads and waits for them,
-``loading.py`` fills the entries.
-"""
+"""``PartitionCache``: every partition that a host has on its disk, with pins, and an eviction rule for each kind."""
 
 from __future__ import annotations
 
@@ -104,6 +84,25 @@ def destroy(instance: Instance) -> None:
 
 class PartitionCache:
     """The partitions of a host, and the runs that it has, or has had, partitions of. Thread-safe.
+
+    =========== ================================ ============================================================
+    kind         entries                          eviction
+    =========== ================================ ============================================================
+    own          ``instances``: serve tasks and   another host owns the partition; its files were exchanged;
+                 queries of a run                 its run is over, or has ended and no query reads it: then
+                                                  the files are kept
+    kept         files for the next load: laid    not used for ``KEPT_FILES_SECONDS``; the disk is full; the
+                 aside, loaded in part, or        files were exchanged; the run is over, unless they are whole
+                 loaded ahead of the first task
+    version      copies at a retained version,    not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
+                 for queries                      more than ``MAX_VERSIONS``; the run is over; files exchanged
+    follower     copies that advance from         not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
+                 version to version               more than ``MAX_IDLE_FOLLOWERS``; as for a version
+    savepoint    copies for an export             as soon as the export ends
+    =========== ================================ ============================================================
+
+    A copy that is evicted while it is pinned is destroyed with its last pin. ``loads.py`` starts loads and waits for
+    them, ``loading.py`` fills the entries.
 
     ``lock`` guards all tables here, and ``invocations`` and ``commits`` of every ``Instance``. ``instance`` and
     ``registration`` read one table without it. A thread that holds ``lock`` takes no other lock but those of
