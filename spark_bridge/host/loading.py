@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -404,8 +404,9 @@ class PartitionLoader:
         """
         key = version_key(registration, spec, partition, version)
 
-        def start_load(copy: Copy) -> None:
-            self._loads.start_copy(partial(self._fill, copy, registration, spec, version))
+        def start_load(copy: Copy) -> Future[PartitionState]:
+            work = partial(self._load_version, copy, registration, spec, version)
+            return self._loads.start(copy, work, self._loads.copies).result
 
         copy = self._cache.pin_version(key, start_load)
         try:
@@ -419,23 +420,15 @@ class PartitionLoader:
         finally:
             self._cache.unpin(copy)
 
-    def _fill(self, copy: Copy, registration: QueryRegistration, spec: OperatorSpec, version: int) -> None:
+    def _load_version(
+        self, copy: Copy, registration: QueryRegistration, spec: OperatorSpec, version: int, _: Load
+    ) -> PartitionState:
         try:
-            copy.loaded.set_result(
-                self.load_copy(copy.key, registration, spec, version, self._files.copies, lambda: copy.is_dropped)
-            )
-        except BaseException as error:  # noqa: BLE001 - the waiting readers raise it
-            self._cache.forget_failed(copy)
-            failure = error
-            if isinstance(error, exceptions.VersionNotFoundError):
-                failure = StateVersionError(str(error))
-            elif isinstance(error, LoadEndedError):
-                failure = HostUnavailableError(f"{error} Ask again.")
-            if failure is not error:
-                failure.__cause__ = error
-            copy.loaded.set_exception(failure)
-        finally:
-            self._cache.unpin(copy)
+            return self.load_copy(copy.key, registration, spec, version, self._files.copies, lambda: copy.is_dropped)
+        except exceptions.VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+        except LoadEndedError as error:
+            raise HostUnavailableError(f"{error} Ask again.") from error
 
     @contextmanager
     def pinned_for_export(

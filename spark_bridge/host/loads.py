@@ -76,38 +76,56 @@ class Loads:
         self._lock = threading.Lock()
         self._loads: dict[Hashable, Load] = {}
         self._watched: dict[object, _Watched] = {}
-        self._reads = ThreadPoolExecutor(MAX_READ_LOADS, thread_name_prefix="statestore-read-load")
-        self._copies = ThreadPoolExecutor(MAX_COPY_LOADS, thread_name_prefix="statestore-copy")
+        self.reads = ThreadPoolExecutor(MAX_READ_LOADS, thread_name_prefix="statestore-read-load")
+        self.copies = ThreadPoolExecutor(MAX_COPY_LOADS, thread_name_prefix="statestore-copy")
         self._waiting = threading.Semaphore(MAX_WAITING_REQUESTS)
 
     # -- starting and waiting ------------------------------------------------------------------
 
+    def start(
+        self,
+        key: Hashable,
+        work: Callable[[Load], Any],
+        pool: ThreadPoolExecutor | None,
+        goal: tuple[Hashable, ...] = (),
+        asker: str | None = None,
+    ) -> Load:
+        """Return the load of ``key`` that is under way; start it, in a thread of ``pool`` or its own, if there is none.
+
+        Raises the error of a load that has failed, if ``asker`` was asked to wait for it, for the same goal.
+        """
+        with self._lock:
+            load = self._loads.get(key)
+            if load is not None and load.result.done():
+                self._raise_failure(key, load, goal, asker)
+                load = None
+            if load is None:
+                load = self._loads[key] = Load(goal, self._clock(), Future())
+                if pool is not None:
+                    pool.submit(self._run, key, load, work)
+                else:
+                    run = spans.carried(self._run)
+                    threading.Thread(target=run, args=(key, load, work), name="statestore-open", daemon=True).start()
+            load.asked = self._clock()
+            if asker is not None:
+                load.askers.add(asker)
+            return load
+
     def wait_for_task(
-        self, key: Hashable, goal: tuple[Hashable, ...], load: Callable[[Load], None], asker: str, seconds: float
+        self, key: Hashable, goal: tuple[Hashable, ...], work: Callable[[Load], None], asker: str, seconds: float
     ) -> bool:
         """Start or join a load; return whether it has ended within ``seconds``. If not, the caller asks again.
 
         Raises the error of the load that ``asker`` was asked to wait for, if that had the same goal.
         """
-        with self._lock:
-            running = self._loads.get(key)
-            if running is not None and running.result.done():
-                self._raise_failure(key, running, goal, asker)
-                running = None
-            if running is None:
-                running = self._loads[key] = Load(goal, self._clock(), Future())
-                threading.Thread(
-                    target=spans.carried(self._run), args=(key, running, load), name="statestore-open", daemon=True
-                ).start()
-            running.askers.add(asker)
-            running.asked = self._clock()
-        if not wait([running.result], seconds).done:
+        load = self.start(key, work, None, goal, asker)
+        if not wait([load.result], seconds).done:
             return False
         with self._lock:
-            self._raise_failure(key, running, goal, asker)
+            self._raise_failure(key, load, goal, asker)
         return True
 
-    def _raise_failure(self, key: Hashable, load: Load, goal: tuple[Hashable, ...], asker: str) -> None:
+    def _raise_failure(self, key: Hashable, load: Load, goal: tuple[Hashable, ...], asker: str | None) -> None:
         if self._loads.get(key) is load:
             del self._loads[key]
         failure = load.result.exception()
@@ -120,19 +138,11 @@ class Loads:
         Raises ``HostUnavailableError``, with ``what`` in its message, if the load takes longer than ``seconds``.
         """
         with self.waiting(what):
-            with self._lock:
-                running = self._loads.get(key)
-                if running is None:
-                    running = self._loads[key] = Load((), self._clock(), Future())
-                    self._reads.submit(self._run, key, running, lambda _: load())
+            running = self.start(key, lambda _: load(), self.reads)
             if not wait([running.result], seconds).done:
                 raise self.unavailable(what)
             result: T = running.result.result()
             return result
-
-    def start_copy(self, load: Callable[[], None]) -> None:
-        """Load a copy in the background."""
-        self._copies.submit(load)
 
     def _run(self, key: Hashable, load: Load, work: Callable[[Load], Any]) -> None:
         result: Any = None

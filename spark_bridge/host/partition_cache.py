@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -59,14 +60,19 @@ class Copy:
 
     key: CopyKey
     last_used: float
-    loaded: Future[PartitionState]
+    loaded: Future[PartitionState] = field(init=False)
     pins: int = 1
     is_dropped: bool = False
 
     @property
     def state(self) -> PartitionState | None:
         """The loaded state; None during the load, and if it has failed."""
-        return self.loaded.result() if self.loaded.done() and self.loaded.exception() is None else None
+        return self.loaded.result() if self.loaded.done() and not self.has_failed else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the load has failed."""
+        return self.loaded.done() and self.loaded.exception() is not None
 
 
 def close(instance: Instance) -> None:
@@ -281,20 +287,25 @@ class PartitionCache:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def pin_version(self, key: CopyKey, start_load: Callable[[Copy], None]) -> Copy:
-        """Pin the one copy of a version until ``unpin``; if there is none, ``start_load`` has one filled.
+    def pin_version(self, key: CopyKey, start_load: Callable[[Copy], Future[PartitionState]]) -> Copy:
+        """Pin the one copy of a version until ``unpin``; if there is none, start its load.
 
-        The load has a pin of its own. Raises ``TooManyRequestsError`` if copies of ``MAX_VERSIONS`` others are in use.
+        The load has a separate pin. Raises ``TooManyRequestsError`` if copies of ``MAX_VERSIONS`` others are in use.
         """
         self.evict_copies()
         evicted: list[Copy] = []
         try:
             with self.lock:
                 copy = self._copies.get((key, 0))
+                if copy is not None and copy.has_failed:
+                    self._take_out([copy])
+                    copy = None
                 if copy is None:
                     evicted = self._room_for_version(key)
-                    copy = self._copies[key, 0] = Copy(key, self._clock(), Future())
-                    start_load(copy)
+                    copy = Copy(key, self._clock())
+                    copy.loaded = start_load(copy)
+                    copy.loaded.add_done_callback(partial(self._end_load, copy))
+                    self._copies[key, 0] = copy
                 copy.pins += 1
                 return copy
         finally:
@@ -346,16 +357,19 @@ class PartitionCache:
                 _, copy = max(fitting, key=lambda entry: entry[0])
                 copy.pins += 1
                 return copy
-        copy = Copy(key, self._clock(), Future())
+        copy = Copy(key, self._clock())
+        copy.loaded = Future()
         copy.loaded.set_result(open_copy())
         with self.lock:
             self._copies[key, next(self._number)] = copy
         return copy
 
-    def forget_failed(self, copy: Copy) -> None:
-        """Let the next reader load a copy again: the load has failed."""
-        with self.lock:
-            self._take_out([copy])
+    def _end_load(self, copy: Copy, _: Future[PartitionState]) -> None:
+        """Release the pin of a load. If it has failed, the next reader loads the copy again."""
+        if copy.has_failed:
+            with self.lock:
+                self._take_out([copy])
+        self.unpin(copy)
 
     def unpin(self, copy: Copy) -> None:
         """Release one pin. A copy that was dropped is destroyed with its last pin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -26,7 +27,11 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.cache: Any = PartitionCache(None, lambda: self.now)  # type: ignore[arg-type]
-        self.loads: list[Copy] = []
+        self.loads: list[Future[Any]] = []
+
+    def start_load(self, copy: Copy) -> Future[Any]:
+        self.loads.append(Future())
+        return self.loads[-1]
 
     def follow(self, state: State, at_most: int = 9, run: str = "run1") -> Any:
         key = CopyKey(Kind.FOLLOWER, run, ("operators/op", "b"), 0)
@@ -34,13 +39,11 @@ class World:
 
     def pin(self, version: int, run: str = "run1", partition: int = 0) -> Copy:
         key = CopyKey(Kind.VERSION, run, ("op", version), partition)
-        copy: Copy = self.cache.pin_version(key, self.loads.append)
+        copy: Copy = self.cache.pin_version(key, self.start_load)
         return copy
 
     def end_load(self, state: Any) -> None:
-        copy = self.loads.pop()
-        copy.loaded.set_result(state)
-        self.cache.unpin(copy)
+        self.loads.pop().set_result(state)
 
 
 @pytest.fixture
@@ -83,10 +86,7 @@ def test_another_version_needs_one_that_no_reader_has(world: World, monkeypatch:
 
 def test_a_failed_load_is_tried_again_by_the_next_reader(world: World) -> None:
     copy = world.pin(3)
-    world.loads.pop()
-    world.cache.forget_failed(copy)
-    copy.loaded.set_exception(ValueError("no such file"))
-    world.cache.unpin(copy)
+    world.loads.pop().set_exception(ValueError("no such file"))
     assert world.pin(3) is not copy and len(world.loads) == 1
     world.cache.unpin(copy)
 

@@ -156,7 +156,7 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     assert isinstance(in_time(lambda: world.lookup(OF[0], At("version", 2))), HostUnavailableError)
     host.cache.drop_copies(world.run)
     over.set()
-    in_time(host.loads._copies.shutdown)
+    in_time(host.loads.copies.shutdown)
     assert loaded[2:] == [(0, 2)]
     assert not any(world.hosts[0].files.copies.glob("*")), "an unused copy is removed"
 
