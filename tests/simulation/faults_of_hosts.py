@@ -82,9 +82,10 @@ def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     view: Callable[..., PartitionView] = VersionedReader._view
 
     def newest(self: Any, *args: Any) -> PartitionView:
-        held = view(self, *args)
-        version, head = held.state.newest()
-        return replace(held, version=version, head=head)
+        completed = view(self, *args)
+        assert completed.instance is not None
+        version, head = completed.instance.state.newest()
+        return replace(completed, version=version, head=head)
 
     monkeypatch.setattr(VersionedReader, "_view", newest)
 
