@@ -268,7 +268,6 @@ class HostMemory:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many commits wait for their turn."""
         return len(self._waiting)
 
     def _refusal(self, what: str, nbytes: int, needed: int) -> str:
@@ -307,7 +306,6 @@ class HostMemory:
         return None if claim.is_dropped else claim
 
     def move(self, claim: Claim, kind: str) -> None:
-        """Change the kind of a claim."""
         with _lock:
             self._held[claim.kind] -= claim.nbytes
             self._held[kind] += claim.nbytes
@@ -434,12 +432,10 @@ class BucketCounts:
         self._total = 0.0
 
     def count_value(self, value: float, times: int = 1) -> None:
-        """Count a value ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def read(self) -> HistogramBuckets:
-        """Return the counts as they are now."""
         cumulative: list[int] = []
         seen = 0
         for count in self._counts[:-1]:

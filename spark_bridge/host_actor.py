@@ -327,7 +327,6 @@ class StateStoreHost:
         self._host.heartbeat()
 
     def address(self) -> str:
-        """Return the Flight address of this incarnation."""
         return self._host.info.address
 
     def query_address(self) -> str:
@@ -335,7 +334,6 @@ class StateStoreHost:
         return self._host.info.query_address
 
     def pid(self) -> int:
-        """Return the process id of this incarnation."""
         return os.getpid()
 
     def describe(self) -> dict[str, object]:

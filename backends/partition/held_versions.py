@@ -71,7 +71,6 @@ class OlderVersion:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes."""
         return self.changes.nbytes
 
 
@@ -111,7 +110,6 @@ class PendingChanges:
         yield from self._accepted.values()
 
     def record_staged(self, delta: Delta) -> None:
-        """Keep an attempt's changes."""
         self._staged[(delta.meta.version, delta.meta.attempt)] = delta
 
     def accept(self, version: int, attempt: str) -> bool:
@@ -139,11 +137,9 @@ class PendingChanges:
         return sorted(entries, key=lambda entry: entry[0].version)
 
     def has_version(self, version: int) -> bool:
-        """Return whether there are changes of an attempt of this version."""
         return version in self._accepted or any(staged == version for staged, _ in self._staged)
 
     def accepted_versions(self) -> list[int]:
-        """Return the versions that have an accepted attempt."""
         return list(self._accepted)
 
     def accepted_head(self, version: int) -> str | None:
@@ -185,7 +181,6 @@ class PendingChanges:
         self._accepted = {v: d for v, d in self._accepted.items() if d.file.path in follows and v > version}
 
     def clear(self) -> None:
-        """Drop all changes."""
         self._staged.clear()
         self._accepted.clear()
 
@@ -225,7 +220,6 @@ class HeldVersions:
         self._show(engine.state.version, engine.state.head)
 
     def check_open(self) -> None:
-        """Raise ``StoreClosedError`` if the partition is closed."""
         if self.is_closed:
             raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")
 

@@ -33,7 +33,6 @@ class Scratch:
         return directory
 
     def drop_kept(self) -> None:
-        """Remove the directories that were kept."""
         for directory in self._root.glob(f"{_KEPT}*"):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -69,7 +68,6 @@ class LocalDirectory:
         os.close(self._lock_file)
 
     def remove(self) -> None:
-        """Remove the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -278,7 +278,6 @@ class PartitionState:
 
     @property
     def local_dir(self) -> Path:
-        """The directory that holds the local files."""
         return self._local.path
 
     @property

@@ -89,11 +89,9 @@ class RecentReads:
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
         return sum(claim.nbytes for read in list(self._reads.values()) for claim in read.claims)
 
     def clear(self) -> None:
-        """Drop all reads."""
         self._reads.clear()
 
 
@@ -281,7 +279,6 @@ class VersionReads:
         return last.num_keys if isinstance(last, OlderVersion) else None
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
-        """Return the names of the column families that exist at a version."""
         with self._versions.reading(version, head) as view:
             return view.families
 

@@ -81,7 +81,6 @@ class TasksAtWork:
         return new
 
     def opened(self, operator: str, partition: int) -> None:
-        """Record that a task has opened the batch."""
         tasks = self._operators.setdefault(operator, _Operator())
         tasks.came.add(partition)
         tasks.at_work.add(partition)
@@ -159,14 +158,12 @@ class GroupCommit:
         self.error: BaseException | None = None
 
     def join_group(self, member: GroupMember) -> int:
-        """Add a member; return its number."""
         self.members.append(member)
         self.nbytes += len(member.data)
         return len(self.members) - 1
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome of the group is known."""
         return self.refs is not None or self.error is not None
 
 

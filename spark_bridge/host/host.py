@@ -292,7 +292,6 @@ class Host:
     # -- the coordinator -----------------------------------------------------------------------
 
     def register(self) -> None:
-        """Make this host known to the coordinator, reporting all that the host holds."""
         self.registration.register()
 
     def lag_ms(self, run_id: str) -> int:
@@ -365,7 +364,6 @@ class Host:
         }
 
     def close(self) -> None:
-        """Unload everything and remove the local files."""
         self.cache.close()
         self.exports.close()
         self.maintenance.close()

@@ -92,7 +92,6 @@ class Instance:
 
     @property
     def spec(self) -> OperatorSpec:
-        """Return the operator as the query has registered it."""
         return spec_of(self.registration, self.operator)
 
     def __str__(self) -> str:
@@ -152,12 +151,10 @@ class Counters:
         self._counts = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to one count."""
         with self._lock:
             self._counts[name] += number
 
     def read(self) -> dict[str, int]:
-        """Return all counts by name."""
         with self._lock:
             return dict(self._counts)
 

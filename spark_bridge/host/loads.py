@@ -217,7 +217,6 @@ class Loads:
                 load.watch.end(f"run {run_id} has replaced run {load.lease.run_id}", is_over=True)
 
     def end_run(self, run_id: str) -> None:
-        """End the loads of a run that is over."""
         for load in self._under_way():
             if load.lease.run_id == run_id:
                 load.watch.end("its run is over", is_over=True)

@@ -313,5 +313,4 @@ class Maintenance:
             log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
 
     def close(self) -> None:
-        """Begin no more uploads."""
         self._uploads.shutdown(cancel_futures=True)

@@ -71,7 +71,6 @@ class Copy:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the load has failed."""
         return self.loaded.done() and self.loaded.exception() is not None
 
 
@@ -141,16 +140,13 @@ class PartitionCache:
     # -- own partitions ------------------------------------------------------------------------
 
     def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
-        """Return a partition as it is loaded here, if it is."""
         return self._by_run.get((run_id, operator, partition))
 
     def all(self) -> list[Instance]:
-        """Return all loaded partitions."""
         with self.lock:
             return list(self.instances.values())
 
     def of_run(self, run_id: str, operator: str | None = None) -> list[Instance]:
-        """Return the loaded partitions of a run, of one operator or of all."""
         return [i for i in self.all() if i.registration.run_id == run_id and operator in (None, i.operator)]
 
     def has_instance(self, instance: Instance) -> bool:
@@ -174,7 +170,6 @@ class PartitionCache:
             return True
 
     def loading_lock(self, key: InstanceKey) -> threading.Lock:
-        """Return the loading lock of a partition."""
         with self.lock:
             return self._loading_locks.setdefault(key, threading.Lock())
 

@@ -101,7 +101,6 @@ class CompletedVersions:
             return kept[-1]
 
     def runs(self) -> list[str]:
-        """Return the ids of the runs with a known version."""
         with self._changed:
             return list(self._runs)
 
@@ -294,7 +293,6 @@ class _Granted:
     owners: Mapping[str, list[int]]
 
     def lacks(self, operator: str, partition: int) -> bool:
-        """Return whether a partition has no owner yet."""
         places = self.owners.get(operator, [])
         return 0 <= partition < len(places) and places[partition] == NOBODY
 
@@ -385,7 +383,6 @@ class Grants:
         )
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that is over."""
         with self._lock:
             self._granted.pop(run_id, None)
             self._waiting.pop(run_id, None)

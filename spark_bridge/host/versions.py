@@ -244,7 +244,6 @@ class _Asking:
     has_ended: bool = False
 
     def raise_refusal(self) -> None:
-        """Raise the error that the coordinator has just answered."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
             raise type(refusal)(*refusal.args)  # a new error for every thread
@@ -330,6 +329,5 @@ class VersionRequests:
                 self._completed.forget(run_id)
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that is over."""
         with self._lock:
             self._asking.pop(run_id, None)

@@ -57,7 +57,6 @@ class GroupingKeyFilter:
 
     @classmethod
     def of(cls, rows: VariableRows, keys: pa.BinaryArray) -> GroupingKeyFilter:
-        """Return the filter for stored grouping keys."""
         window = window_place(rows.variable)
         columns = tuple(i for i in range(len(rows.key)) if i != window)
         return cls(rows, columns, without_prefix(keys))
@@ -74,7 +73,6 @@ class GroupingKeyFilter:
         return pc.is_in(without_prefix(keys), self.keys)
 
     def of_changes(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the changes whose keys pass."""
         if not self.columns:
             return batch
         # After version and type of change come the columns of the key, in the user's order.
@@ -164,7 +162,6 @@ class RunManifests:
         self._runs: dict[str, _Manifests] = {}
 
     def runs(self) -> list[str]:
-        """Return the ids of the runs whose manifests are kept."""
         return list(self._runs)
 
     def versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
