@@ -287,7 +287,8 @@ class PartitionCache:
 
         The load has a separate pin. Raises ``TooManyRequestsError`` if copies of ``MAX_VERSIONS`` others are in use.
         """
-        self.evict_copies()
+        if (key, 0) not in self._copies:
+            self.evict_copies()
         evicted: list[Copy] = []
         try:
             with self.lock:
@@ -374,7 +375,8 @@ class PartitionCache:
             is_over = copy.is_dropped and not copy.pins
         if is_over:
             self._destroy(copy)
-        self.evict_copies()
+        if copy.key.kind is not Kind.VERSION:  # reads unpin versions often, and maintenance evicts them soon enough
+            self.evict_copies()
 
     def evict_copies(self) -> None:
         """Destroy the copies that were not used for long, and the unused followers that are too many."""
