@@ -16,17 +16,9 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, StateEngine, backend_of
-from backends.exceptions import (
-    DamagedFileError,
-    LoadEndedError,
-    LocalDiskFullError,
-    LocalStateDamagedError,
-    MissingFileError,
-    StorageError,
-)
 from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
@@ -196,7 +188,7 @@ class Loading:
                 with ChangelogReads(self._context.storage, rest, self._context.conf.load_threads) as reads:
                     self._begin_at(start)
                     if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
-                        raise MissingFileError(
+                        raise exceptions.MissingFileError(
                             f"Not all changelogs from version {self.version + 1} of {self._context.directory} are "
                             f"among the files that lead to version {lineage.version}."
                         )
@@ -204,9 +196,13 @@ class Loading:
                     self._replay(reads)
                 self._context.scratch.drop_kept()
                 return
-            except LocalDiskFullError:
+            except exceptions.LocalDiskFullError:
                 raise  # another start needs room, too
-            except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
+            except (
+                exceptions.MissingFileError,
+                exceptions.DamagedFileError,
+                exceptions.LocalStateDamagedError,
+            ) as error:
                 first_error = first_error or error
                 log.warning(
                     "Version %d of %s cannot be loaded this way: %s", lineage.version, self._context.directory, error
@@ -241,7 +237,7 @@ class Loading:
         elif lineage.is_empty or (1 in heads and 0 not in heads):
             starts.append(None)
         if not starts:
-            raise MissingFileError(
+            raise exceptions.MissingFileError(
                 f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs "
                 f"begin with version {min(heads, default=0)}."
             )
@@ -268,14 +264,14 @@ class Loading:
             name = context.storage.full_location(ref.file.path)
             try:
                 self._engine.restore(directory)
-            except LocalDiskFullError:
+            except exceptions.LocalDiskFullError:
                 raise
-            except (DamagedFileError, LocalStateDamagedError) as error:
-                raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
+            except (exceptions.DamagedFileError, exceptions.LocalStateDamagedError) as error:
+                raise exceptions.DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
             if self._engine.state != descriptor.state:
                 state = self._engine.state
                 self._engine.clear()
-                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {state}.")
+                raise exceptions.DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {state}.")
             self.version, self.head = ref.version, ref.head
         finally:
             shutil.rmtree(directory, ignore_errors=True)  # the engine has taken what it needs from it
@@ -327,7 +323,7 @@ class Loading:
                     self._apply(waiting)
                     waiting, nbytes = [], 0
                 self._watch.step(1, ref.file.size)
-        except (StorageError, LoadEndedError):
+        except (exceptions.StorageError, exceptions.LoadEndedError):
             if waiting:
                 self._apply(waiting)
             raise
@@ -339,7 +335,7 @@ class Loading:
         name = self._context.storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
         if meta.version != ref.version or meta.base != head:
-            raise DamagedFileError(
+            raise exceptions.DamagedFileError(
                 f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
                 f"{head} is needed here: files have been exchanged. Restore them from a copy."
             )
