@@ -37,89 +37,6 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from backends.store import StateStoreMetrics
 
-# Before-images: the pairs that changes replace. They serve reads of older versions, and the count of keys.
-#
-# A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and looked up
-# only if keys are counted or a reader of an older version asks for it.
-
-
-class BeforeImages:
-    """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
-
-    def __init__(
-        self,
-        engine: StateEngine,
-        conf: StateStoreConf,
-        versions: HeldVersions,
-        recent_reads: RecentReads,
-        memory: HostMemory,
-    ) -> None:
-        self._engine = engine
-        self._counts_keys = conf.track_total_number_of_rows
-        self._versions = versions
-        self._recent_reads = recent_reads
-        self._memory = memory
-        self._pins = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Within the block, look before-images up even if nothing else needs them."""
-        with self._lock:
-            self._pins += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins -= 1
-
-    def _are_looked_up(self) -> bool:
-        """Return whether before-images are worth a look-up. Known before-images are always kept."""
-        return self._counts_keys or bool(self._pins)
-
-    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
-        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
-
-        The task's reads are dropped: its commit has come, and another attempt reads again.
-        """
-        if self._versions.is_loading:
-            return None  # a background thread may not wait long
-        try:
-            with self._versions.reading(meta.version - 1, meta.base) as view:
-                images: dict[str, SortedPairs] = {}
-                unknown: dict[str, SortedPairs] = {}
-                for family, pairs in changes.families.items():
-                    values = self._recent_reads.values(meta.base, family, pairs.keys)
-                    self._recent_reads.forget(family)
-                    if not len(pairs):
-                        images[family] = pairs
-                    elif values is not None:
-                        images[family] = SortedPairs(pairs.keys, values)
-                    else:
-                        unknown[family] = pairs
-                # With a layer over it, the engine does not show the version below.
-                if unknown and (view.layers or not self._are_looked_up()):
-                    return None
-                all_images = Changes({**images, **replaced_pairs(self._engine, Changes(unknown)).families})
-                # The keys are those of the changes, and counted with them.
-                nbytes = sum(pairs.values.nbytes for pairs in all_images.families.values())
-                return BeforeImage(all_images, self._memory.note(BEFORE_IMAGES, nbytes))
-        except (VersionNotFoundError, StoreClosedError):
-            return None  # the version below is being loaded, was rolled back, or is past already
-
-    def when_applied(self, delta: Delta) -> Changes | None:
-        """Return the before-images of changes that are applied next; None if nothing needs them."""
-        before = delta.before.result()
-        if before is not None:
-            return before.changes
-        return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
-
-    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
-        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
-        counted = before if self._counts_keys else None
-        return state_after(self._engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
-
-
 # The changes of attempts at the running batch: made durable, then accepted or discarded.
 
 
@@ -144,17 +61,23 @@ class EncodedAttempt(NamedTuple):
 class BatchAttempts:
     """Takes the changes that tasks commit to a partition: ``encode``, then store the changelog, then ``record``.
 
-    Many threads may do so at once. ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``;
-    ``changelog_ms`` is the time of the last one, in milliseconds.
+    It also finds the pairs that the changes replace (before-images), which serve reads of older versions and the count
+    of keys. A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and
+    looked up only if keys are counted or a reader of an older version asks for it.
+
+    Many threads may commit at once. ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``;
+    ``changelog_ms`` is the time of the last one, in milliseconds. ``_lock`` guards the number of pins.
     """
 
     def __init__(
-        self, context: PartitionContext, versions: HeldVersions, before_images: BeforeImages, memory: HostMemory
+        self, context: PartitionContext, versions: HeldVersions, recent_reads: RecentReads, memory: HostMemory
     ) -> None:
         self._context = context
         self._versions = versions
-        self._before_images = before_images
+        self._recent_reads = recent_reads
         self._memory = memory
+        self._pins = 0
+        self._lock = threading.Lock()
         self.bytes_written = 0
         self.changelog_ms = 0.0
 
@@ -176,7 +99,7 @@ class BatchAttempts:
         else:
             claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {directory}")
         apply = _submit(self._context.engine.prepare, changes)
-        before = _submit(self._before_images.when_staged, meta, changes)
+        before = _submit(self._when_staged, meta, changes)
         path = f"{directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
         changelog = write_changelog(changes, meta, self._context.conf.compression)
@@ -222,6 +145,65 @@ class BatchAttempts:
         with self._versions.changed:
             return self._versions.pending.listed()
 
+    # -- before-images -------------------------------------------------------------------------
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within the block, look before-images up even if nothing else needs them."""
+        with self._lock:
+            self._pins += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins -= 1
+
+    def _are_looked_up(self) -> bool:
+        """Return whether before-images are worth a look-up. Known before-images are always kept."""
+        return self._context.conf.track_total_number_of_rows or bool(self._pins)
+
+    def _when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
+        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
+
+        The task's reads are dropped: its commit has come, and another attempt reads again.
+        """
+        if self._versions.is_loading:
+            return None  # a background thread may not wait long
+        try:
+            with self._versions.reading(meta.version - 1, meta.base) as view:
+                images: dict[str, SortedPairs] = {}
+                unknown: dict[str, SortedPairs] = {}
+                for family, pairs in changes.families.items():
+                    values = self._recent_reads.values(meta.base, family, pairs.keys)
+                    self._recent_reads.forget(family)
+                    if not len(pairs):
+                        images[family] = pairs
+                    elif values is not None:
+                        images[family] = SortedPairs(pairs.keys, values)
+                    else:
+                        unknown[family] = pairs
+                # With a layer over it, the engine does not show the version below.
+                if unknown and (view.layers or not self._are_looked_up()):
+                    return None
+                all_images = Changes({**images, **replaced_pairs(self._context.engine, Changes(unknown)).families})
+                # The keys are those of the changes, and counted with them.
+                nbytes = sum(pairs.values.nbytes for pairs in all_images.families.values())
+                return BeforeImage(all_images, self._memory.note(BEFORE_IMAGES, nbytes))
+        except (VersionNotFoundError, StoreClosedError):
+            return None  # the version below is being loaded, was rolled back, or is past already
+
+    def when_applied(self, delta: Delta) -> Changes | None:
+        """Return the before-images of changes that are applied next; None if nothing needs them."""
+        before = delta.before.result()
+        if before is not None:
+            return before.changes
+        return replaced_pairs(self._context.engine, delta.changes) if self._are_looked_up() else None
+
+    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
+        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
+        counted = before if self._context.conf.track_total_number_of_rows else None
+        return state_after(self._context.engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
+
 
 class PartitionState:
     """One partition's state. This class loads and completes its versions; its parts do everything else.
@@ -259,9 +241,8 @@ class PartitionState:
         memory = host_memory(conf)
         self._versions = HeldVersions(self._engine, directory, conf, memory)
         self._recent_reads = RecentReads(conf.versions_in_memory_bytes, memory)
-        self._before_images = BeforeImages(self._engine, conf, self._versions, self._recent_reads, memory)
         self.reads = VersionReads(self._context, self._versions, self._recent_reads, memory)
-        self.attempts = BatchAttempts(self._context, self._versions, self._before_images, memory)
+        self.attempts = BatchAttempts(self._context, self._versions, self._recent_reads, memory)
         self.snapshots = SnapshotUploads(self._context, self._versions, self._mutation)
         self._load_ms = 0.0
         self._apply_ms = 0.0
@@ -357,8 +338,8 @@ class PartitionState:
 
     def _apply(self, delta: Delta) -> None:
         started = time.perf_counter()
-        before = self._before_images.when_applied(delta)
-        state = self._before_images.state_after(delta, before)
+        before = self.attempts.when_applied(delta)
+        state = self.attempts.state_after(delta, before)
         with self._versions.applying(delta, before):
             fault_points.reached("apply")
             delta.apply.result()(state)
@@ -367,7 +348,7 @@ class PartitionState:
 
     def pinned(self) -> AbstractContextManager[None]:
         """Within the block, keep replaced pairs of the last versions for readers, even if a look-up is needed."""
-        return self._before_images.pinned()
+        return self.attempts.pinned()
 
     # -- figures, the end ----------------------------------------------------------------------
 
