@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.effort import only_thorough
-from tests.patience import PATIENCE
+from tests.patience import HANG
 from tests.simulation.planted_faults import FAULTS, PlantedFault
 from tests.simulation.searches import first_failure
 
@@ -63,6 +63,6 @@ def test_the_other_test_sees_the_planted_fault(fault: PlantedFault) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     asked = [sys.executable, "-c", WITH_FAULT, fault.name, fault.test]
     done = subprocess.run(
-        asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
