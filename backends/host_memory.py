@@ -12,7 +12,8 @@ when memory is short:
   them. They are short-lived, so nothing is rejected for them; a commit waits for its turn (``admitted``).
 - spared: before-images and last reads, a quarter of the budget at most. They never evict anything else; the oldest of
   the process are evicted first.
-- caches: the row cache has its share as long as nothing needs it. RocksDB's block cache and write buffers keep theirs.
+- caches: row caches have their share as long as nothing needs it; the largest of them are emptied first. RocksDB's
+  block cache and write buffers keep theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
 from weakref import ref
 
 from backends.conf import StateStoreConf
@@ -68,28 +70,13 @@ class Claim:
         self.kind = kind
         self.nbytes = nbytes
         self.drop = drop
-        """Releases the memory of the claim; None for needed memory."""
+        """Releases the memory of the claim; None for memory that nothing else can take."""
         self.is_dropped = False
         """Whether ``drop`` is being called, or was: the owner of the memory must not start to keep it now."""
 
     def __del__(self) -> None:
         # Any allocation may end a claim, including one that is made under a lock: so this takes no lock.
         self._gone.append((self.kind, self.nbytes, self.number))
-
-
-class RowCaches(Protocol):
-    """All row caches of the process."""
-
-    @property
-    def used(self) -> int:
-        """The bytes that all row caches have now."""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The keys that were ``asked`` for since the start, and those of them that a cache had (``hits``)."""
-
-    def shrink(self) -> None:
-        """Empty caches until their total is at most ``row_cache_room``."""
 
 
 class HostMemory:
@@ -103,7 +90,7 @@ class HostMemory:
         self.limit = conf.host_memory
         self.row_cache_bytes = conf.row_cache_bytes
         self._working = conf.host_memory - conf.block_cache_bytes - conf.write_buffer_bytes
-        self._held = dict.fromkeys((*NEEDED, *PASSING, *SPARED), 0)
+        self._held = dict.fromkeys((*NEEDED, *PASSING, *SPARED, ROW_CACHE), 0)
         self._gone: deque[tuple[str, int, int]] = deque()
         self._droppable: OrderedDict[int, ref[Claim]] = OrderedDict()
         self._number = 0
@@ -113,16 +100,14 @@ class HostMemory:
         self._admitted_of: Counter[str] = Counter()
         self._waiting: deque[tuple[str, object]] = deque()
         self._turn = threading.Condition(_lock)
-        self._row_caches: RowCaches | None = None
+        self._row_claims: dict[int, ref[Claim]] = {}
+        self._largest_rows: list[tuple[int, int]] = []
+        """A heap of the claims of row caches, each as its negative size and its number; some of them are gone."""
+        self._row_lookups = {"asked": 0, "hits": 0}
 
     def measure(self, kind: str, size: Callable[[], int]) -> None:
         """Include the size of a cache of the process in ``held``."""
         self._measures[kind] = size
-
-    def share_row_caches(self, caches: RowCaches) -> None:
-        """Make row caches shrink when needed memory requires it."""
-        self._row_caches = caches
-        self.measure(ROW_CACHE, lambda: caches.used)
 
     def held(self) -> dict[str, int]:
         """Return the bytes that are held, by kind."""
@@ -131,15 +116,70 @@ class HostMemory:
             counted = dict(self._held)
         return counted | {kind: size() for kind, size in list(self._measures.items())}
 
+    # -- row caches ----------------------------------------------------------------------------
+
+    def count_rows(self, asked: int, hits: int) -> None:
+        """Count requested keys, and those of them that a row cache had. For people: threads may lose a count."""
+        self._row_lookups["asked"] += asked
+        self._row_lookups["hits"] += hits
+
     def row_cache_counts(self) -> dict[str, int]:
-        """Return the keys that row caches were asked for, and those that they had; empty without row caches."""
-        return {} if self._row_caches is None else self._row_caches.counts
+        """Return the keys that row caches were ``asked`` for, and those that they had (``hits``)."""
+        return dict(self._row_lookups)
 
     def row_cache_room(self) -> int:
         """Return how many bytes all row caches may have together now."""
         with _lock:
             self._settle()
-            return max(0, min(self.row_cache_bytes, self._working - sum(self._held.values())))
+            return self._row_room()
+
+    def _row_room(self) -> int:
+        others = sum(self._held.values()) - self._held[ROW_CACHE]
+        return max(0, min(self.row_cache_bytes, self._working - others))
+
+    def row_allowance(self, own: Claim | None) -> int:
+        """Return the most bytes that the row cache with this claim may have: what the others leave, or an equal share.
+
+        The time grows with the logarithm of the number of row caches (one per partition and column family).
+        """
+        with _lock:
+            self._settle()
+            return self._row_allowance(own)
+
+    def _row_allowance(self, own: Claim | None) -> int:
+        room, used, others = self._row_room(), self._held[ROW_CACHE], len(self._row_claims)
+        if own is not None and own.number in self._row_claims:
+            used, others = used - own.nbytes, others - 1
+        return max(room - used, room // (others + 1))
+
+    def claim_rows(self, nbytes: int, drop: Callable[[], None]) -> Claim | None:
+        """Count the bytes of a row cache, and empty larger caches for them; None if that is more than its share.
+
+        ``drop`` is called, with the lock, when the cache must be emptied. It may be called before the caller keeps the
+        memory: so the caller checks ``is_dropped`` afterwards.
+        """
+        with _lock:
+            self._settle()
+            if nbytes > self._row_allowance(None):
+                return None
+            self._empty_row_caches(self._row_room() - nbytes)
+            claim = self._new(ROW_CACHE, nbytes, drop)
+            self._row_claims[claim.number] = ref(claim)
+            heappush(self._largest_rows, (-nbytes, claim.number))
+            return claim
+
+    def _empty_row_caches(self, limit: int) -> None:
+        """Empty row caches, the largest first, until they have at most ``limit`` bytes together."""
+        while self._largest_rows and self._held[ROW_CACHE] > limit:
+            reference = self._row_claims.get(heappop(self._largest_rows)[1])
+            claim = None if reference is None else reference()
+            if claim is not None and claim.drop is not None:
+                claim.is_dropped = True
+                claim.drop()
+            claim = None  # or it would live on
+            self._settle()
+
+    # -- claims --------------------------------------------------------------------------------
 
     def claim(self, kind: str, nbytes: int, what: str) -> Claim:
         """Count needed bytes; last reads, before-images and the row cache make room for them.
@@ -228,7 +268,6 @@ class HostMemory:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many commits wait for their turn."""
         return len(self._waiting)
 
     def _refusal(self, what: str, nbytes: int, needed: int) -> str:
@@ -267,7 +306,6 @@ class HostMemory:
         return None if claim.is_dropped else claim
 
     def move(self, claim: Claim, kind: str) -> None:
-        """Change the kind of a claim."""
         with _lock:
             self._held[claim.kind] -= claim.nbytes
             self._held[kind] += claim.nbytes
@@ -291,6 +329,10 @@ class HostMemory:
             kind, nbytes, number = self._gone.popleft()
             self._held[kind] -= nbytes
             self._droppable.pop(number, None)
+            self._row_claims.pop(number, None)
+        if len(self._largest_rows) > 2 * len(self._row_claims) + 16:
+            self._largest_rows = [entry for entry in self._largest_rows if entry[1] in self._row_claims]
+            heapify(self._largest_rows)
 
     def _spared_room(self) -> int:
         """Return how many bytes may be spared: needed and passing memory evicts spared memory before rows."""
@@ -307,21 +349,20 @@ class HostMemory:
             over = sum(self._held[k] for k in SPARED) - self._spared_room()
         while over > 0:
             with _lock:
-                found = self._droppable.popitem(last=False)[1]() if self._droppable else None
-                if found is not None:
-                    found.is_dropped = True
+                claim = self._droppable.popitem(last=False)[1]() if self._droppable else None
+                if claim is not None:
+                    claim.is_dropped = True
                 is_end = not self._droppable
-            if found is not None and found.drop is not None:
-                over -= found.nbytes
-                drop = found.drop
-                found = None  # or the claim would stay alive
+            if claim is not None and claim.drop is not None:
+                over -= claim.nbytes
+                drop = claim.drop
+                claim = None  # or it would live on
                 drop()
             if is_end:
                 break
-        caches, room = self._row_caches, self.row_cache_room()
-        # Adding up the caches of all partitions takes long: so only if they may not have all of their share.
-        if caches is not None and room < self.row_cache_bytes and caches.used > room:
-            caches.shrink()
+        with _lock:
+            self._settle()
+            self._empty_row_caches(self._row_room())
 
 
 def host_memory(conf: StateStoreConf) -> HostMemory:
@@ -390,13 +431,11 @@ class BucketCounts:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
-        """Count a value ``times`` times."""
+    def count_value(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def read(self) -> HistogramBuckets:
-        """Return the counts as they are now."""
         cumulative: list[int] = []
         seen = 0
         for count in self._counts[:-1]:

@@ -110,7 +110,6 @@ class LoadedProviders(Generic[Store]):
     def get_read_only(
         self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
     ) -> Store:
-        """Open a version to read."""
         return self._provider(provider_id, conf).get_read_store(version)
 
     def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> Provider[Store]:
@@ -152,12 +151,10 @@ class LoadedProviders(Generic[Store]):
             self.unload(other)
 
     def is_loaded(self, provider_id: StateStoreProviderId) -> bool:
-        """Return whether a provider is loaded."""
         with self._lock:
             return provider_id in self._providers
 
     def unload(self, provider_id: StateStoreProviderId) -> None:
-        """Close a provider, if it is loaded."""
         with self._lock:
             provider = self._providers.pop(provider_id, None)
             self._maintained.pop(provider_id, None)
@@ -186,7 +183,6 @@ class LoadedProviders(Generic[Store]):
     # -- maintenance ---------------------------------------------------------------------------
 
     def is_maintenance_running(self) -> bool:
-        """Return whether the maintenance thread runs."""
         with self._lock:
             return self._loop is not None and self._loop.is_alive
 

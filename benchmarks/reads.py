@@ -70,7 +70,7 @@ def commit(state: PartitionState, keys: pa.BinaryArray, values: pa.BinaryArray) 
     """All steps of one version."""
     version = state.version + 1
     meta = ChangelogMeta("bench", "bench", 0, 1, version, "1", state.head)
-    ref = state.attempts.stage(meta, Changes.of(keys, values))
+    ref = state.attempts.store_alone(meta, Changes.of(keys, values))
     state.attempts.accept(version, "1")
     state.complete(version, ref.path)
 

@@ -34,8 +34,8 @@ from coordinator_actor.process import format_of_environment, set_up_logging, tak
 from coordinator_actor.reference import RayCoordinatorPort
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.host.held_partitions import in_columns
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import in_columns
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.limits import RequestLimits, RequestStatistics
 from spark_bridge.queryable.server.proxy import KvStateClientProxy, connections_to_hosts
@@ -301,7 +301,7 @@ class StateStoreHost:
                 self._end_process(self._host.replaced)
 
     def _publish_metrics(self) -> None:
-        registrations = [instance.registration for instance in self._host.held.all()]
+        registrations = [instance.registration for instance in self._host.cache.all()]
         self._metrics.publish(self._host.describe(), {r.run_id: r.name or r.query_id for r in registrations})
 
     def _end_process(self, reason: str) -> None:
@@ -327,7 +327,6 @@ class StateStoreHost:
         self._host.heartbeat()
 
     def address(self) -> str:
-        """Return the Flight address of this incarnation."""
         return self._host.info.address
 
     def query_address(self) -> str:
@@ -335,7 +334,6 @@ class StateStoreHost:
         return self._host.info.query_address
 
     def pid(self) -> int:
-        """Return the process id of this incarnation."""
         return os.getpid()
 
     def describe(self) -> dict[str, object]:

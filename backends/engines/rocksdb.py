@@ -41,7 +41,6 @@ from backends.engines.rocksdb_files import (
     database_options,
     estimated_keys,
     own_bytes,
-    shared_memory,
     write_batches,
     write_buffer_bytes,
 )
@@ -170,8 +169,8 @@ class LocalRocksDB:
             host_memory(self._conf).resize(self._own, own_bytes(len(self._families)))
 
     def _family(self, name: str, db: Rdict, handle: object) -> _Family:
-        budget = shared_memory(self._conf).rows if name != META_FAMILY else None
-        return _Family(db, handle, None if budget is None else RowCache(budget))
+        has_cache = self._conf.row_cache_bytes and name != META_FAMILY
+        return _Family(db, handle, RowCache(host_memory(self._conf)) if has_cache else None)
 
     @property
     def column_families(self) -> frozenset[str]:

@@ -26,7 +26,6 @@ from backends.conf import StateStoreConf
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
 from backends.engines.rocksdb_scan import OnFailure
-from backends.engines.row_cache import CacheBudget
 from backends.engines.sst_reader import FEW_PAIRS, Table, TableScan, listed_tables, open_scan, part_of
 from backends.formats.changelog import Changes
 from backends.host_memory import BLOCK_CACHE, WRITE_BUFFERS, HostMemory, host_memory
@@ -160,15 +159,14 @@ _shared: dict[HostMemory, SharedMemory] = {}
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The block cache, the write buffers, and the budget of the row caches; None if there are none."""
+    """The block cache and the write buffers."""
 
     blocks: Cache
     buffers: WriteBufferManager
-    rows: CacheBudget | None
 
 
 def shared_memory(conf: StateStoreConf) -> SharedMemory:
-    """Return the block cache, write buffers and row-cache budget that stores of the process with equal limits share."""
+    """Return the block cache and write buffers that stores of the process with equal limits share."""
     memory = host_memory(conf)
     with _shared_lock:
         if memory not in _shared:
@@ -177,12 +175,9 @@ def shared_memory(conf: StateStoreConf) -> SharedMemory:
             # 70 µs.
             blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
             buffers = WriteBufferManager(conf.write_buffer_bytes, False)
-            rows = CacheBudget(conf.row_cache_bytes, memory.row_cache_room) if conf.row_cache_bytes else None
             memory.measure(BLOCK_CACHE, blocks.get_usage)
             memory.measure(WRITE_BUFFERS, buffers.get_usage)
-            if rows is not None:
-                memory.share_row_caches(rows)
-            _shared[memory] = SharedMemory(blocks, buffers, rows)
+            _shared[memory] = SharedMemory(blocks, buffers)
         return _shared[memory]
 
 

@@ -15,11 +15,10 @@ take a lock, one per cache.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from functools import partial
 from typing import TypeAlias
+from weakref import ref
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +36,7 @@ from backends.engines.cached_rows import (
     hash_keys,
     widths_of,
 )
+from backends.host_memory import Claim, HostMemory
 
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
@@ -48,144 +48,19 @@ CachedRows: TypeAlias = EvenRows | VaryingRows
 _NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
-class _Share:
-    """The bytes that a cache has, until it releases this share, or until the cache is garbage-collected."""
-
-    __slots__ = ("__weakref__", "_gone", "cache", "nbytes", "number")
-
-    def __init__(self, cache: RowCache, gone: deque[tuple[int, int]], number: int, nbytes: int) -> None:
-        self.cache = weakref.ref(cache)
-        self._gone = gone
-        self.number = number
-        self.nbytes = nbytes
-
-    def __del__(self) -> None:
-        # Any allocation may end a share, including one that is made under the budget's lock: so this takes no lock.
-        self._gone.append((self.number, self.nbytes))
-
-
-class CacheBudget:
-    """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
-
-    A cache may use the memory that the others leave, and always its equal share: if necessary, caches above their share
-    are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total, and the
-    caches in a heap by size. So the time of an allocation grows with the logarithm of the number of caches (one per
-    partition and column family), and with the number of caches that are emptied.
-
-    ``_lock`` guards allocations. A cache is emptied without the lock: any allocation of memory, including one made
-    here, may release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache
-    of that copy.
-    """
-
-    def __init__(self, limit: int, room: Callable[[], int] | None = None) -> None:
-        self._limit = limit
-        self._room = room
-        self._lock = threading.Lock()
-        self._used = 0
-        self._shares: dict[int, weakref.ref[_Share]] = {}
-        self._largest: list[tuple[int, int]] = []
-        """A heap of the shares, each as its negative size and its number; some of them are gone."""
-        self._gone: deque[tuple[int, int]] = deque()
-        self._number = 0
-        self._asked = self._hits = 0
-
-    def count(self, asked: int, hits: int) -> None:
-        """Count requested keys, and those of them that a cache had. For people: threads may lose a count."""
-        self._asked += asked
-        self._hits += hits
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The keys that were requested since the start, and those of them that a cache had."""
-        return {"asked": self._asked, "hits": self._hits}
-
-    @property
-    def limit(self) -> int:
-        """The bytes that all caches may have now."""
-        return self._limit if self._room is None else min(self._limit, self._room())
-
-    @property
-    def used(self) -> int:
-        """The bytes that all caches have now."""
-        with self._lock:
-            self._settle()
-            return self._used
-
-    def shrink(self) -> None:
-        """Empty caches, the largest first, until their total is within the limit."""
-        with self._lock:
-            self._empty(self.limit)
-
-    def allowance(self, cache: RowCache) -> int:
-        """Return the most bytes that ``cache`` may have now."""
-        with self._lock:
-            return self._allowed(cache.share)
-
-    def give(self, cache: RowCache, rows: CachedRows) -> bool:
-        """Give ``cache`` these rows in place of its current ones.
-
-        Return False if there is no room: the cache is empty then.
-        """
-        cache.rows, cache.share = _NOTHING, None
-        if rows is _NOTHING:
-            return True
-        with self._lock:
-            nbytes = rows.nbytes
-            if nbytes > self._allowed(None):
-                return False
-            self._empty(self.limit - nbytes)
-            self._number += 1
-            share = _Share(cache, self._gone, self._number, nbytes)
-            self._shares[share.number] = weakref.ref(share)
-            self._used += nbytes
-            heappush(self._largest, (-nbytes, share.number))
-            cache.rows, cache.share = rows, share
-            return True
-
-    def _allowed(self, own: _Share | None) -> int:
-        """Return the most bytes that the cache with this share may have."""
-        self._settle()
-        limit, used, others = self.limit, self._used, len(self._shares)
-        if own is not None:
-            used, others = used - own.nbytes, others - 1
-        return max(limit - used, limit // (others + 1))
-
-    def _empty(self, limit: int) -> None:
-        self._settle()
-        while self._largest and self._used > limit:
-            number = heappop(self._largest)[1]
-            found = self._shares.get(number)
-            share = None if found is None else found()
-            cache = None if share is None else share.cache()
-            if cache is not None and cache.share is share:
-                # Its writer may be about to change these rows, which does no harm: no reader uses them any more.
-                cache.rows, cache.share = _NOTHING, None
-            found = share = cache = None  # or the share would live on
-            self._settle()
-
-    def _settle(self) -> None:
-        """Subtract the shares that caches have released."""
-        while self._gone:
-            number, nbytes = self._gone.popleft()
-            if self._shares.pop(number, None) is not None:
-                self._used -= nbytes
-        if len(self._largest) > 2 * len(self._shares) + 16:
-            self._largest = [entry for entry in self._largest if entry[1] in self._shares]
-            heapify(self._largest)
-
-
 class RowCache:
     """The pairs of one column family that were read last, and the keys found to be absent, for any number of threads.
 
     A writer of the column family must call ``update`` after its write, before anyone may rely on the write, and
-    ``clear`` if it does not know what was written. ``_lock`` is held while the rows are changed.
+    ``clear`` if it does not know what was written. ``_lock`` is held while the rows are changed, but ``memory`` may
+    empty the cache at any time: a writer then changes rows that no reader uses any more, which does no harm.
     """
 
-    def __init__(self, budget: CacheBudget) -> None:
-        self._budget = budget
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
         self.rows = _NOTHING
-        self.share: _Share | None = None
-        """The budget's count of the rows; only the budget sets both."""
+        self.claim: Claim | None = None
+        """Counts the memory of the rows."""
         self._epoch = 0
         self._lock = threading.Lock()
 
@@ -214,7 +89,7 @@ class RowCache:
         if not (rows.count or keep):
             return read(keys)
         if not rows.count:
-            self._budget.count(len(keys), 0)
+            self._memory.count_rows(len(keys), 0)
             values = read(keys)
             self._keep(keys, hash_keys(keys), values, epoch)
             return values
@@ -222,12 +97,12 @@ class RowCache:
         hashes = hash_keys(keys, even)
         held, missing = rows.get(keys, even, hashes)
         if held is None:
-            self._budget.count(len(keys), 0)
+            self._memory.count_rows(len(keys), 0)
             values = read(keys)
             if keep:
                 self._keep(keys, hashes, values, epoch)
             return values
-        self._budget.count(len(keys), len(keys) - len(missing))
+        self._memory.count_rows(len(keys), len(keys) - len(missing))
         if not len(missing):
             return held
         asked = keys.take(pa.array(missing))
@@ -247,7 +122,7 @@ class RowCache:
                 return
             n = len(keys)
             if not self.rows.has_room(keys, values):
-                allowed = self._budget.allowance(self)
+                allowed = self._memory.row_allowance(self.claim)
                 while n and 2 * _needed(keys, values) > allowed:
                     n //= 2
                     keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
@@ -282,14 +157,29 @@ class RowCache:
         """Drop all rows, and the pairs that are being read now."""
         with self._lock:
             self._epoch += 1
-            self._budget.give(self, _NOTHING)
+            self.drop_rows()
+
+    def drop_rows(self) -> None:
+        """Hold no rows. Takes no lock: ``memory`` calls this, and any allocation may end a cache."""
+        self.rows, self.claim = _NOTHING, None
+
+    def _hold(self, rows: CachedRows) -> bool:
+        """Hold these rows in place of the current ones; return False if there is no room: the cache is empty then."""
+        self.drop_rows()  # first, since old and new rows need not fit together
+        claim = self._memory.claim_rows(rows.nbytes, partial(_drop_dropped, ref(self)))
+        if claim is None:
+            return False
+        self.rows, self.claim = rows, claim
+        if claim.is_dropped:  # by another thread, which found nothing here
+            self.drop_rows()
+        return True
 
     def _insert(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         rows = self.rows
         if not rows.has_room(keys, values):
             rows.remove(hashes)  # their values are not right any more, so they need not move
             moved = self._moved(rows, keys, values)
-            if moved is None or not self._budget.give(self, moved):
+            if moved is None or not self._hold(moved):
                 return
             rows = moved
         first = rows.append(keys, values)
@@ -313,7 +203,7 @@ class RowCache:
             key_bytes, value_bytes = content_bytes(more_keys), content_bytes(more_values)
         else:
             key_bytes, value_bytes = more * widths[0], more * (widths[1] or 0)
-        allowed = min(self._budget.allowance(self), MAX_BYTES)
+        allowed = min(self._memory.row_allowance(self.claim), MAX_BYTES)
         left = allowed // 2 - key_bytes - value_bytes - ROW_BYTES * more
         if left < 0:
             return None
@@ -350,3 +240,10 @@ def _sizes(live: Ints, rows: CachedRows, widths: Widths | None) -> tuple[Ints, I
 
 def _needed(keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
     return content_bytes(keys) + content_bytes(values) + ROW_BYTES * len(keys)
+
+
+def _drop_dropped(cache: ref[RowCache]) -> None:
+    """Empty a cache whose memory is needed, unless it has other rows by now."""
+    emptied = cache()
+    if emptied is not None and emptied.claim is not None and emptied.claim.is_dropped:
+        emptied.drop_rows()

@@ -1,25 +1,188 @@
-"""The versions of a partition that can be read. Reads stay exact while versions advance."""
+"""The versions of a partition that can be read: the engine's, with layers of later changes and before-images over it.
+
+Reads stay exact while versions advance.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 from weakref import ref
 
-import pyarrow as pa
-
-from backends.conf import DEFAULT_FAMILY, StateStoreConf
-from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted, merged_scan
+from backends.conf import StateStoreConf
 from backends.engines.engine import StateEngine
-from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError, StoreClosedError, VersionNotFoundError
+from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
-from backends.host_memory import BEFORE_IMAGES, LAST_READS, SCANS, Claim, HostMemory
-from backends.partition.layers import Delta, Layer, OlderVersion, PartitionContext, PendingChanges, VersionView
+from backends.formats.local_state import LocalState
+from backends.host_memory import BEFORE_IMAGES, DELTAS, Claim, HostMemory
+from backends.storage.locations import FileRef
+
+
+@dataclass(frozen=True)
+class BeforeImage:
+    """The pairs that changes replace, and the claim to their memory. The changes have the same keys."""
+
+    changes: Changes
+    claim: Claim
+
+
+@dataclass(eq=False)
+class Delta:
+    """One attempt's durable changes, which lead to a version.
+
+    ``before`` are the pairs that the changes replace, ``apply`` writes the changes to the engine. Background threads
+    make both while the changelog is written. ``claim`` counts the memory of the changes and of ``apply``.
+    """
+
+    meta: ChangelogMeta
+    file: FileRef
+    changes: Changes
+    before: Future[BeforeImage | None]
+    apply: Future[Callable[[LocalState], None]]
+    claim: Claim
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes, including that of the before-images once they exist."""
+        is_there = self.before.done() and self.before.exception() is None
+        before = self.before.result() if is_there else None
+        return self.claim.nbytes + (0 if before is None else before.claim.nbytes)
+
+
+@dataclass(eq=False)
+class OlderVersion:
+    """A version below the completed one, as the before-images that lead back to it from the version above it.
+
+    ``head``, ``families`` and ``num_keys`` are those of ``version``.
+    """
+
+    version: int
+    head: str | None
+    changes: Changes
+    families: frozenset[str]
+    num_keys: int | None
+    claim: Claim | None = None
+    """Counts the memory; None until there is room for it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.changes.nbytes
+
+
+Layer: TypeAlias = Delta | OlderVersion
+
+
+@dataclass(frozen=True)
+class VersionView:
+    """A version as reads see it: the engine with ``layers`` over it. A later layer overrides an earlier one.
+
+    ``head`` is the changelog that made the version, ``families`` are its column families.
+    """
+
+    version: int
+    layers: tuple[Layer, ...]
+    head: str | None
+    families: frozenset[str]
+
+
+# The changes of the running batch: durable, and not yet part of the completed version.
+
+
+class PendingChanges:
+    """Staged attempts, and the accepted attempt of each version, over a completed version.
+
+    It has no lock: ``HeldVersions.changed`` guards all access.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._staged: dict[tuple[int, str], Delta] = {}
+        self._accepted: dict[int, Delta] = {}
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Return all changes, the staged ones first."""
+        yield from self._staged.values()
+        yield from self._accepted.values()
+
+    def record_staged(self, delta: Delta) -> None:
+        self._staged[(delta.meta.version, delta.meta.attempt)] = delta
+
+    def accept(self, version: int, attempt: str) -> bool:
+        """Accept a staged attempt for its version, in place of an earlier one; False if the attempt is unknown."""
+        delta = self._staged.pop((version, attempt), None)
+        if delta is None:
+            accepted = self._accepted.get(version)
+            return accepted is not None and accepted.meta.attempt == attempt
+        self._accepted[version] = delta
+        self._memory.move(delta.claim, DELTAS)
+        return True
+
+    def discard(self, version: int, attempt: str) -> None:
+        """Drop an attempt's staged changes; if there are none, its accepted ones."""
+        if self._staged.pop((version, attempt), None) is not None:
+            return
+        accepted = self._accepted.get(version)
+        if accepted is not None and accepted.meta.attempt == attempt:
+            del self._accepted[version]
+
+    def listed(self) -> list[tuple[ChangelogMeta, FileRef, bool]]:
+        """Return all changes, and whether they are accepted; in the order of versions."""
+        entries = [(d.meta, d.file, False) for d in self._staged.values()]
+        entries += [(d.meta, d.file, True) for d in self._accepted.values()]
+        return sorted(entries, key=lambda entry: entry[0].version)
+
+    def has_version(self, version: int) -> bool:
+        return version in self._accepted or any(staged == version for staged, _ in self._staged)
+
+    def accepted_versions(self) -> list[int]:
+        return list(self._accepted)
+
+    def accepted_head(self, version: int) -> str | None:
+        """Return the changelog of the accepted attempt of a version; None if there is none."""
+        accepted = self._accepted.get(version)
+        return None if accepted is None else accepted.file.path
+
+    def accepted_above(self, version: int, head: str | None) -> list[Delta]:
+        """Return the accepted changes that continue from a version, one version after the other."""
+        steps: list[Delta] = []
+        while (delta := self._accepted.get(version + 1)) is not None and delta.meta.base == head:
+            steps.append(delta)
+            version, head = version + 1, delta.file.path
+        return steps
+
+    def steps(self, base: str | None, version: int, head: str) -> list[Delta] | None:
+        """Return the changes that lead from ``base`` to ``version`` as ``head`` made it; None if they are not held.
+
+        The list is empty if ``head`` is ``base``.
+        """
+        deltas = {delta.file.path: delta for delta in self}
+        steps: list[Delta] = []
+        wanted: str | None = head
+        while wanted != base:
+            delta = deltas.pop(wanted, None) if wanted is not None else None
+            if delta is None or (not steps and delta.meta.version != version):
+                return None
+            steps.insert(0, delta)
+            wanted = delta.meta.base
+        return steps
+
+    def drop_unrelated(self, version: int, head: str | None) -> None:
+        """Drop the changes that do not continue from a completed version."""
+        follows = {head}
+        for delta in sorted(self, key=lambda d: d.meta.version):
+            if delta.meta.version > version and delta.meta.base in follows:
+                follows.add(delta.file.path)
+        self._staged = {k: d for k, d in self._staged.items() if d.file.path in follows and k[0] > version}
+        self._accepted = {v: d for v, d in self._accepted.items() if d.file.path in follows and v > version}
+
+    def clear(self) -> None:
+        self._staged.clear()
+        self._accepted.clear()
 
 
 class HeldVersions:
@@ -57,7 +220,6 @@ class HeldVersions:
         self._show(engine.state.version, engine.state.head)
 
     def check_open(self) -> None:
-        """Raise ``StoreClosedError`` if the partition is closed."""
         if self.is_closed:
             raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")
 
@@ -86,7 +248,7 @@ class HeldVersions:
         ``before`` are the before-images of ``delta``, which keep the version below readable; None: it cannot be read.
         If the block raises, the version below is shown again.
         """
-        held = self.version, self.head, self._older
+        before_all = self.version, self.head, self._older
         older = self._with_older(before)
         with self.changed:
             self._applying = delta
@@ -97,7 +259,7 @@ class HeldVersions:
             yield
         except BaseException:
             with self.changed:
-                self.version, self.head, self._older = held[0], held[1], _not_dropped(held[2])
+                self.version, self.head, self._older = before_all[0], before_all[1], _not_dropped(before_all[2])
             raise
         finally:
             with self.changed:
@@ -284,295 +446,20 @@ class HeldVersions:
             raise self._not_held(version, head) from error
 
     def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
-        held = sorted({*(u.version for u in self._older), self.version, *self.pending.accepted_versions()})
+        versions = sorted({*(u.version for u in self._older), self.version, *self.pending.accepted_versions()})
         return VersionNotFoundError(
             f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
-            f"held: {', '.join(map(str, held))} ({self.head})."
+            f"held: {', '.join(map(str, versions))} ({self.head})."
         )
 
 
 def _drop(versions: ref[HeldVersions], one: ref[OlderVersion]) -> None:
-    held, dropped = versions(), one()
-    if held is not None and dropped is not None:
-        held.drop_older(dropped)
+    target, dropped = versions(), one()
+    if target is not None and dropped is not None:
+        target.drop_older(dropped)
 
 
 def _not_dropped(older: list[OlderVersion]) -> list[OlderVersion]:
     """Return the older versions above the newest one that was dropped concurrently."""
     first = max((i + 1 for i, one in enumerate(older) if one.claim is not None and one.claim.is_dropped), default=0)
     return older[first:]
-
-
-# The pairs that the stream has read last: mostly the same pairs that its next commit replaces.
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Bulk reads of one column family at a completed version, in ascending order of their keys up to ``last``.
-
-    No ``parts`` if there were too many bytes.
-    """
-
-    head: str | None
-    last: bytes
-    parts: tuple[SortedPairs, ...] = ()
-    claims: tuple[Claim, ...] = ()
-
-
-class RecentReads:
-    """The last bulk reads of each column family, up to ``max_bytes`` each, as long as ``memory`` can spare them.
-
-    Kept from a task's read to its commit, or to the next version. Needs no lock: every read and write accesses one dict
-    entry.
-    """
-
-    def __init__(self, max_bytes: int, memory: HostMemory) -> None:
-        self._max_bytes = max_bytes
-        self._memory = memory
-        self._reads: dict[str, _Read] = {}
-
-    def remember(self, head: str | None, column_family: str, read: SortedPairs) -> None:
-        """Keep what was read at the version that ``head`` made.
-
-        An operator reads in steps, in ascending order of the keys: pairs that follow the last read are added to it.
-        """
-        held, last = self._reads.get(column_family), read.keys[-1].as_py()
-        follows = held is not None and held.head == head and held.last < read.keys[0].as_py()
-        earlier = held if held is not None and follows else _Read(head, b"")
-        nbytes = sum(c.nbytes for c in earlier.claims) + read.nbytes
-        claim = None
-        if (earlier.parts or not follows) and nbytes <= self._max_bytes:
-            claim = self._memory.spare(LAST_READS, read.nbytes, partial(_forget, ref(self), column_family))
-        if claim is None:  # a part of a read is useless, and so are the parts that follow
-            self._reads[column_family] = _Read(head, last)
-        else:
-            self._reads[column_family] = _Read(head, last, (*earlier.parts, read), (*earlier.claims, claim))
-            if any(c.is_dropped for c in (*earlier.claims, claim)):  # by another thread, which found nothing here
-                self._reads[column_family] = _Read(head, last)
-
-    def values(self, head: str | None, column_family: str, keys: pa.BinaryArray) -> pa.BinaryArray | None:
-        """Return the values of sorted keys at the version that ``head`` made; None unless all of them were read."""
-        read = self._reads.get(column_family)
-        if read is None or read.head != head or not read.parts:
-            return None
-        read_keys = pa.concat_arrays([p.keys for p in read.parts])
-        read_values = pa.concat_arrays([p.values for p in read.parts])
-        if keys.equals(read_keys):
-            return read_values
-        at = SortedPairs(read_keys, read_values).find(keys)
-        return read_values.take(pa.array(at)) if (at >= 0).all() else None
-
-    def forget(self, column_family: str) -> None:
-        """Drop the reads of a family: the task that has read it has committed, or the memory is needed."""
-        self._reads.pop(column_family, None)
-
-    def forget_others(self, head: str | None) -> None:
-        """Drop the reads at other versions than the one that ``head`` made."""
-        for family, read in list(self._reads.items()):
-            if read.head != head:
-                self._reads.pop(family, None)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory."""
-        return sum(claim.nbytes for read in list(self._reads.values()) for claim in read.claims)
-
-    def clear(self) -> None:
-        """Drop all reads."""
-        self._reads.clear()
-
-
-def _forget(reads: ref[RecentReads], column_family: str) -> None:
-    held = reads()
-    if held is not None:
-        held.forget(column_family)
-
-
-# Counts the memory that a scan holds.
-
-
-_FEW_BYTES = 64 << 10
-"""Smaller batches are not counted: a task scans thousands of ranges with few pairs each, one after the other."""
-
-
-def counted_scan(
-    batches: Iterator[pa.RecordBatch], memory: HostMemory, changes: Claim | None
-) -> Iterator[pa.RecordBatch]:
-    """Return the batches of a scan; its last batch is counted, and ``changes`` as long as the scan lives."""
-    last: Claim | None = None
-    for batch in batches:
-        if last is not None or batch.nbytes >= _FEW_BYTES:
-            last = last or memory.note(SCANS, 0)
-            memory.resize(last, batch.nbytes)
-        yield batch
-
-
-# Reads of one partition, each at one version: the engine's pairs with the layers of changes over them.
-
-
-class VersionReads:
-    """Reads the versions that a partition holds. All reads may run in many threads at once.
-
-    ``get_ms`` is the time of the last ``get_many`` of a task, in milliseconds.
-    """
-
-    def __init__(
-        self, context: PartitionContext, versions: HeldVersions, recent_reads: RecentReads, memory: HostMemory
-    ) -> None:
-        self._engine = context.engine
-        self._directory = context.directory
-        self._versions = versions
-        self._recent_reads = recent_reads
-        self._memory = memory
-        self.get_ms = 0.0
-
-    def get_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
-        remember: bool = True,
-    ) -> pa.BinaryArray:
-        """Return the values at a version, in the order of ``keys``; null where a key has none. Sorted keys are fastest.
-
-        ``version`` None is the last completed one. ``remember`` keeps the result, which may save the following commit a
-        second look-up; queries, which no commit follows, pass False. Raises ``VersionNotFoundError`` if the version, or
-        the one that the changelog ``head`` made, is not held.
-        """
-        started = time.perf_counter()
-        keys = as_binary("keys", keys)
-        if keys.null_count:
-            raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
-        reader = object()
-        view = self._versions.begin_read(reader, version, head)
-        try:
-            self._check_family(column_family, view)
-            values = self._engine.get_many(keys, column_family)
-            if remember and not view.layers and len(keys) and is_strictly_sorted(keys):
-                self._recent_reads.remember(view.head, column_family, SortedPairs(keys, values))
-            for layer in view.layers:
-                if column_family in layer.changes.families:
-                    values = layer.changes.families[column_family].overlay(keys, values)
-        finally:
-            self._versions.end_read(reader)
-        if remember:
-            self.get_ms = (time.perf_counter() - started) * 1e3
-        return values
-
-    def get_one(
-        self,
-        key: bytes,
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
-    ) -> bytes | None:
-        """Return the value of one key at a version, None if it has none: ``get_many`` for one key, in microseconds."""
-        versions = self._versions
-        reader = object()
-        view = versions.begin_read(reader, version, head)
-        try:
-            if column_family not in view.families:
-                self._check_family(column_family, view)
-            for layer in reversed(view.layers):
-                pairs = layer.changes.families.get(column_family)
-                if pairs is not None:
-                    is_changed, value = pairs.get(key)
-                    if is_changed:
-                        return value
-            return self._engine.get_one(key, column_family)
-        finally:
-            versions.end_read(reader)
-
-    def scan(
-        self,
-        version: int | None = None,
-        start: bytes | None = None,
-        end: bytes | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
-    ) -> Iterator[pa.RecordBatch]:
-        """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order.
-
-        Shows the version at the time of the call, however long the scan takes and whatever is committed during it.
-        Raises ``HostMemoryError`` if there is no room for the changes over the engine.
-        """
-        return self.scan_ranges([(start, end)], version, column_family, head=head)[0]
-
-    def scan_ranges(
-        self,
-        ranges: Sequence[tuple[bytes | None, bytes | None]],
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
-    ) -> list[Iterator[pa.RecordBatch]]:
-        """Scan several ranges that do not overlap: all scans show the same moment. See ``scan``."""
-        with self._versions.reading(version, head) as view:
-            self._check_family(column_family, view)
-            bases = [self._engine.scan(start, end, column_family) for start, end in ranges]
-        only = ranges[0] if len(ranges) == 1 else (None, None)
-        changes, claim = self._changes(view, column_family, lambda pairs: pairs.between(*only))
-        return [
-            counted_scan(merged_scan(base, changes.between(*bounds) if len(changes) else changes), self._memory, claim)
-            for base, bounds in zip(bases, ranges, strict=True)
-        ]
-
-    def scan_in_turn(
-        self,
-        ranges: Sequence[KeyRange],
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
-    ) -> Iterator[pa.RecordBatch]:
-        """Scan ascending ranges that do not overlap, one after the other; a batch may have pairs of many ranges.
-
-        See ``scan``.
-        """
-        with self._versions.reading(version, head) as view:
-            self._check_family(column_family, view)
-            base = self._engine.scan_ranges(ranges, column_family)
-        changes, claim = self._changes(view, column_family, lambda pairs: pairs.within(ranges))
-        return counted_scan(merged_scan(base, changes), self._memory, claim)
-
-    def _changes(
-        self, view: VersionView, column_family: str, wanted: Callable[[SortedPairs], SortedPairs]
-    ) -> tuple[SortedPairs, Claim | None]:
-        """Return the changes of the wanted keys in the layers of a view, and the claim to their memory."""
-        changes = SortedPairs.empty()
-        for layer in view.layers:
-            if column_family in layer.changes.families:
-                changes = changes.under(wanted(layer.changes.families[column_family]))
-        claim = self._memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
-        return changes, claim
-
-    def num_keys(self, version: int | None = None, *, head: str | None = None) -> int | None:
-        """Return the exact number of keys of all column families at a version; None if it is unknown.
-
-        Raises as ``get_many``.
-        """
-        with self._versions.reading(version, head) as view:
-            return self.counted(view)
-
-    def counted(self, view: VersionView) -> int | None:
-        """Return the number of keys that a view shows; None if it is unknown."""
-        if not view.layers:
-            return self._engine.state.num_keys
-        last = view.layers[-1]
-        return last.num_keys if isinstance(last, OlderVersion) else None
-
-    def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
-        """Return the names of the column families that exist at a version."""
-        with self._versions.reading(version, head) as view:
-            return view.families
-
-    def _check_family(self, column_family: str, view: VersionView) -> None:
-        if column_family not in view.families:
-            raise InvalidStateStoreArgument(
-                f"Column family {column_family!r} does not exist in {self._directory}; there are "
-                f"{', '.join(sorted(view.families))}. Create it with create_column_family."
-            )

@@ -80,7 +80,6 @@ class LoadWatch:
         self.ended = self.ended or why
 
     def check(self) -> None:
-        """Raise ``LoadEndedError`` if the load is to end."""
         if self.ended is None and self._is_abandoned():
             self.ended = "no caller waits for it any more"
         if self.ended is not None:
@@ -127,7 +126,6 @@ class LoadWatch:
         self.check()
 
     def progress(self) -> LoadProgress:
-        """Return the progress of the load."""
         with self._lock:
             under_way = sum(_size(path) for path in self._fetching)
             return LoadProgress(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,28 +16,15 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from backends import fault_points
-from backends.conf import StateStoreConf
+from backends import exceptions, fault_points
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, StateEngine, backend_of
-from backends.exceptions import (
-    DamagedFileError,
-    LoadEndedError,
-    LocalDiskFullError,
-    LocalStateDamagedError,
-    MissingFileError,
-    StorageError,
-    StoreClosedError,
-    VersionNotFoundError,
-)
 from backends.formats import snapshot
-from backends.formats.changelog import ChangelogMeta, Changes, read_changelog
+from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
-from backends.host_memory import BEFORE_IMAGES, HostMemory
-from backends.partition.held_versions import HeldVersions, RecentReads
-from backends.partition.layers import BeforeImage, Delta, PartitionContext, Scratch
 from backends.partition.load_watch import LoadWatch
+from backends.partition.local_directory import PartitionContext, Scratch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 
@@ -69,10 +55,10 @@ def take_over(
     def taken_over() -> Iterator[tuple[str, SortedPairs]]:
         nonlocal num_keys
         for source in rescaled.sources:
-            with loaded(source) as held:
-                for family in sorted(held.column_families):
+            with loaded(source) as source_engine:
+                for family in sorted(source_engine.column_families):
                     families.add(family)
-                    for batch in held.scan(rescaled.start, rescaled.end, family):
+                    for batch in source_engine.scan(rescaled.start, rescaled.end, family):
                         pairs = SortedPairs(batch.column("key"), batch.column("value"))
                         num_keys += len(pairs)
                         yield family, pairs
@@ -80,8 +66,8 @@ def take_over(
                         fault_points.reached("load:rescaling")
 
     engine.load_sorted(taken_over(), unfinished)
-    made = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
-    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)
+    state = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
+    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(state)
 
 
 # The changelogs of a load, read ahead: some at once, and the first small ones during the fetch of a snapshot.
@@ -145,89 +131,6 @@ class ChangelogReads:
         return self._pool.submit(self._storage.read, ref.file).result
 
 
-# Before-images: the pairs that changes replace. They serve reads of older versions, and the count of keys.
-#
-# A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and looked up
-# only if keys are counted or a reader of an older version asks for it.
-
-
-class BeforeImages:
-    """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
-
-    def __init__(
-        self,
-        engine: StateEngine,
-        conf: StateStoreConf,
-        versions: HeldVersions,
-        recent_reads: RecentReads,
-        memory: HostMemory,
-    ) -> None:
-        self._engine = engine
-        self._counts_keys = conf.track_total_number_of_rows
-        self._versions = versions
-        self._recent_reads = recent_reads
-        self._memory = memory
-        self._pins = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Within the block, look before-images up even if nothing else needs them."""
-        with self._lock:
-            self._pins += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins -= 1
-
-    def _are_looked_up(self) -> bool:
-        """Return whether before-images are worth a look-up. Known before-images are always kept."""
-        return self._counts_keys or bool(self._pins)
-
-    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
-        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
-
-        The task's reads are dropped: its commit has come, and another attempt reads again.
-        """
-        if self._versions.is_loading:
-            return None  # a background thread may not wait long
-        try:
-            with self._versions.reading(meta.version - 1, meta.base) as view:
-                known: dict[str, SortedPairs] = {}
-                unknown: dict[str, SortedPairs] = {}
-                for family, pairs in changes.families.items():
-                    values = self._recent_reads.values(meta.base, family, pairs.keys)
-                    self._recent_reads.forget(family)
-                    if not len(pairs):
-                        known[family] = pairs
-                    elif values is not None:
-                        known[family] = SortedPairs(pairs.keys, values)
-                    else:
-                        unknown[family] = pairs
-                # With a layer over it, the engine does not show the version below.
-                if unknown and (view.layers or not self._are_looked_up()):
-                    return None
-                found = Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
-                # The keys are those of the changes, and counted with them.
-                nbytes = sum(pairs.values.nbytes for pairs in found.families.values())
-                return BeforeImage(found, self._memory.note(BEFORE_IMAGES, nbytes))
-        except (VersionNotFoundError, StoreClosedError):
-            return None  # the version below is being loaded, was rolled back, or is past already
-
-    def when_applied(self, delta: Delta) -> Changes | None:
-        """Return the before-images of changes that are applied next; None if nothing needs them."""
-        before = delta.before.result()
-        if before is not None:
-            return before.changes
-        return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
-
-    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
-        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
-        counted = before if self._counts_keys else None
-        return state_after(self._engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
-
-
 def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
     """Return the pairs that ``changes`` replace in the engine: null where there is none."""
     if engine.state.num_keys == 0:
@@ -285,7 +188,7 @@ class Loading:
                 with ChangelogReads(self._context.storage, rest, self._context.conf.load_threads) as reads:
                     self._begin_at(start)
                     if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
-                        raise MissingFileError(
+                        raise exceptions.MissingFileError(
                             f"Not all changelogs from version {self.version + 1} of {self._context.directory} are "
                             f"among the files that lead to version {lineage.version}."
                         )
@@ -293,9 +196,13 @@ class Loading:
                     self._replay(reads)
                 self._context.scratch.drop_kept()
                 return
-            except LocalDiskFullError:
+            except exceptions.LocalDiskFullError:
                 raise  # another start needs room, too
-            except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
+            except (
+                exceptions.MissingFileError,
+                exceptions.DamagedFileError,
+                exceptions.LocalStateDamagedError,
+            ) as error:
                 first_error = first_error or error
                 log.warning(
                     "Version %d of %s cannot be loaded this way: %s", lineage.version, self._context.directory, error
@@ -312,9 +219,9 @@ class Loading:
         heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
         if lineage.rescaled is not None:
             heads[lineage.rescaled.version] = lineage.rescaled.head
-        held = self._engine.state
-        is_held_right = held.head is not None and heads.get(held.version) == held.head
-        above = held.version if is_held_right else -1  # a query may begin with a state: a snapshot of version 0
+        local = self._engine.state
+        is_held_right = local.head is not None and heads.get(local.version) == local.head
+        above = local.version if is_held_right else -1  # a query may begin with a state: a snapshot of version 0
         starts: list[SnapshotRef | LocalState | Rescaled | None] = [
             ref
             for ref in reversed(lineage.snapshots)
@@ -323,14 +230,14 @@ class Loading:
         if is_held_right:
             # Replaying a few changelogs is cheaper than fetching everything.
             near = self._context.conf.deltas_per_snapshot
-            is_near = not starts or lineage.snapshots[-1].version - held.version <= near
-            starts.insert(0 if is_near else len(starts), held)
+            is_near = not starts or lineage.snapshots[-1].version - local.version <= near
+            starts.insert(0 if is_near else len(starts), local)
         if lineage.rescaled is not None:
             starts.append(lineage.rescaled)
         elif lineage.is_empty or (1 in heads and 0 not in heads):
             starts.append(None)
         if not starts:
-            raise MissingFileError(
+            raise exceptions.MissingFileError(
                 f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs "
                 f"begin with version {min(heads, default=0)}."
             )
@@ -357,14 +264,14 @@ class Loading:
             name = context.storage.full_location(ref.file.path)
             try:
                 self._engine.restore(directory)
-            except LocalDiskFullError:
+            except exceptions.LocalDiskFullError:
                 raise
-            except (DamagedFileError, LocalStateDamagedError) as error:
-                raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
+            except (exceptions.DamagedFileError, exceptions.LocalStateDamagedError) as error:
+                raise exceptions.DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
             if self._engine.state != descriptor.state:
-                found = self._engine.state
+                state = self._engine.state
                 self._engine.clear()
-                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
+                raise exceptions.DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {state}.")
             self.version, self.head = ref.version, ref.head
         finally:
             shutil.rmtree(directory, ignore_errors=True)  # the engine has taken what it needs from it
@@ -393,8 +300,8 @@ class Loading:
             engine = BufferedEngine(directory / "engine", conf, start, end)
             try:
                 scratch = Scratch(context.scratch.kept(source.directory))
-                held = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
-                Loading(held, engine.state.version, engine.state.head, self._watch).run(source.lineage)
+                loaded = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
+                Loading(loaded, engine.state.version, engine.state.head, self._watch).run(source.lineage)
                 yield engine
             finally:
                 engine.close()
@@ -416,7 +323,7 @@ class Loading:
                     self._apply(waiting)
                     waiting, nbytes = [], 0
                 self._watch.step(1, ref.file.size)
-        except (StorageError, LoadEndedError):
+        except (exceptions.StorageError, exceptions.LoadEndedError):
             if waiting:
                 self._apply(waiting)
             raise
@@ -428,7 +335,7 @@ class Loading:
         name = self._context.storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
         if meta.version != ref.version or meta.base != head:
-            raise DamagedFileError(
+            raise exceptions.DamagedFileError(
                 f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
                 f"{head} is needed here: files have been exchanged. Restore them from a copy."
             )

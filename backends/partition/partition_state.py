@@ -8,26 +8,31 @@ those versions are read as fast as the newest.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from backends import fault_points
 from backends.conf import StateStoreConf
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine, backend_of, writing_to
-from backends.exceptions import LineageMismatchError
+from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.local_state import LocalState
 from backends.formats.manifest import Lineage, changelog_name
-from backends.host_memory import CHANGELOGS, KEPT_OF_COMMIT, STAGED, HostMemory, host_memory
-from backends.partition import snapshot_uploads
-from backends.partition.held_versions import HeldVersions, RecentReads, VersionReads
-from backends.partition.layers import Delta, LocalDirectory, PartitionContext
+from backends.host_memory import BEFORE_IMAGES, CHANGELOGS, KEPT_OF_COMMIT, STAGED, Claim, HostMemory, host_memory
+from backends.partition.held_versions import BeforeImage, Delta, HeldVersions
 from backends.partition.load_watch import LoadWatch
-from backends.partition.loading import BeforeImages, Loading
+from backends.partition.loading import Loading, replaced_pairs, state_after
+from backends.partition.local_directory import LocalDirectory, PartitionContext
 from backends.partition.snapshot_uploads import SnapshotUploads
+from backends.partition.version_reads import RecentReads, VersionReads
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from backends.store import StateStoreMetrics
@@ -35,64 +40,87 @@ from backends.store import StateStoreMetrics
 # The changes of attempts at the running batch: made durable, then accepted or discarded.
 
 
-WriteChangelog = Callable[[CheckpointStorage, ChangelogMeta, str, bytes], FileRef]
-"""Stores the bytes of a changelog under a name that never existed."""
+class EncodedAttempt(NamedTuple):
+    """The changes of one attempt, encoded to be stored as ``changelog`` under ``path``, a name that never existed.
 
+    ``before``, ``apply`` and ``claim`` are those of the ``Delta``; ``written`` counts the memory of ``changelog``.
+    """
 
-def put_changelog(storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
-    """Store a changelog as a separate file."""
-    return storage.put_unique(path, data)
+    meta: ChangelogMeta
+    storage: CheckpointStorage
+    path: str
+    changelog: bytes
+    changes: Changes
+    before: Future[BeforeImage | None]
+    apply: Future[Callable[[LocalState], None]]
+    claim: Claim
+    written: Claim
+    started: float
 
 
 class BatchAttempts:
-    """Takes the changes that tasks commit to a partition. Many threads may stage at once.
+    """Takes the changes that tasks commit to a partition: ``encode``, then store the changelog, then ``record``.
 
-    ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``; ``changelog_ms`` is the time of
-    the last one, in milliseconds.
+    It also finds the pairs that the changes replace (before-images), which serve reads of older versions and the count
+    of keys. A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and
+    looked up only if keys are counted or a reader of an older version asks for it.
+
+    Many threads may commit at once. ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``;
+    ``changelog_ms`` is the time of the last one, in milliseconds. ``_lock`` guards the number of pins.
     """
 
     def __init__(
-        self, context: PartitionContext, versions: HeldVersions, before_images: BeforeImages, memory: HostMemory
+        self, context: PartitionContext, versions: HeldVersions, recent_reads: RecentReads, memory: HostMemory
     ) -> None:
         self._context = context
         self._versions = versions
-        self._before_images = before_images
+        self._recent_reads = recent_reads
         self._memory = memory
+        self._pins = 0
+        self._lock = threading.Lock()
         self.bytes_written = 0
         self.changelog_ms = 0.0
 
-    def stage(self, meta: ChangelogMeta, changes: Changes, write: WriteChangelog = put_changelog) -> FileRef:
-        """Make an attempt's changes durable and keep them, invisible until accepted.
+    def encode(self, meta: ChangelogMeta, changes: Changes) -> EncodedAttempt:
+        """Encode an attempt's changes, and begin to prepare their application.
 
-        ``write`` stores the changelog, perhaps together with others, and returns when it is durable. Raises
-        ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if there is
-        no room for the changes. Repeated changes are never rejected for lack of room.
+        Raises ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if
+        there is no room for the changes. Repeated changes are never rejected for lack of room.
         """
         started = time.perf_counter()
         storage, directory = self._context.storage, self._context.directory
         self._versions.check_base(meta)
         nbytes = KEPT_OF_COMMIT * changes.nbytes
         with self._versions.changed:
-            is_repeated = self._versions.pending.is_held(meta.version)
+            is_repeated = self._versions.pending.has_version(meta.version)
         if is_repeated:
             # It replaces changes that stay until the version is completed, because the completion needs them.
             claim = self._memory.note(STAGED, nbytes)
         else:
             claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {directory}")
-        apply = snapshot_uploads.submit(self._context.engine.prepare, changes)
-        before = snapshot_uploads.submit(self._before_images.when_staged, meta, changes)
+        apply = _submit(self._context.engine.prepare, changes)
+        before = _submit(self._when_staged, meta, changes)
         path = f"{directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
         changelog = write_changelog(changes, meta, self._context.conf.compression)
         written = self._memory.note(CHANGELOGS, len(changelog))
-        ref = write(storage, meta, path, changelog)
-        del changelog, written
+        return EncodedAttempt(meta, storage, path, changelog, changes, before, apply, claim, written, started)
+
+    def record(self, encoded: EncodedAttempt, file: FileRef) -> None:
+        """Keep an attempt whose changelog is durable as ``file``. It is invisible until accepted."""
         fault_points.reached("commit:durable")
+        delta = Delta(encoded.meta, file, encoded.changes, encoded.before, encoded.apply, encoded.claim)
         with self._versions.changed:
-            self._versions.pending.stage(Delta(meta, ref, changes, before, apply, claim))
-            self.bytes_written += ref.size
-            self.changelog_ms = (time.perf_counter() - started) * 1e3
-        return ref
+            self._versions.pending.record_staged(delta)
+            self.bytes_written += file.size
+            self.changelog_ms = (time.perf_counter() - encoded.started) * 1e3
+
+    def store_alone(self, meta: ChangelogMeta, changes: Changes) -> FileRef:
+        """Encode an attempt, store its changelog as a separate file, and record it. Raises as ``encode`` does."""
+        encoded = self.encode(meta, changes)
+        file = encoded.storage.put_unique(encoded.path, encoded.changelog)
+        self.record(encoded, file)
+        return file
 
     def accept(self, version: int, attempt: str) -> None:
         """Show an acknowledged attempt to readers of ``version``, in place of any attempt before it.
@@ -101,10 +129,10 @@ class BatchAttempts:
         """
         with self._versions.changed:
             if not self._versions.pending.accept(version, attempt):
-                held = ", ".join(f"{m.version}:{m.attempt}" for m, _, _ in self.pending()) or "none"
+                attempts = ", ".join(f"{m.version}:{m.attempt}" for m, _, _ in self.pending()) or "none"
                 raise LineageMismatchError(
                     f"No changes of attempt {attempt!r} to version {version} of {self._context.directory} are held "
-                    f"here; held are version {self._versions.version} and the attempts {held}."
+                    f"here; held are version {self._versions.version} and the attempts {attempts}."
                 )
 
     def discard(self, version: int, attempt: str) -> None:
@@ -116,6 +144,65 @@ class BatchAttempts:
         """Return the changes over the completed version, and whether they are accepted; in the order of versions."""
         with self._versions.changed:
             return self._versions.pending.listed()
+
+    # -- before-images -------------------------------------------------------------------------
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within the block, look before-images up even if nothing else needs them."""
+        with self._lock:
+            self._pins += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins -= 1
+
+    def _are_looked_up(self) -> bool:
+        """Return whether before-images are worth a look-up. Known before-images are always kept."""
+        return self._context.conf.track_total_number_of_rows or bool(self._pins)
+
+    def _when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
+        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
+
+        The task's reads are dropped: its commit has come, and another attempt reads again.
+        """
+        if self._versions.is_loading:
+            return None  # a background thread may not wait long
+        try:
+            with self._versions.reading(meta.version - 1, meta.base) as view:
+                images: dict[str, SortedPairs] = {}
+                unknown: dict[str, SortedPairs] = {}
+                for family, pairs in changes.families.items():
+                    values = self._recent_reads.values(meta.base, family, pairs.keys)
+                    self._recent_reads.forget(family)
+                    if not len(pairs):
+                        images[family] = pairs
+                    elif values is not None:
+                        images[family] = SortedPairs(pairs.keys, values)
+                    else:
+                        unknown[family] = pairs
+                # With a layer over it, the engine does not show the version below.
+                if unknown and (view.layers or not self._are_looked_up()):
+                    return None
+                all_images = Changes({**images, **replaced_pairs(self._context.engine, Changes(unknown)).families})
+                # The keys are those of the changes, and counted with them.
+                nbytes = sum(pairs.values.nbytes for pairs in all_images.families.values())
+                return BeforeImage(all_images, self._memory.note(BEFORE_IMAGES, nbytes))
+        except (VersionNotFoundError, StoreClosedError):
+            return None  # the version below is being loaded, was rolled back, or is past already
+
+    def when_applied(self, delta: Delta) -> Changes | None:
+        """Return the before-images of changes that are applied next; None if nothing needs them."""
+        before = delta.before.result()
+        if before is not None:
+            return before.changes
+        return replaced_pairs(self._context.engine, delta.changes) if self._are_looked_up() else None
+
+    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
+        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
+        counted = before if self._context.conf.track_total_number_of_rows else None
+        return state_after(self._context.engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
 
 
 class PartitionState:
@@ -154,9 +241,8 @@ class PartitionState:
         memory = host_memory(conf)
         self._versions = HeldVersions(self._engine, directory, conf, memory)
         self._recent_reads = RecentReads(conf.versions_in_memory_bytes, memory)
-        self._before_images = BeforeImages(self._engine, conf, self._versions, self._recent_reads, memory)
         self.reads = VersionReads(self._context, self._versions, self._recent_reads, memory)
-        self.attempts = BatchAttempts(self._context, self._versions, self._before_images, memory)
+        self.attempts = BatchAttempts(self._context, self._versions, self._recent_reads, memory)
         self.snapshots = SnapshotUploads(self._context, self._versions, self._mutation)
         self._load_ms = 0.0
         self._apply_ms = 0.0
@@ -173,7 +259,6 @@ class PartitionState:
 
     @property
     def local_dir(self) -> Path:
-        """The directory that holds the local files."""
         return self._local.path
 
     @property
@@ -253,8 +338,8 @@ class PartitionState:
 
     def _apply(self, delta: Delta) -> None:
         started = time.perf_counter()
-        before = self._before_images.when_applied(delta)
-        state = self._before_images.state_after(delta, before)
+        before = self.attempts.when_applied(delta)
+        state = self.attempts.state_after(delta, before)
         with self._versions.applying(delta, before):
             fault_points.reached("apply")
             delta.apply.result()(state)
@@ -263,7 +348,7 @@ class PartitionState:
 
     def pinned(self) -> AbstractContextManager[None]:
         """Within the block, keep replaced pairs of the last versions for readers, even if a look-up is needed."""
-        return self._before_images.pinned()
+        return self.attempts.pinned()
 
     # -- figures, the end ----------------------------------------------------------------------
 
@@ -327,3 +412,25 @@ def open_partition(
     backend = backend_of(conf)
     engine = BufferedEngine if is_copy else DeferredEngine if backend.opens_slowly else backend.engine
     return PartitionState(local_dir, storage, directory, conf, backend.name, engine)
+
+
+# Two threads that prepare changes during the write of their changelog. All partitions of the process share them.
+
+
+T = TypeVar("T")
+
+_pool: ThreadPoolExecutor
+
+
+def _submit(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call ``function`` in one of the threads. No call may wait long: the other partitions need the threads too."""
+    return _pool.submit(function, *arguments)
+
+
+def _start() -> None:
+    global _pool
+    _pool = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
+
+
+_start()
+os.register_at_fork(after_in_child=_start)  # a forked process does not inherit the threads

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
@@ -16,7 +13,7 @@ from backends.formats import snapshot
 from backends.formats.manifest import SnapshotDescriptor, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import PartitionContext
+from backends.partition.local_directory import PartitionContext
 from backends.spans import Pool
 
 log = logging.getLogger(__name__)
@@ -49,8 +46,8 @@ class SnapshotUploads:
         The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
         state is closed during the upload, ``VersionNotFoundError`` for the empty version 0.
         """
-        (made,) = store_snapshots([(self, self.prepare(earlier))])
-        return made.ref
+        (stored,) = store_snapshots([(self, self.prepare(earlier))])
+        return stored.ref
 
     def prepare(
         self, earlier: SnapshotRef | None, small_bytes: int = 0, listed: dict[str, dict[str, int]] | None = None
@@ -127,29 +124,7 @@ class SnapshotUploads:
 
 def store_snapshots(prepared: Sequence[tuple[SnapshotUploads, PreparedSnapshot]]) -> list[StoredSnapshot]:
     """Finish snapshots of partitions with the same state location, with one request. Raises ``StorageError``."""
-    made = snapshot.store_together(prepared[0][0]._context.storage, [one for _, one in prepared])
-    for (uploads, _), stored in zip(prepared, made, strict=True):
+    snapshots = snapshot.store_together(prepared[0][0]._context.storage, [one for _, one in prepared])
+    for (uploads, _), stored in zip(prepared, snapshots, strict=True):
         uploads._note(stored)
-    return made
-
-
-# Two threads that prepare changes during the write of their changelog. All partitions of the process share them.
-
-
-T = TypeVar("T")
-
-_pool: ThreadPoolExecutor
-
-
-def submit(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call ``function`` in one of the threads. No call may wait long: the other partitions need the threads too."""
-    return _pool.submit(function, *arguments)
-
-
-def _start() -> None:
-    global _pool
-    _pool = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
-
-
-_start()
-os.register_at_fork(after_in_child=_start)  # a forked process does not inherit the threads
+    return snapshots

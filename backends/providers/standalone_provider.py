@@ -159,7 +159,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                 base=lineage.head,
                 store=self._id.store_name,
             )
-            file = self.main.attempts.stage(meta, changes)
+            file = self.main.attempts.store_alone(meta, changes)
             started = time.perf_counter()
             try:
                 self._manifests.append(version, newest, attempt, file)

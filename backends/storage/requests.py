@@ -67,7 +67,7 @@ class RequestCounts:
     def took(self, verb: str, seconds: float, failed: bool) -> None:
         """Record how long a counted request took, and whether storage answered with an error."""
         with self._lock:
-            self._durations[KINDS[verb]].add(seconds)
+            self._durations[KINDS[verb]].count_value(seconds)
             self._failures[KINDS[verb]] += failed
 
     def failures(self) -> dict[str, int]:

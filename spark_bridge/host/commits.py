@@ -2,7 +2,7 @@
 
 A task sends its changes to the owner of its partition (``spark_bridge.task.task_store``), whose Flight server calls
 ``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An
-accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoading.complete``).
+accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoader.complete``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from coordinator_actor.messages import (
     Refused,
 )
 from spark_bridge.exceptions import not_open, rebuilt_error
-from spark_bridge.host.held_partitions import REMEMBERED_COMMITS, Counters, HeldPartitions, Instance
+from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import TaskIdentity
@@ -80,17 +81,16 @@ class TasksAtWork:
         return new
 
     def opened(self, operator: str, partition: int) -> None:
-        """Record that a task has opened the batch."""
-        known = self._operators.setdefault(operator, _Operator())
-        known.came.add(partition)
-        known.at_work.add(partition)
-        known.most = max(known.most, len(known.at_work))
+        tasks = self._operators.setdefault(operator, _Operator())
+        tasks.came.add(partition)
+        tasks.at_work.add(partition)
+        tasks.most = max(tasks.most, len(tasks.at_work))
 
     def answered(self, operator: str, partition: int) -> None:
         """Record that a task has freed its slot: its changes are durable, or could not be stored."""
-        known = self._operators.get(operator)
-        if known is not None:
-            known.at_work.discard(partition)
+        tasks = self._operators.get(operator)
+        if tasks is not None:
+            tasks.at_work.discard(partition)
 
     def expects_more(self) -> bool:
         """Return whether other tasks of a running operator are about to open.
@@ -157,15 +157,13 @@ class GroupCommit:
         self.refs: list[FileRef] | None = None
         self.error: BaseException | None = None
 
-    def add(self, member: GroupMember) -> int:
-        """Add a member; return its number."""
+    def join_group(self, member: GroupMember) -> int:
         self.members.append(member)
         self.nbytes += len(member.data)
         return len(self.members) - 1
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome of the group is known."""
         return self.refs is not None or self.error is not None
 
 
@@ -232,7 +230,7 @@ class GroupCommits:
             else:
                 self._batches.pop(run_id, None)
 
-    def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
+    def write_changelog(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
         """Store a changelog, alone or with others; return when it is durable.
 
         ``path`` is its name. Raises the errors of storing it, for every member of a group.
@@ -306,7 +304,7 @@ class GroupCommits:
             number = -1
         else:
             group = batch.group = group or GroupCommit()
-            number = group.add(member)
+            number = group.join_group(member)
         if group is not None:
             if is_object_storage:
                 is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()
@@ -359,7 +357,7 @@ class GroupCommits:
 # of messages follows the number of hosts, not of partitions, and a single acknowledgement is sent at once.
 
 
-SendAcknowledgements = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+AcknowledgeMany = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
 """Sends messages of one run to the coordinator, and returns an answer for each."""
 
 
@@ -375,8 +373,8 @@ class Acknowledgements:
     Thread-safe: ``_changed`` guards both tables, and is free during a message.
     """
 
-    def __init__(self, send: SendAcknowledgements) -> None:
-        self._send = send
+    def __init__(self, acknowledge_many: AcknowledgeMany) -> None:
+        self._acknowledge_many = acknowledge_many
         self._waiting: dict[str, list[_Waiting]] = {}
         self._sending: set[str] = set()
         self._changed = threading.Condition()
@@ -398,7 +396,7 @@ class Acknowledgements:
                 together = self._waiting.pop(run_id)
             answers: Sequence[Acknowledged | Refused | BaseException]
             try:
-                answers = self._send(run_id, tuple(w.message for w in together))
+                answers = self._acknowledge_many(run_id, tuple(w.message for w in together))
                 if len(answers) != len(together):
                     raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
             except BaseException as error:  # noqa: BLE001 - all waiting threads must raise it
@@ -421,13 +419,13 @@ class TaskCommits:
     def __init__(
         self,
         registration: HostRegistration,
-        held: HeldPartitions,
+        cache: PartitionCache,
         prepared: PreparedVersions,
         counters: Counters,
         groups: GroupCommits,
     ) -> None:
         self._registration = registration
-        self._held = held
+        self._cache = cache
         self._prepared = prepared
         self._counters = counters
         self._groups = groups
@@ -451,11 +449,12 @@ class TaskCommits:
         rejects.
         """
         info = self._registration.info
-        instance = self._held.instance(task.run_id, task.operator, task.partition)
+        instance = self._cache.instance(task.run_id, task.operator, task.partition)
         if instance is None or instance.state.version != task.batch_id:
             raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
         version = task.batch_id + 1
+        attempts = instance.state.attempts
         with instance.commit_lock:
             meta = ChangelogMeta(
                 query_run_id=task.run_id,
@@ -468,9 +467,12 @@ class TaskCommits:
             )
             try:
                 with spans.step("host.changelog"):
-                    file = instance.state.attempts.stage(meta, changes, self._groups.put)
+                    encoded = attempts.encode(meta, changes)
+                    file = self._groups.write_changelog(encoded.storage, meta, encoded.path, encoded.changelog)
+                    attempts.record(encoded, file)
+                    del encoded  # its bytes are not needed during the acknowledgement
                 if instance.key_windows is not None:
-                    instance.key_windows.add(meta.base, file.path, changes)
+                    instance.key_windows.follow_changes(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
@@ -481,20 +483,20 @@ class TaskCommits:
                 with spans.step("host.acknowledge"):
                     answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
-                instance.state.attempts.discard(version, task.attempt)
+                attempts.discard(version, task.attempt)
                 raise
-            instance.state.attempts.accept(version, task.attempt)
+            attempts.accept(version, task.attempt)
             instance.acknowledged[version] = message
             self._prepared.accepted(instance.registration, version, under)
         done = time.perf_counter()
-        self._counters.add("commits")
-        self._counters.add("keys_written", changes.num_changes)
+        self._counters.count("commits")
+        self._counters.count("keys_written", changes.num_changes)
         milliseconds = {
             **timings,
             "changelog_ms": (durable - started) * 1e3,
             "acknowledge_ms": (done - durable) * 1e3,
         }
-        with self._held.lock:
+        with self._cache.lock:
             _count_dropped(instance, version, figures or OperatorFigures())
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
             instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}

@@ -1,13 +1,4 @@
-"""A host's part in savepoints: exporting its partitions while the stream runs.
-
-The host exports one partition after the other, and leaves the processors to the stream: during an export, the stream's
-batches should take at most 1.2 times as long. An export runs without pauses while nothing else needs its core or this
-process's Python lock. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
-with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
-
-All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
-version behind, and reading a partition back from storage costs much more than exporting it.
-"""
+"""A host's part in savepoints: exporting its partitions while the stream runs."""
 
 from __future__ import annotations
 
@@ -18,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -32,9 +24,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
-from spark_bridge.host.held_partitions import HeldPartitions, spec_of
-from spark_bridge.host.loading import CopyLoading
-from spark_bridge.host.partition_files import PartitionFiles
+from spark_bridge.host.instances import spec_of
+from spark_bridge.host.loading import PartitionLoader
+from spark_bridge.host.partition_cache import PartitionCache
 
 log = logging.getLogger(__name__)
 
@@ -63,26 +55,33 @@ def pause(took: float, computed: float) -> float:
 class SavepointExports:
     """The exports of one host: those in progress and those that are done.
 
-    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
-    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, until a function
-    reports that the export is given up, and also returns the function that removes it afterwards. ``_lock`` guards
-    the table of exports; one thread exports.
+    The host exports one partition after the other, and leaves the processors to the stream: during an export, the
+    stream's batches should take at most 1.2 times as long. An export runs without pauses while nothing else needs its
+    core or this process's Python lock. Where it has had to wait for one of them, it sleeps (see ``pause``). A query
+    that stops with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
+
+    All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
+    version behind, and reading a partition back from storage costs much more than exporting it.
+
+    ``pin(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
+    if the host does not hold it. ``read_back`` opens a copy of a partition that the host does not hold, for a block; a
+    function tells it whether the export is given up. ``_lock`` guards the table of exports; one thread exports.
     """
 
     def __init__(
         self,
         info: HostInfo,
-        held: Callable[[SavepointOrder, str, int], Scans | None],
-        read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], tuple[Scans, Callable[[], None]]],
-        send: Callable[[SavepointExported], None],
+        pin: Callable[[SavepointOrder, str, int], Scans | None],
+        read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], AbstractContextManager[Scans]],
+        report: Callable[[SavepointExported], None],
         open_storage: Callable[[SavepointOrder], CheckpointStorage],
         scratch: Path,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._info = info
-        self._held = held
+        self._pin = pin
         self._read_back = read_back
-        self._send = send
+        self._report_export = report
         self._open_storage = open_storage
         self._scratch = scratch
         self._sleep = sleep
@@ -92,7 +91,7 @@ class SavepointExports:
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
-    def take(self, order: SavepointOrder) -> None:
+    def begin_exports(self, order: SavepointOrder) -> None:
         """Begin the new exports of an order, and report again those that are done: the answer may have been lost."""
         for operator, partitions in order.partitions.items():
             for partition in partitions:
@@ -101,14 +100,14 @@ class SavepointExports:
                     is_new = key not in self._states
                     done = self._states.setdefault(key, None)
                 if is_new:
-                    pinned = self._pinned(order, operator, partition)
+                    pinned = self._pinned_now(order, operator, partition)
                     self._pool.submit(self._export, order, operator, partition, pinned)
                 elif done is not None:
                     self._pool.submit(self._report, done)
 
-    def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+    def _pinned_now(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
         try:
-            return self._held(order, operator, partition)
+            return self._pin(order, operator, partition)
         except Exception:  # the export retries, and reports the error
             log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
             return None
@@ -144,7 +143,7 @@ class SavepointExports:
 
     def _report(self, message: SavepointExported) -> None:
         try:
-            self._send(message)
+            self._report_export(message)
         except Exception:  # the coordinator repeats the order, which retries
             log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
 
@@ -155,11 +154,11 @@ class SavepointExports:
         spec = next(o for o in registration.operators if o.name == operator)
         first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
         storage = self._open_storage(order)
-        scans = pinned if pinned is not None else self._held(order, operator, partition)
-        close: Callable[[], None] = _nothing
-        if scans is None:
-            scans, close = self._read_back(order, operator, partition, lambda: self._is_given_up(key))
-        try:
+        scans = pinned if pinned is not None else self._pin(order, operator, partition)
+        with ExitStack() as until_exported:
+            if scans is None:
+                copy = self._read_back(order, operator, partition, lambda: self._is_given_up(key))
+                scans = until_exported.enter_context(copy)
             return {
                 variable: export_partition(
                     storage,
@@ -175,8 +174,6 @@ class SavepointExports:
                 )
                 for variable, schema in savepoint_families(spec.schema).items()
             }
-        finally:
-            close()
 
     def _make_way(self, took: float, computed: float) -> None:
         seconds = pause(took, computed)
@@ -198,52 +195,37 @@ class SavepointExports:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _nothing() -> None:
-    """Remove nothing: the host still holds the partition."""
-
-
 # The rows of a partition at the version of a savepoint: as the host holds the partition, or read back from storage.
 
 
-class SavepointPartitions:
-    """Opens partitions for ``SavepointExports``."""
+def pin_scans(cache: PartitionCache, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+    """Return a partition at the savepoint's version, as it is loaded here; None if it is not, or no longer."""
+    instance = cache.instance(order.run_id, operator, partition)
+    # The changes that are accepted for a version not completed here yet need not be those that the manifest names.
+    if instance is None or instance.state.version < order.version:
+        return None
+    spec = spec_of(order.registration, operator)
+    try:
+        return _scans(instance.state, savepoint_families(spec.schema), order.version)
+    except (VersionNotFoundError, StoreClosedError):
+        log.debug("Version %d of %s is not held", order.version, instance)
+        return None
 
-    def __init__(self, held: HeldPartitions, files: PartitionFiles, copies: CopyLoading) -> None:
-        self._held = held
-        self._files = files
-        self._copies = copies
 
-    def held(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
-        """Return a partition at the savepoint's version, as it is held here; None if it is not held, or no longer."""
-        instance = self._held.instance(order.run_id, operator, partition)
-        # The changes that are accepted for a version not completed here yet need not be those that the manifest names.
-        if instance is None or instance.state.version < order.version:
-            return None
-        spec = spec_of(order.registration, operator)
-        try:
-            return _scans(instance.state, savepoint_families(spec.schema), order.version)
-        except (VersionNotFoundError, StoreClosedError):
-            log.debug("Version %d of %s is not held", order.version, instance)
-            return None
+@contextmanager
+def scans_read_back(
+    loader: PartitionLoader, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
+) -> Iterator[Scans]:
+    """Yield a copy of a partition from storage at the savepoint's version.
 
-    def read_back(
-        self, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
-    ) -> tuple[Scans, Callable[[], None]]:
-        """Return a copy of a partition from storage at the savepoint's version, and the function that removes the copy.
-
-        Raises ``LoadEndedError`` once ``is_given_up`` returns true.
-        """
-        spec = spec_of(order.registration, operator)
-        below = self._files.savepoints
-        copy = self._copies.load(order.registration, spec, partition, order.version, below, is_abandoned=is_given_up)
-        try:
-            return _scans(copy, savepoint_families(spec.schema)), copy.destroy
-        except BaseException:
-            copy.destroy()
-            raise
+    Raises ``LoadEndedError`` once ``is_given_up`` returns true.
+    """
+    spec = spec_of(order.registration, operator)
+    with loader.pinned_for_export(order.registration, spec, partition, order.version, is_given_up) as copy:
+        yield _scans(copy, savepoint_families(spec.schema))
 
 
 def _scans(state: PartitionState, variables: Iterable[str], version: int | None = None) -> Scans:
     """Return the pairs of all state variables; a variable that was never written to is empty."""
-    there = state.reads.column_families(version)
-    return {v: state.reads.scan(version, column_family=v) if v in there else iter(()) for v in variables}
+    families = state.reads.column_families(version)
+    return {v: state.reads.scan(version, column_family=v) if v in families else iter(()) for v in variables}

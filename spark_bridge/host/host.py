@@ -27,14 +27,15 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import Acknowledged, Completed, HostInfo, OpenGrant, OperatorFigures
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError, not_open
 from spark_bridge.host.commits import GroupCommits, TaskCommits
-from spark_bridge.host.exports import SavepointExports, SavepointPartitions
-from spark_bridge.host.held_partitions import Counters, HeldPartitions, Instance, spec_of
-from spark_bridge.host.kept_partitions import KeptPartitions, LoadsUnderWay, PartitionUnloading, VersionCompletion
-from spark_bridge.host.loading import CopyLoading, PartitionLoading
+from spark_bridge.host.exports import SavepointExports, pin_scans, scans_read_back
+from spark_bridge.host.hand_overs import HandOvers
+from spark_bridge.host.instances import Counters, Instance, spec_of
+from spark_bridge.host.loading import PartitionLoader
+from spark_bridge.host.loads import Loads
 from spark_bridge.host.maintenance import Maintenance
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration, RunOrders
-from spark_bridge.host.shared_loads import HandOvers, SharedLoads
 from spark_bridge.host.versions import PreparedVersions, VersionRequests
 from spark_bridge.transport.protocol import OpenReply, ScanCommand, TaskIdentity
 
@@ -53,16 +54,16 @@ class PartitionReads:
     def __init__(
         self,
         registration: HostRegistration,
-        held: HeldPartitions,
-        loading: PartitionLoading,
+        cache: PartitionCache,
+        loader: PartitionLoader,
         grants: Grants,
         completed: CompletedVersions,
         prepared: PreparedVersions,
         counters: Counters,
     ) -> None:
         self._registration = registration
-        self._held = held
-        self._loading = loading
+        self._cache = cache
+        self._loader = loader
         self._grants = grants
         self._completed = completed
         self._prepared = prepared
@@ -84,7 +85,7 @@ class PartitionReads:
         A column family that was never written to is empty.
         Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
         """
-        instance = self._held.instance(run_id, operator, partition)
+        instance = self._cache.instance(run_id, operator, partition)
         if version is None:
             instance = instance if instance is not None else self.load(run_id, operator, partition)
         elif instance is None or instance.state.version != version:
@@ -95,13 +96,13 @@ class PartitionReads:
             values = instance.state.reads.get_many(keys, version, column_family)
         except (VersionNotFoundError, StoreClosedError) as error:
             raise self._not_open(run_id, operator, partition, version) from error
-        self._counters.add("keys_read", len(keys))
+        self._counters.count("keys_read", len(keys))
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """Yield the pairs (``key``, ``value``) of ranges of keys, one range after the other. Raises as ``get_many``."""
         run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
-        instance = self._held.instance(run_id, operator, partition)
+        instance = self._cache.instance(run_id, operator, partition)
         if instance is None or instance.state.version != version:
             raise self._not_open(run_id, operator, partition, version)
         left = command.limit
@@ -140,8 +141,8 @@ class PartitionReads:
             grant = self._own_grant(run_id, operator, partition)
         heads = {} if grant.head is None else {operator: {partition: grant.head}}
         self._completed.note(Completed(run_id, grant.version, heads))
-        held = None if again else self._held.instance(run_id, operator, partition)
-        return self._loading.load(grant, operator, partition, for_read=True) if held is None else held
+        instance = None if again else self._cache.instance(run_id, operator, partition)
+        return self._loader.load(grant, operator, partition, for_read=True) if instance is None else instance
 
     def _own_grant(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         grant = self._grants.for_read(run_id, operator, partition)
@@ -155,7 +156,7 @@ class PartitionReads:
     def partitions(self, run_id: str, operator: str) -> list[dict[str, int]]:
         """Return the partitions of an operator that are loaded here, ascending, with their versions and sizes."""
         sized = []
-        for instance in self._held.of_run(run_id, operator):
+        for instance in self._cache.of_run(run_id, operator):
             if instance.state.is_loading:
                 continue
             with suppress(StoreClosedError):  # it is being unloaded
@@ -173,14 +174,13 @@ class Host:
     ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
-    Each part has one concern: ``held`` (loaded partitions), ``grants`` (owners), ``loading``
-    with ``loads`` (under way), ``kept`` (files for the next load), ``completion`` and ``unloading``, ``task_commits``,
-    ``group_commits`` (changelogs that are stored together) and ``reads``. ``completed``,
+    Each part has one concern: ``cache`` (partitions and runs), ``grants`` (owners), ``loader`` with ``loads`` (under
+    way), ``task_commits``, ``group_commits`` (changelogs that are stored together) and ``reads``. ``completed``,
     ``prepared`` and ``version_requests`` know the completed versions. Further parts are ``hand_overs`` (partitions
-    that move), ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage).
-    Locks are taken in the order: the loading lock of a partition (``LoadsUnderWay``), its commit lock
-    (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
-    ``VersionRequests``, ``CompletedVersions``, ``GroupCommits`` and ``Counters`` hold for their own tables.
+    that move), ``maintenance`` and ``exports`` (savepoints). Locks are taken in the order: the loading lock of a
+    partition (``PartitionCache``), its commit lock (``Instance``), the lock of the tables (``PartitionCache``), and
+    last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions``, ``Loads``, ``GroupCommits`` and
+    ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -206,46 +206,33 @@ class Host:
         self.counters = Counters()
         self.memory = host_memory(conf)
         self.completed = CompletedVersions()
-        self.held = HeldPartitions()
         self.files = PartitionFiles(local_dir, info.incarnation, conf, open_storage)
-        registration = self.registration = HostRegistration(info, coordinator, self.held, self.completed, clock)
-        self.version_requests = VersionRequests(registration, self.held, self.completed)
+        self.loads = Loads(clock)
+        cache = self.cache = PartitionCache(self.files, clock)
+        registration = self.registration = HostRegistration(info, coordinator, cache, self.completed, clock)
+        self.version_requests = VersionRequests(registration, cache, self.completed)
         self.grants = Grants(registration, self.completed, clock)
-        self.loads = LoadsUnderWay(registration, self.held, clock)
-        self.kept = KeptPartitions(self.held, self.loads, self.files, clock)
-        self.unloading = PartitionUnloading(
-            self.held, self.loads, self.kept, self.grants, self.completed, self.version_requests
-        )
-        self.completion = VersionCompletion(self.held, self.completed, self.kept, self.unloading)
-        self.loading = PartitionLoading(self.held, self.files, self.loads, self.kept, self.unloading, self.counters)
-        self.shared_loads = SharedLoads(self.loading, self.held, clock)
-        self.hand_overs = HandOvers(info, self.held, self.loading, self.completed, clock)
+        for forget in (self.grants.forget, self.version_requests.forget, self.completed.forget, self.loads.end_run):
+            cache.on_run_forgotten(forget)
+        cache.on_run_ended(self.loads.forget_failures)
+        self.loader = PartitionLoader(registration, cache, self.loads, self.files, self.completed, self.counters, clock)
+        self.hand_overs = HandOvers(info, cache, self.loader, self.completed, clock)
         self.prepared = PreparedVersions(
-            registration, self.held, self.completed, self.files.open_storage, self.hand_overs.gives
+            registration, cache, self.completed, self.files.open_storage, self.hand_overs.gives
         )
         self.group_commits = GroupCommits(conf.commit_linger, self.memory, clock)
-        self.held.on_run_ended(self.group_commits.forget)
-        self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters, self.group_commits)
+        cache.on_run_ended(self.group_commits.forget)
+        self.task_commits = TaskCommits(registration, cache, self.prepared, self.counters, self.group_commits)
         self.reads = PartitionReads(
-            registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
+            registration, cache, self.loader, self.grants, self.completed, self.prepared, self.counters
         )
         self.maintenance = Maintenance(
-            registration,
-            self.held,
-            self.kept,
-            self.unloading,
-            self.version_requests,
-            self.counters,
-            self.memory,
-            conf,
-            clock,
+            registration, cache, self.version_requests, self.counters, self.memory, conf, clock
         )
-        self.copy_loading = CopyLoading(registration, self.files, clock)
-        self.savepoint_partitions = SavepointPartitions(self.held, self.files, self.copy_loading)
         self.exports = SavepointExports(
             info,
-            self.savepoint_partitions.held,
-            self.savepoint_partitions.read_back,
+            partial(pin_scans, cache),
+            partial(scans_read_back, self.loader),
             coordinator.savepoint_exported,
             lambda order: self.files.open_storage(order.location, order.registration.storage_options),
             self.files.savepoints,
@@ -272,17 +259,17 @@ class Host:
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
         # Before the state is loaded, which may take long: a coordinator that restarts during the load must know.
-        self.held.note_opened(grant.registration, task.batch_id)
+        self.cache.note_opened(grant.registration, task.batch_id)
         # Before that, too: those that are loaded first are stored together with those that are loaded next.
         self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
-        instance = self.shared_loads.opened(grant, task.operator, task.partition, task.invocation)
+        instance = self.loader.open_for_task(grant, task.operator, task.partition, task.invocation)
         if isinstance(instance, LoadProgress):
             return OpenReply(None, grant.version, loading=instance)
-        self.counters.add("opens")
+        self.counters.count("opens")
         if instance.loaded_at == task.batch_id:
             # Another host may have accepted changes of the batch before: this task may be a duplicate.
             self.prepared.accepted(grant.registration, task.batch_id + 1)
-        with self.held.lock:
+        with self.cache.lock:
             if instance.invocations_of != task.batch_id:
                 instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked
             earlier = instance.invocations.setdefault(task.attempt, task.invocation)
@@ -305,7 +292,6 @@ class Host:
     # -- the coordinator -----------------------------------------------------------------------
 
     def register(self) -> None:
-        """Make this host known to the coordinator, reporting all that the host holds."""
         self.registration.register()
 
     def lag_ms(self, run_id: str) -> int:
@@ -324,12 +310,12 @@ class Host:
             self.registration.register_apart()
         by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
-            by_run.setdefault(completed.run_id, []).append(partial(self.completion.complete, completed))
+            by_run.setdefault(completed.run_id, []).append(partial(self.loader.complete, completed))
         for run_id in orders.unload_runs:
-            by_run.setdefault(run_id, []).append(partial(self.unloading.unload_run, run_id))
-        for run_id, renew in (*self.loads.due_leases(), *self.copy_loading.due_leases()):
+            by_run.setdefault(run_id, []).append(partial(self.cache.unload_run, run_id))
+        for run_id, renew in self.loads.due_leases():
             by_run.setdefault(run_id, []).append(renew)
-        self.held.note_ended(orders.ended_runs)
+        self.cache.note_ended(orders.ended_runs)
         if orders.known:
             self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
         # Before the versions are recorded: from here on, partitions that may move are tracked.
@@ -338,7 +324,7 @@ class Host:
         if orders.known:
             self.exports.give_up_others(orders.pending)
         for order in orders.savepoints:
-            self.exports.take(order)
+            self.exports.begin_exports(order)
 
     @property
     def replaced(self) -> str | None:
@@ -355,7 +341,7 @@ class Host:
     def describe(self) -> dict[str, object]:
         """Return the description of this host and of its partitions, as JSON types, for people."""
         described = []
-        for instance in self.held.all():
+        for instance in self.cache.all():
             if instance.state.is_loading:
                 continue  # its size is known only then, which may take long; see "loading"
             with suppress(StoreClosedError):  # it is being unloaded
@@ -374,12 +360,10 @@ class Host:
             "storage_requests": self.files.requests.read(),
             "storage_trouble": self.files.requests.trouble.read(),
             "instances": described,
-            "loading": self.loads.listed() + self.copy_loading.loads_under_way(),
+            "loading": self.loads.describe(),
         }
 
     def close(self) -> None:
-        """Unload everything and remove the local files."""
-        self.unloading.close()
-        self.held.tell_ended(None)
+        self.cache.close()
         self.exports.close()
         self.maintenance.close()

@@ -1,67 +1,93 @@
-"""Loading the partitions that the coordinator assigns to a host."""
+"""``PartitionLoader`` fills the entries of ``PartitionCache``: own partitions at granted versions, and copies."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from backends import spans
-from backends.exceptions import DamagedFileError, LoadEndedError, LocalDiskFullError, MissingFileError, StorageError
+from backends import exceptions, spans
+from backends.exceptions import LoadEndedError, LocalDiskFullError, MissingFileError
 from backends.formats.manifest import Lineage, partition_directory
 from backends.partition.load_watch import LoadProgress, LoadWatch
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
-from coordinator_actor.messages import OpenGrant, OperatorSpec, QueryRegistration
-from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
-from spark_bridge.host.held_partitions import Counters, HeldPartitions, Instance, InstanceKey, key_of, spec_of
-from spark_bridge.host.kept_partitions import (
-    KeptPartitions,
-    LoadsUnderWay,
-    PartitionUnloading,
-    apply_accepted,
-    close,
-    destroy,
-)
-from spark_bridge.host.partition_files import FileLease, PartitionFiles
-from spark_bridge.host.registration import HostRegistration
+from coordinator_actor.messages import Completed, OpenGrant, OperatorSpec, QueryRegistration
+from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError, StateVersionError
+from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance, InstanceKey, key_of, spec_of
+from spark_bridge.host.loads import FileLease, Load, Loads
+from spark_bridge.host.partition_cache import Copy, CopyKey, Kind, PartitionCache, close, destroy
+from spark_bridge.host.partition_files import PartitionFiles
+from spark_bridge.host.registration import CompletedVersions, HostRegistration
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TASK_ANSWER_SECONDS = 2.0
+"""A task is answered after this many seconds at the latest: far below the time limit of its call."""
+ABANDONED_SECONDS = 60.0
+"""A load ends if no task has asked for it for this many seconds; its files are kept for the next one."""
 SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
 
-class PartitionLoading:
-    """Brings partitions to the versions that are granted. Thread-safe.
+class PartitionLoader:
+    """Brings partitions to the versions that are granted or asked for. Thread-safe: ``PartitionCache`` has the locks.
 
-    Locks are taken in this order: the loading lock (``LoadsUnderWay``), the instance's ``commit_lock``, the lock of
-    ``HeldPartitions``. A load that fails leaves the partition partly loaded: it is not held, and the next load of the
-    same run continues from there. If the disk is full, the kept files are removed first, and then the files that this
-    load has fetched.
+    A load that fails leaves the partition partly loaded: it does not serve, and the next load of the same run continues
+    from there. If the disk is full, the kept files are removed first, and then the files that this load has fetched.
     """
 
     def __init__(
         self,
-        held: HeldPartitions,
+        registration: HostRegistration,
+        cache: PartitionCache,
+        loads: Loads,
         files: PartitionFiles,
-        loads: LoadsUnderWay,
-        kept: KeptPartitions,
-        unloading: PartitionUnloading,
+        completed: CompletedVersions,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._held = held
-        self._files = files
+        self._registration = registration
+        self._cache = cache
         self._loads = loads
-        self._kept = kept
-        self._unloading = unloading
+        self._files = files
+        self._completed = completed
         self._counters = counters
+        self._clock = clock
+
+    # -- own partitions ------------------------------------------------------------------------
+
+    def open_for_task(self, grant: OpenGrant, operator: str, partition: int, asker: str) -> Instance | LoadProgress:
+        """Return the partition as the grant says, or the progress of its load; the caller then asks again.
+
+        Raises the errors of ``load``, for every ``asker`` that was asked to retry before.
+        """
+        instance = self.ready(grant, operator, partition)
+        if instance is not None:
+            return instance
+        key = key_of(grant.registration, operator, partition)
+        goal = (grant.registration.run_id, grant.epoch, grant.version, grant.head)
+        load = partial(self._load_for_task, grant, operator, partition)
+        if self._loads.wait_for_task(key, goal, load, asker, TASK_ANSWER_SECONDS):
+            instance = self.ready(grant, operator, partition)
+        return self._loads.progress(key) if instance is None else instance
+
+    def _load_for_task(self, grant: OpenGrant, operator: str, partition: int, load: Load) -> None:
+        def is_abandoned() -> bool:
+            return self._clock() - load.asked > ABANDONED_SECONDS
+
+        try:
+            self.load(grant, operator, partition, is_abandoned=is_abandoned)
+        except LoadEndedError as error:
+            log.info("%s", error)  # the next caller starts a new load
 
     def load(
         self,
@@ -82,18 +108,17 @@ class PartitionLoading:
         """
         key = key_of(grant.registration, operator, partition)
         self._loads.end_older(key, grant)
-        lock = self._loads.lock_of(key)
+        lock = self._cache.loading_lock(key)
         if not lock.acquire(timeout=SHARED_LOAD_SECONDS if for_read else -1):
             raise HostUnavailableError(
                 f"Partition {partition} of operator {operator!r} is being loaded: {self._loads.progress(key)}. "
                 "Ask again in a moment."
             )
         try:
-            with self._kept.noted_at_work(grant.registration.run_id, key):
-                with self._loads.watching(key, grant, is_abandoned) as watch:
-                    instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
-                assert instance is not None
-                return instance
+            with self._watching(key, grant, is_abandoned) as watch:
+                instance = self._bring_to_grant(grant, key, watch, for_read=for_read)
+            assert instance is not None
+            return instance
         finally:
             lock.release()
 
@@ -103,19 +128,15 @@ class PartitionLoading:
         Waits for no load. Raises as ``load`` does.
         """
         key = key_of(grant.registration, operator, partition)
-        lock = self._loads.lock_of(key)
+        lock = self._cache.loading_lock(key)
         if not lock.acquire(blocking=False):
             self._loads.end_older(key, grant)
             return None
         try:
-            with self._kept.noted_at_work(grant.registration.run_id, key):
-                return self._bring_to_grant(grant, operator, partition, None, for_read=False)
+            with self._cache.in_use(grant.registration.run_id, key):
+                return self._bring_to_grant(grant, key, None)
         finally:
             lock.release()
-
-    def progress(self, key: InstanceKey) -> LoadProgress:
-        """Return the progress of the running load of a partition; nothing if none is running."""
-        return self._loads.progress(key)
 
     def warm_up(
         self, grant: OpenGrant, operator: str, partition: int, is_abandoned: Callable[[], bool] = lambda: False
@@ -126,86 +147,101 @@ class PartitionLoading:
         if there is no room next to the other loaded partitions: a copy does not evict them.
         """
         key = key_of(grant.registration, operator, partition)
-        run_id = grant.registration.run_id
-        lock = self._loads.lock_of(key)
+        lock = self._cache.loading_lock(key)
         if not lock.acquire(blocking=False):
             return
         try:
             if self.is_warm(grant, operator, partition):
                 return
-            trace = spans.batch(run_id, grant.version + 1)
+            trace = spans.batch(grant.registration.run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._kept.noted_at_work(run_id, key),
-                self._loads.watching(key, grant, is_abandoned) as watch,
+                self._watching(key, grant, is_abandoned) as watch,
             ):
-                self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
+                self._bring_to_grant(grant, key, watch, serves=False)
         finally:
             lock.release()
 
     def is_warm(self, grant: OpenGrant, operator: str, partition: int) -> bool:
-        """Return whether a partition is held, or there is a copy of its version. Such a copy is kept for longer."""
-        key = key_of(grant.registration, operator, partition)
-        with self._held.lock:
-            held, kept = self._held.instances.get(key), self._kept.get(key)
-            if held is not None and held.registration.run_id == grant.registration.run_id:
+        """Return whether a partition serves, or there is a copy of its version. Such a copy is kept for longer."""
+        key, run_id = key_of(grant.registration, operator, partition), grant.registration.run_id
+        with self._cache.lock:
+            instance, kept = self._cache.instances.get(key), self._cache.kept(key)
+            if instance is not None and instance.registration.run_id == run_id:
                 return True
-            if kept is None or kept.registration.run_id != grant.registration.run_id:
+            if kept is None or kept.registration.run_id != run_id:
                 return False
             state = kept.state
             # Files of a version may have been exchanged: then its head is another one.
-            is_there = kept.loaded_at == state.version and (
+            is_whole = kept.loaded_at == state.version and (
                 state.version > grant.version or (state.version, state.head) == (grant.version, grant.head)
             )
-            if is_there:
-                self._kept.keep_longer(kept)
-            return is_there
+            if is_whole:
+                self._cache.keep(kept)
+            return is_whole
 
     def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
         """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
-        kept = self._kept.get(key_of(registration, operator, partition))
+        kept = self._cache.kept(key_of(registration, operator, partition))
         if kept is None or kept.registration.run_id != registration.run_id or kept.loaded_at != kept.state.version:
             return None
         return kept.loaded_at
 
+    @contextmanager
+    def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
+        """Show the load of an own partition, and keep its directory. Its loading lock is held."""
+        _, operator, partition = key
+        run_id = grant.registration.run_id
+        what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
+        lease = self._lease(run_id, operator, partition, grant.version)
+        with (
+            self._cache.in_use(run_id, key),
+            self._loads.watching(key, what, lease, is_abandoned, grant.epoch) as watch,
+        ):
+            yield watch
+
+    def _lease(self, run_id: str, operator: str, partition: int, version: int, use: str | None = None) -> FileLease:
+        """Return the lease of a load: by default of an own partition, which ends with the first changes to it."""
+        use = self._registration.info.host_id if use is None else use
+        return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
+
     def _bring_to_grant(
         self,
         grant: OpenGrant,
-        operator: str,
-        partition: int,
+        key: InstanceKey,
         watch: LoadWatch | None,
         *,
-        for_read: bool,
-        holds: bool = True,
+        for_read: bool = False,
+        serves: bool = True,
     ) -> Instance | None:
         """Return the partition at the version of the grant; None if files must be fetched and there is no ``watch``.
 
-        Unless it ``holds`` the partition, the host keeps it like one that is loaded in part, and returns None.
+        Unless it ``serves``, the files are kept like those of a partition that is loaded in part, and this returns
+        None.
         """
-        registration = grant.registration
-        key = key_of(registration, operator, partition)
-        with self._held.lock:
-            kept = self._kept.take(key)
-            instance = self._held.instances.get(key)
-            self._held.registrations[registration.run_id] = registration
-        left: Instance | None = None
+        cache, registration = self._cache, grant.registration
+        with cache.lock:
+            kept = cache.pop_kept(key)
+            instance = cache.instances.get(key)
+            cache.registrations[registration.run_id] = registration
+        older: Instance | None = None
         if kept is not None and (kept.registration.run_id != registration.run_id or kept.state.is_closed):
             if grant.epoch < kept.epoch:
-                self._kept.keep(kept)
+                cache.keep(kept)
                 raise _replaced(registration.run_id, kept)
-            kept, left = None, kept
+            kept, older = None, kept
         if kept is not None and grant.version < kept.state.version:
             destroy(kept)
             kept = None
         if instance is not None and instance.registration.run_id != registration.run_id:
             self._retire(instance, grant)
-            if left is not None:
-                destroy(left)
-            instance, left = None, instance
+            if older is not None:
+                destroy(older)
+            instance, older = None, instance
         if instance is None:
             instance = kept
         if instance is None:
-            instance = self._opened(grant, operator, partition, left, drops=holds)
+            instance = self._open(grant, key, older, makes_room=serves)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -213,84 +249,73 @@ class PartitionLoading:
                 f"A task of batch {grant.version} is too late: version {instance.state.version} is completed."
             )
         instance.epoch = grant.epoch
+        is_whole = instance is not kept
+
+        def advance() -> bool:
+            nonlocal is_whole
+            was_whole, is_whole = is_whole, False
+            with instance.commit_lock:
+                return self._advance(instance, grant, watch, is_whole=was_whole)
+
         try:
-            is_there = self._advance_making_room(instance, grant, watch, is_whole=instance is not kept, drops=holds)
+            is_advanced = self._make_room(advance) if serves else advance()
         except BaseException as error:
-            self._held.remove(instance)
-            if _leaves_files_right(error) and (watch is None or not watch.is_over):
-                self._kept.keep(instance)
+            cache.remove_instance(instance)
+            if _can_continue(error) and (watch is None or not watch.is_over):
+                cache.keep(instance)
             else:
                 destroy(instance)
             raise
-        if is_there and holds:
-            self._held.put(instance)
+        if is_advanced and serves:
+            cache.register_instance(instance)
             return instance
-        with self._held.lock:
-            is_held = self._held.instances.get(key) is instance
-        if not is_held:
-            self._kept.keep(instance)
+        if not cache.has_instance(instance):
+            cache.keep(instance)
         return None
 
-    def _opened(
-        self, grant: OpenGrant, operator: str, partition: int, left: Instance | None, *, drops: bool
-    ) -> Instance:
-        """Open a partition, with the local files that were left of it here, if there are some (Flink: local recovery).
+    def _open(self, grant: OpenGrant, key: InstanceKey, older: Instance | None, *, makes_room: bool) -> Instance:
+        """Open a partition, with the ``older`` local files of an earlier run, or laid aside (Flink: local recovery).
 
-        ``left`` is of an older run of the query, or was laid aside. Of another layout or backend its files are removed.
+        Files of another layout or backend are removed.
         """
-        registration = grant.registration
+        registration, (_, operator, partition) = grant.registration, key
         spec = spec_of(registration, operator)
-        goes_on = False
-        if left is not None:
-            close(left)
-            same = (left.spec.num_partitions, left.spec.backend) == (spec.num_partitions, spec.backend)
-            goes_on = same and self._files.hand_on(left.state, registration, spec, partition)
-            if not goes_on:
-                destroy(left)
-        in_use = self._kept.runs_in_use
-        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, in_use), drops=drops)
+        continues = False
+        if older is not None:
+            close(older)
+            is_same = (older.spec.num_partitions, older.spec.backend) == (spec.num_partitions, spec.backend)
+            continues = is_same and self._files.hand_on(older.state, registration, spec, partition)
+            if not continues:
+                destroy(older)
+        open_own = partial(self._files.open_own, registration, spec, partition, self._cache.runs_in_use)
+        state = self._make_room(open_own) if makes_room else open_own()
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
-        if left is not None and goes_on:
+        if older is not None and continues:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)
-            instance.snapshot_version, instance.rescaled_at = left.snapshot_version, left.rescaled_at
+            instance.snapshot_version, instance.rescaled_at = older.snapshot_version, older.rescaled_at
         return instance
 
-    def _advance_making_room(
-        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool, drops: bool
-    ) -> bool:
-        is_first = True
-
-        def advance() -> bool:
-            nonlocal is_first
-            is_untouched, is_first = is_whole and is_first, False
-            with instance.commit_lock:
-                return self._advance(instance, grant, watch, is_whole=is_untouched)
-
-        return self._with_room(advance, drops=drops)
-
-    def _with_room(self, work: Callable[[], T], *, drops: bool) -> T:
-        """Do some work; if the disk is full and ``drops`` frees the files of other loads, retry the work."""
+    def _make_room(self, work: Callable[[], T]) -> T:
+        """Do some work; as long as the disk is full and there are kept files, remove them and retry the work."""
         while True:
             try:
                 return work()
             except LocalDiskFullError as error:
-                if not drops:
-                    raise
-                dropped = self._kept.drop(lambda kept: True)
+                dropped = self._cache.drop_kept(lambda kept: True)
                 if not dropped:
                     raise
                 log.warning("What %d loads that broke off have left is removed: %s", dropped, error)
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
-        """Hold a partition of another run of the query no longer: the run of the grant is newer. Its files stay."""
+        """Let a partition of another run of the query serve no longer: the grant's run is newer. Its files stay."""
         if grant.epoch < instance.epoch:
             raise _replaced(grant.registration.run_id, instance)
         retired = instance.registration.run_id
-        with self._held.lock:
-            self._held.remove(instance)
-            if not self._held.of_run(retired):
-                self._unloading.forget_run(retired)
-        self._held.tell_ended(retired)
+        with self._cache.lock:
+            self._cache.remove_instance(instance)
+            if not self._cache.of_run(retired):
+                self._cache.forget_run(retired)
+        self._cache.end_run(retired)
 
     def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
@@ -299,22 +324,16 @@ class PartitionLoading:
         ``PartitionState.load`` alone knows what of it can be used. Return False if files must be fetched and there is
         no ``watch``: nothing has changed then.
         """
-        state = instance.state
+        state, head = instance.state, grant.head
         is_whole = is_whole and state.is_whole
-        if is_whole and (state.version, state.head) == (grant.version, grant.head):
+        if is_whole and (state.version, state.head) == (grant.version, head):
             return True
-        if (
-            is_whole
-            and grant.head is not None
-            and grant.version == state.version + 1
-            and apply_accepted(instance, grant.version, grant.head)
-        ):
+        is_next = is_whole and head is not None and grant.version == state.version + 1
+        if is_next and head is not None and apply_accepted(instance, grant.version, head):
             return True
-        if watch is None and (grant.head is not None or not is_whole):
+        if watch is None and (head is not None or not is_whole):
             return False
-        lineage = Lineage(0)
-        if grant.head is not None:
-            lineage = self._loads.lease(*instance.run_key, grant.version).lineage()
+        lineage = Lineage(0) if head is None else self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
         # The span belongs to the task that waits for the load, else to the trace of the running batch.
         trace = spans.batch(instance.registration.run_id, grant.version + 1)
@@ -326,10 +345,172 @@ class PartitionLoading:
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
         instance.loaded_at = grant.version
-        self._counters.add("loads")
+        self._counters.count("loads")
         milliseconds = (time.perf_counter() - started) * 1e3
         log.info("Loaded version %d of %s in %.0f ms", grant.version, instance, milliseconds)
         return True
+
+    def complete(self, completed: Completed) -> None:
+        """Apply the accepted changes of a version that Spark has committed to the own partitions of the run.
+
+        Readers see the version in all partitions at once, before it is applied.
+        """
+        cache, run_id = self._cache, completed.run_id
+        self._completed.note(completed)
+        is_exchanged = completed.rewritten != cache.last_exchange(run_id)
+        is_clean = not is_exchanged or cache.drop_exchanged(run_id)
+        for instance in cache.of_run(run_id):
+            heads = completed.heads.get(instance.operator)
+            if heads is None or instance.state.version > completed.version:
+                is_clean &= heads is not None
+                continue
+            head = heads.get(instance.partition)
+            if instance.state.version == completed.version:
+                if instance.state.head != head and (head is not None or is_exchanged):
+                    # The files of the version were exchanged: keys that the new files lack must be gone here as well.
+                    cache.unload(instance, waits=False)
+                    is_clean &= not cache.has_instance(instance)
+                continue
+            if not instance.commit_lock.acquire(blocking=False):
+                is_clean = False
+                continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
+            try:
+                is_stale = head is None or not apply_accepted(instance, completed.version, head)
+            except exceptions.StoreClosedError:
+                continue  # another thread has unloaded the partition
+            finally:
+                instance.commit_lock.release()
+            if is_stale and not cache.has_ended(run_id):
+                # Another host now owns the partition, or this version was made by another host or by an earlier
+                # incarnation of this one. If the partition is still this host's, the next open loads it. If it is
+                # being loaded now, the loaded files must stay.
+                cache.unload(instance, waits=False)
+            # The coordinator never accepted changes made on top of exchanged files.
+            is_clean &= not is_stale or not cache.has_instance(instance)
+        if is_clean:
+            cache.note_exchanged(run_id, completed.rewritten)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    @contextmanager
+    def pinned_version(
+        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int, seconds: float
+    ) -> Iterator[PartitionState]:
+        """Yield a copy of a partition for a ``with``; the copy stays at that version until the ``with`` ends.
+
+        Raises ``StateVersionError`` if the version is not retained, ``TooManyRequestsError`` if as many other versions
+        as possible are in use, ``HostUnavailableError`` if the copy is not loaded within ``seconds``, and what loading
+        raises. The load then continues, for later readers.
+        """
+        key = version_key(registration, spec, partition, version)
+
+        def start_load(copy: Copy) -> Future[PartitionState]:
+            work = partial(self._load_version, copy, registration, spec, version)
+            return self._loads.start(copy, work, self._loads.copies).result
+
+        copy = self._cache.pin_version(key, start_load)
+        try:
+            if not wait([copy.loaded], seconds).done:
+                raise HostUnavailableError(
+                    f"Version {version} of partition {partition} of operator {spec.name!r} (run "
+                    f"{registration.run_id}) is being loaded from storage, which takes longer: "
+                    f"{self._loads.progress(key)}. Ask again in a moment."
+                )
+            yield copy.loaded.result()
+        finally:
+            self._cache.unpin(copy)
+
+    def _load_version(
+        self, copy: Copy, registration: QueryRegistration, spec: OperatorSpec, version: int, _: Load
+    ) -> PartitionState:
+        try:
+            return self.load_copy(copy.key, registration, spec, version, self._files.copies, lambda: copy.is_dropped)
+        except exceptions.VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+        except LoadEndedError as error:
+            raise HostUnavailableError(f"{error} Ask again.") from error
+
+    @contextmanager
+    def pinned_for_export(
+        self,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        partition: int,
+        version: int,
+        is_given_up: Callable[[], bool],
+    ) -> Iterator[PartitionState]:
+        """Yield a copy of a partition for an export. Raises ``LoadEndedError`` once ``is_given_up`` returns true."""
+        key = version_key(registration, spec, partition, version)._replace(kind=Kind.SAVEPOINT)
+        load = partial(self.load_copy, key, registration, spec, version, self._files.savepoints, is_given_up)
+        with self._cache.pinned(key, load) as state:
+            yield state
+
+    @contextmanager
+    def pinned_follower(
+        self, registration: QueryRegistration, directory: str, backend: str, partition: int, version: int
+    ) -> Iterator[PartitionState]:
+        """Yield a copy of a partition at ``version`` or before, or an empty one, for one reader to advance it."""
+        local = self._files.copies / uuid.uuid4().hex
+        open_copy = partial(self._files.open_copy, registration, directory, backend, local)
+        key = CopyKey(Kind.FOLLOWER, registration.run_id, (directory, backend), partition)
+        with self._cache.pinned(key, open_copy, version) as state:
+            yield state
+
+    def load_copy(
+        self,
+        key: CopyKey,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        version: int,
+        below: Path,
+        is_abandoned: Callable[[], bool],
+    ) -> PartitionState:
+        """Return a copy of a partition at a version, in a new directory ``below``; ``destroy`` removes the copy.
+
+        Raises ``VersionNotFoundError`` if the version is not kept (any more), ``LoadEndedError`` if ``is_abandoned``,
+        and what loading and the coordinator raise. Nothing is left then.
+        """
+        use, run_id, partition = uuid.uuid4().hex, registration.run_id, key.partition
+        lease = self._lease(run_id, spec.name, partition, version, use)
+        lineage = lease.lineage()
+        what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {run_id})"
+        try:
+            with self._loads.watching(key, what, lease, is_abandoned) as watch:
+                directory = partition_directory(spec.name, spec.num_partitions, partition)
+                copy = self._files.open_copy(registration, directory, spec.backend, below / use)
+                try:
+                    copy.load(lineage, watch)
+                except BaseException as error:
+                    copy.destroy()
+                    if isinstance(error, MissingFileError):
+                        lease.lineage()  # raises if the version has been given up since
+                    raise
+                return copy
+        finally:
+            lease.end()
+
+
+def version_key(registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int) -> CopyKey:
+    """Return the key of the copy of a version for queries."""
+    return CopyKey(Kind.VERSION, registration.run_id, (spec.name, version), partition)
+
+
+def apply_accepted(instance: Instance, version: int, head: str) -> bool:
+    """Apply the accepted changes that made ``head``; return False if the partition has not got them."""
+    trace = spans.batch(instance.registration.run_id, version)
+    try:
+        with spans.span("host.apply", trace, operator=instance.operator, partition=instance.partition):
+            instance.state.complete(version, head)
+    except exceptions.LineageMismatchError:
+        return False
+    except exceptions.LocalStateDamagedError as error:
+        log.warning("Loading version %d of %s again: %s", version, instance, error)
+        return False
+    for done in [v for v in instance.acknowledged if v <= version]:
+        del instance.acknowledged[done]
+    earlier = {v: keys for v, keys in instance.keys_at.items() if version - REMEMBERED_COMMITS < v < version}
+    instance.keys_at = {**earlier, version: instance.state.reads.num_keys(version)}
+    return True
 
 
 def _replaced(run_id: str, by: Instance) -> RetiredRunError:
@@ -338,97 +519,8 @@ def _replaced(run_id: str, by: Instance) -> RetiredRunError:
     )
 
 
-def _leaves_files_right(error: BaseException) -> bool:
-    """Return whether a load that ended with this error can be continued: neither files nor state are to blame."""
-    if isinstance(error, MissingFileError | DamagedFileError):
+def _can_continue(error: BaseException) -> bool:
+    """Return whether a later load can continue one that ended with this error: its files and state are not to blame."""
+    if isinstance(error, MissingFileError | exceptions.DamagedFileError):
         return False
-    return isinstance(error, StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)
-
-
-# Loading copies of partitions from storage: for savepoints, and for readers of older versions.
-
-
-PartitionCopyKey = tuple[str, str, int, int]
-"""Run id, operator, partition, version."""
-
-
-class CopyLoading:
-    """Loads copies, each with progress and a lease on its files. Thread-safe; the lock guards the running loads.
-
-    There are as many loads as threads call ``load``, and each takes one entry.
-    """
-
-    def __init__(
-        self, registration: HostRegistration, files: PartitionFiles, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._registration = registration
-        self._files = files
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._watches: dict[str, tuple[PartitionCopyKey, LoadWatch]] = {}
-        self._leases: dict[str, tuple[str, FileLease]] = {}
-
-    def load(
-        self,
-        registration: QueryRegistration,
-        spec: OperatorSpec,
-        partition: int,
-        version: int,
-        below: Path,
-        *,
-        is_abandoned: Callable[[], bool],
-    ) -> PartitionState:
-        """Return a copy of a partition at a version, in a new directory ``below``; ``destroy`` removes the copy.
-
-        Raises ``VersionNotFoundError`` if the version is not kept (any more), ``LoadEndedError`` if ``is_abandoned``,
-        and what loading and the coordinator raise. Nothing is left then.
-        """
-        use = uuid.uuid4().hex
-        run_id = registration.run_id
-        lease = FileLease(self._registration, run_id, spec.name, partition, version, use=use, clock=self._clock)
-        what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {run_id})"
-        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=lease.renew, clock=self._clock)
-        lineage = lease.lineage()
-        with self._lock:
-            self._watches[use] = (run_id, spec.name, partition, version), watch
-            self._leases[use] = run_id, lease
-        try:
-            directory = partition_directory(spec.name, spec.num_partitions, partition)
-            copy = self._files.open_copy(registration, directory, spec.backend, below / use)
-            try:
-                copy.load(lineage, watch)
-            except MissingFileError:
-                copy.destroy()
-                lease.lineage()  # raises if the version has been given up since
-                raise
-            except BaseException:
-                copy.destroy()
-                raise
-            return copy
-        finally:
-            with self._lock:
-                del self._watches[use], self._leases[use]
-            lease.end()
-
-    def progress(self, key: PartitionCopyKey) -> LoadProgress:
-        """Return the progress of the running load of a copy; nothing if none is running."""
-        with self._lock:
-            watches = [watch for of, watch in self._watches.values() if of == key]
-        return watches[0].progress() if watches else LoadProgress()
-
-    def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return, for each load under way whose lease is due, the run id and the function that renews the lease.
-
-        A renewal may take long.
-
-        Files of a load that no caller waits for are released, although storage may block its thread for ever.
-        """
-        with self._lock:
-            loads = [(*held, self._watches[use][1]) for use, held in self._leases.items()]
-        return [(run_id, lease.renew) for run_id, lease, watch in loads if lease.is_due and watch.is_wanted]
-
-    def loads_under_way(self) -> list[str]:
-        """Return the copies that are being loaded, and their progress, for people."""
-        with self._lock:
-            watches = [watch for _, watch in self._watches.values()]
-        return [f"{watch.what}: {watch.progress()}" for watch in watches]
+    return isinstance(error, exceptions.StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)

@@ -25,9 +25,9 @@ from backends.partition.snapshot_uploads import store_snapshots
 from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
-from spark_bridge.host.held_partitions import Counters, HeldPartitions, Instance, InstanceKey
-from spark_bridge.host.kept_partitions import KeptPartitions, PartitionUnloading
-from spark_bridge.host.partition_files import FileLease
+from spark_bridge.host.instances import Counters, Instance, InstanceKey
+from spark_bridge.host.loads import FileLease
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.versions import VersionRequests
 
@@ -61,7 +61,7 @@ class _Together:
         self._ready: list[_Ready] = []
         self._since = time.monotonic()
 
-    def add(self, one: _Ready) -> list[_Ready]:
+    def collect_snapshot(self, one: _Ready) -> list[_Ready]:
         """Add a snapshot. Return all waiting ones if it is time to store them, else nothing."""
         with self._changed:
             self._ready.append(one)
@@ -83,14 +83,12 @@ class _Together:
 
 
 class Maintenance:
-    """The maintenance of one host. The lock of ``HeldPartitions`` guards the table of uploads."""
+    """The maintenance of one host. The lock of ``PartitionCache`` guards the table of uploads."""
 
     def __init__(
         self,
         registration: HostRegistration,
-        held: HeldPartitions,
-        kept: KeptPartitions,
-        unloading: PartitionUnloading,
+        cache: PartitionCache,
         version_requests: VersionRequests,
         counters: Counters,
         memory: HostMemory,
@@ -98,9 +96,7 @@ class Maintenance:
         clock: Callable[[], float],
     ) -> None:
         self._registration = registration
-        self._held = held
-        self._kept = kept
-        self._unloading = unloading
+        self._cache = cache
         self._version_requests = version_requests
         self._counters = counters
         self._memory = memory
@@ -130,7 +126,7 @@ class Maintenance:
             work()
         self._renew_leases()
         self._version_requests.forget_idle_runs()
-        self._kept.drop_old()
+        self._cache.drop_unused()
         self._unload_others()
         self._unload_unread()
         begun = []
@@ -139,9 +135,9 @@ class Maintenance:
         is_crowded = (
             2 * used.get(WRITE_BUFFERS, 0) > self._write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
         )
-        with self._held.lock:
-            for key, instance in self._held.instances.items():
-                if self._held.has_ended(instance.registration.run_id):
+        with self._cache.lock:
+            for key, instance in self._cache.instances.items():
+                if self._cache.has_ended(instance.registration.run_id):
                     continue  # no manifest names a snapshot any more, and nothing is written
                 running = self._uploading.get(key)
                 version = instance.state.version
@@ -165,12 +161,12 @@ class Maintenance:
                     upload = self._uploads.submit(self.upload_snapshots, some, together)
                     self._uploading.update({instance.key: upload for instance in some})
                     begun.append(upload)
-            for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
+            for key in [k for k, f in self._uploading.items() if f.done() and k not in self._cache.instances]:
                 del self._uploading[key]
         return begun
 
     def _renew_leases(self) -> None:
-        with self._held.lock:
+        with self._cache.lock:
             leases = list(self._leases.items())
         for key, lease in leases:
             try:
@@ -185,10 +181,10 @@ class Maintenance:
 
         The next reader loads them again. So ended queries take no memory in the long run.
         """
-        for instance in self._held.all():
-            if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
+        for instance in self._cache.all():
+            if self._cache.has_ended(instance.registration.run_id) and not instance.state.is_loading:
                 if not instance.is_read:
-                    self._unloading.lay_aside(instance, waits=False)
+                    self._cache.lay_aside(instance, waits=False)
                 instance.is_read = False
 
     def _write_out(self, instance: Instance, version: int) -> None:
@@ -202,18 +198,18 @@ class Maintenance:
 
     def _unload_others(self) -> None:
         # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.
-        held = self._held.all()
-        run_ids = tuple({i.registration.run_id for i in held})
+        instances = self._cache.all()
+        run_ids = tuple({i.registration.run_id for i in instances})
         if not run_ids:
             return
         info = self._registration.info
         owned = self._registration.coordinator.verify_instances(info.host_id, info.incarnation, run_ids)
-        for instance in held:
+        for instance in instances:
             of_run = owned.get(instance.registration.run_id)
             is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
             log.debug("Verified that state store %s is active: %s", instance, is_ours)
             if not is_ours:
-                self._unloading.unload(instance, waits=False)
+                self._cache.unload(instance, waits=False)
 
     def upload_snapshots(self, instances: Sequence[Instance], together: _Together | None = None) -> None:
         """Upload snapshots of partitions of one run and report them. Descriptors and small files go up together.
@@ -244,7 +240,7 @@ class Maintenance:
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
-                ready = together.add(_Ready(instance, earlier, prepared))
+                ready = together.collect_snapshot(_Ready(instance, earlier, prepared))
                 unless_prepared.pop_all()
             self._store(ready)
 
@@ -252,20 +248,20 @@ class Maintenance:
         registration, version = self._registration, instance.state.version
         lease = FileLease(registration, *instance.run_key, version, use=UPLOAD, clock=self._clock)
         lineage = lease.lineage()
-        with self._held.lock:
+        with self._cache.lock:
             self._leases[instance.key] = lease
         return lineage
 
     def _end_leases(self, instances: Sequence[Instance]) -> None:
         """Tell the coordinator that the upload has ended, unless the report of a snapshot has told it."""
-        with self._held.lock:
+        with self._cache.lock:
             leases = [self._leases.pop(instance.key, None) for instance in instances]
         for lease in leases:
             if lease is not None:
                 lease.end()
 
     def _is_held(self, ready: _Ready) -> bool:
-        with self._held.lock:
+        with self._cache.lock:
             lease = self._leases[ready.instance.key]
         if lease.is_held():
             return True
@@ -275,14 +271,14 @@ class Maintenance:
     def _store(self, ready: Sequence[_Ready]) -> None:
         if not ready:
             return
-        made: list[StoredSnapshot] = []
+        snapshots: list[StoredSnapshot] = []
         instances = [r.instance for r in ready]
         try:
             with self._logged(instances):
                 ready = [r for r in ready if self._is_held(r)]
                 if ready:
-                    made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
-            for (instance, earlier, _), stored in zip(ready, made, strict=False):
+                    snapshots = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
+            for (instance, earlier, _), stored in zip(ready, snapshots, strict=False):
                 with self._logged([instance]):
                     self._report(instance, earlier, stored)
         finally:
@@ -301,9 +297,9 @@ class Maintenance:
         if registration.call(lambda: coordinator.snapshot_uploaded(message)):
             instance.snapshot_version = stored.ref.version
             instance.rescaled_at = None
-        with self._held.lock:
+        with self._cache.lock:
             self._leases.pop(instance.key, None)
-        self._counters.add("snapshots")
+        self._counters.count("snapshots")
 
     @contextmanager
     def _logged(self, instances: Sequence[Instance]) -> Iterator[None]:
@@ -317,5 +313,4 @@ class Maintenance:
             log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
 
     def close(self) -> None:
-        """Begin no more uploads."""
         self._uploads.shutdown(cancel_futures=True)

@@ -12,17 +12,14 @@ from pathlib import Path
 
 from backends.conf import StateStoreConf
 from backends.engines.engine import writing_to
-from backends.exceptions import ConcurrentCommitError, StateStoreError
-from backends.formats.manifest import Lineage, partition_directory
+from backends.exceptions import ConcurrentCommitError
+from backends.formats.manifest import partition_directory
 from backends.host_memory import LAST_READS, BoundedDict, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.object_files import SharedObjects
 from backends.storage.requests import RequestCounts
-from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
-from coordinator_actor.run.holds import FILES_RENEW_SECONDS
-from spark_bridge.host.registration import HostRegistration
 
 log = logging.getLogger(__name__)
 
@@ -136,93 +133,3 @@ class PartitionFiles:
         """Remove the files that an incarnation which was killed has left of a run."""
         for left in self._local_dir.glob(f"*/{run_id}"):
             shutil.rmtree(left, ignore_errors=True)
-
-
-# The lease of one load or upload: while it lasts, the coordinator neither removes nor exchanges the files.
-
-
-class FileLease:
-    """The lease of one load or upload, of a version of a partition of a run.
-
-    Used by the thread that loads. The host's heartbeat has the lease renewed, too, in another thread, since one step of
-    a load may take longer than the lease. At worst both send the same message.
-
-    ``use`` tells the load from others of the same partition. A lease that is neither renewed nor ended runs out after
-    ``BUSY_SECONDS``, so the death of a host leaves nothing behind. ``clock`` gives seconds.
-    """
-
-    def __init__(
-        self,
-        registration: HostRegistration,
-        run_id: str,
-        operator: str,
-        partition: int,
-        version: int,
-        *,
-        use: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self._registration = registration
-        self._partition = (run_id, operator, partition)
-        self._version = version
-        self._use = use
-        self._clock = clock
-        self._renewed = clock()
-
-    def lineage(self) -> Lineage:
-        """Begin the lease; return the files. Raises the errors of the coordinator."""
-        run_id = self._partition[0]
-        coordinator = self._registration.coordinator
-        found = self._registration.call_about(
-            run_id, lambda: coordinator.lineage(*self._partition, self._version, self._use)
-        )
-        self._renewed = self._clock()
-        return found
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether the lease was not renewed for ``FILES_RENEW_SECONDS``."""
-        return self._clock() - self._renewed >= FILES_RENEW_SECONDS
-
-    def renew(self) -> None:
-        """Renew the lease if that is due: one message in ``FILES_RENEW_SECONDS``.
-
-        A load calls this after each of its steps. A failure is logged, since the load may be
-        through before the lease has run out.
-        """
-        if not self.is_due:
-            return
-        self._renewed = self._clock()
-        try:
-            if not self._registration.coordinator.renew_files(*self._partition, self._use):
-                self.lineage()  # a coordinator that was restarted knows of no load
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-            log.warning(
-                "Could not report to the coordinator that version %d of %s is still being loaded; "
-                "retrying in %.0f s: %s",
-                self._version,
-                self._partition,
-                FILES_RENEW_SECONDS,
-                error,
-            )
-
-    def is_held(self) -> bool:
-        """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
-
-        For uploads. While the lease lasts no files are exchanged; without it, they may have been. Raises the errors
-        of the coordinator.
-        """
-        if not self.is_due:
-            return True
-        asked = self._clock()
-        is_held = self._registration.coordinator.renew_files(*self._partition, self._use)
-        if is_held:
-            self._renewed = asked
-        return is_held
-
-    def end(self) -> None:
-        """End the lease. A failure is logged, since the lease runs out by itself."""
-        try:
-            self._registration.coordinator.release_files(*self._partition, self._use)
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-            log.info("Could not report to the coordinator that the load of %s is over: %s", self._partition, error)

@@ -29,7 +29,7 @@ from coordinator_actor.messages import (
     OpenBatch,
     OpenGrant,
 )
-from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.transport.protocol import TaskIdentity
 
 # The completed versions of each run that the coordinator has announced, before any partition applies them.
@@ -76,8 +76,8 @@ class CompletedVersions:
 
     def newest(self, run_id: str) -> CompletedVersion | None:
         """Return the last completed version of a run that this host knows of; None if it knows none."""
-        held = self._runs.get(run_id)
-        return None if held is None else held[-1]
+        versions = self._runs.get(run_id)
+        return None if versions is None else versions[-1]
 
     def at(self, run_id: str, version: int) -> CompletedVersion | None:
         """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
@@ -86,14 +86,14 @@ class CompletedVersions:
     def note(self, completed: Completed) -> CompletedVersion:
         """Record a version from the coordinator, which may be old or known; return the newest version of the run."""
         with self._changed:
-            held = {c.version: c for c in self._runs.get(completed.run_id, ())}
-            known = held.get(completed.version)
-            heads: dict[str, Mapping[int, str]] = {} if known is None else dict(known.heads)
+            versions = {c.version: c for c in self._runs.get(completed.run_id, ())}
+            same = versions.get(completed.version)
+            heads: dict[str, Mapping[int, str]] = {} if same is None else dict(same.heads)
             for operator, of_operator in completed.heads.items():
                 heads[operator] = {**heads.get(operator, {}), **of_operator}
-            if known is None or heads != known.heads:
-                held[completed.version] = CompletedVersion(completed.version, heads)
-            kept = tuple(held[v] for v in sorted(held)[-KEPT_VERSIONS:])
+            if same is None or heads != same.heads:
+                versions[completed.version] = CompletedVersion(completed.version, heads)
+            kept = tuple(versions[v] for v in sorted(versions)[-KEPT_VERSIONS:])
             self._runs[completed.run_id] = kept
             while len(self._runs) > KEPT_RUNS:
                 del self._runs[next(iter(self._runs))]
@@ -101,7 +101,6 @@ class CompletedVersions:
             return kept[-1]
 
     def runs(self) -> list[str]:
-        """Return the ids of the runs with a known version."""
         with self._changed:
             return list(self._runs)
 
@@ -150,7 +149,7 @@ class HostRegistration:
         self,
         info: HostInfo,
         coordinator: CoordinatorPort,
-        held: HeldPartitions,
+        cache: PartitionCache,
         completed: CompletedVersions,
         clock: Callable[[], float],
     ) -> None:
@@ -158,7 +157,7 @@ class HostRegistration:
         self.coordinator = coordinator
         self.replaced: str | None = None
         self.number = 0
-        self._held = held
+        self._cache = cache
         self._completed = completed
         self._clock = clock
         self._lock = threading.Lock()
@@ -178,7 +177,7 @@ class HostRegistration:
         sent = self._registered_at = self._clock()
         try:
             with spans.alone("host.register", restart=self.info.restart):
-                self.coordinator.register_host(self.info, self._held.report())
+                self.coordinator.register_host(self.info, self._cache.report())
             self._leased_until = sent + self._lease_seconds
         except ReplacedHostError as error:
             self.replaced = str(error)
@@ -197,7 +196,7 @@ class HostRegistration:
 
     def _versions(self) -> dict[str, int]:
         """Return by run id the lowest version that this host is at."""
-        versions = self._held.versions()
+        versions = self._cache.versions()
         for run_id, version in versions.items():
             # A partition is loaded at a version that the coordinator has named; the others must learn of it too.
             noted = self._completed.newest(run_id)
@@ -254,7 +253,7 @@ class HostRegistration:
         try:
             return call()
         except _UNKNOWN:
-            if run_id not in self._held.registrations or not self._is_register_due():
+            if run_id not in self._cache.registrations or not self._is_register_due():
                 raise
         self.register()
         return call()
@@ -294,7 +293,6 @@ class _Granted:
     owners: Mapping[str, list[int]]
 
     def lacks(self, operator: str, partition: int) -> bool:
-        """Return whether a partition has no owner yet."""
         places = self.owners.get(operator, [])
         return 0 <= partition < len(places) and places[partition] == NOBODY
 
@@ -332,51 +330,51 @@ class Grants:
             self._waiting.setdefault(task.run_id, set()).add(wanted)
         try:
             with granting:
-                held = self._granted.get(task.run_id)
+                granted = self._granted.get(task.run_id)
                 now = self._clock()
                 if (
-                    held is None
-                    or held.grant.version != task.batch_id
-                    or not 0 <= now - held.at < GRANT_SECONDS
-                    or held.lacks(*wanted)
+                    granted is None
+                    or granted.grant.version != task.batch_id
+                    or not 0 <= now - granted.at < GRANT_SECONDS
+                    or granted.lacks(*wanted)
                 ):
-                    held = self._ask(task, held, now)
+                    granted = self._ask(task, granted, now)
         finally:
             with self._lock:
                 self._waiting.get(task.run_id, set()).discard(wanted)
-        grant = held.grant
-        owners = held.owners.get(task.operator, [])
+        grant = granted.grant
+        owners = granted.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
             raise InvalidRequestError(
                 f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
-                f"{ {name: len(places) for name, places in held.owners.items()} }."
+                f"{ {name: len(places) for name, places in granted.owners.items()} }."
             )
-        if held.lacks(*wanted):
+        if granted.lacks(*wanted):
             raise UnknownRunError(
                 f"The coordinator was asked for the owner of {task.operator}/{task.partition} of run {task.run_id} "
                 "and named none; ask again."
             )
         head = grant.heads.get(task.operator, {}).get(task.partition)
-        owner = held.hosts[owners[task.partition]]
+        owner = granted.hosts[owners[task.partition]]
         return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
 
-    def _ask(self, task: TaskIdentity, held: _Granted | None, now: float) -> _Granted:
+    def _ask(self, task: TaskIdentity, granted: _Granted | None, now: float) -> _Granted:
         info = self._registration.info
-        known = 0 if held is None else held.grant.assignment
+        assignment = 0 if granted is None else granted.grant.assignment
         with self._lock:
             # This one too: another attempt of the same task may have taken it out.
             waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
-        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, known, waiting)
+        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
         grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
-        if grant.hosts or held is None:
-            held = _Granted(grant, now, grant.hosts, grant.owners)
+        if grant.hosts or granted is None:
+            granted = _Granted(grant, now, grant.hosts, grant.owners)
         else:
             # The assignment is the one that is known: the coordinator does not repeat it.
-            held = _Granted(grant, now, held.hosts, held.owners)
+            granted = _Granted(grant, now, granted.hosts, granted.owners)
         with self._lock:
-            self._granted[task.run_id] = held
+            self._granted[task.run_id] = granted
         self._completed.note(Completed(task.run_id, grant.version, grant.heads))
-        return held
+        return granted
 
     def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Ask the coordinator for the owner of a partition, and for its last completed version."""
@@ -385,7 +383,6 @@ class Grants:
         )
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that is over."""
         with self._lock:
             self._granted.pop(run_id, None)
             self._waiting.pop(run_id, None)

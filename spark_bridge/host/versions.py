@@ -17,7 +17,7 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError, RetiredRunError, UnknownRunError
 from coordinator_actor.messages import QueryRegistration
-from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.registration import GRANT_SECONDS, CompletedVersion, CompletedVersions, HostRegistration
 
 PREPARED_LOOK_SECONDS = 0.002
@@ -57,20 +57,20 @@ class PreparedVersions:
     def __init__(
         self,
         registration: HostRegistration,
-        held: HeldPartitions,
+        cache: PartitionCache,
         completed: CompletedVersions,
         open_storage: OpenStorage,
         gives: Callable[[str], bool] = lambda run_id: False,
     ) -> None:
         self._registration = registration
         self._gives = gives
-        self._held = held
+        self._cache = cache
         self._completed = completed
         self._open_storage = open_storage
         self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
         self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
         self._noting = threading.Lock()
-        held.on_run_ended(self._forget)
+        cache.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
         """Record that the coordinator has accepted changes for a version.
@@ -80,8 +80,8 @@ class PreparedVersions:
         with self._noting:
             if under is not None:
                 self._taken_under[registration.run_id] = under
-            known = self._prepared.get(registration.run_id)
-            if known is None or known.version < version:
+            prepared = self._prepared.get(registration.run_id)
+            if prepared is None or prepared.version < version:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def _doubt(self, run_id: str) -> None:
@@ -93,7 +93,7 @@ class PreparedVersions:
         right.
         """
         newest = self._completed.newest(run_id)
-        registration = self._held.registrations.get(run_id)
+        registration = self._cache.registrations.get(run_id)
         if newest is None or registration is None:
             return
         if not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id):
@@ -102,7 +102,7 @@ class PreparedVersions:
     def _may_be_others(self, run_id: str) -> bool:
         number = self._registration.number
         is_again = number > 1 and self._taken_under.get(run_id) != number
-        return is_again and not self._held.has_ended(run_id)  # an ended query makes no versions
+        return is_again and not self._cache.has_ended(run_id)  # an ended query makes no versions
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
@@ -184,14 +184,14 @@ class PreparedVersions:
         made the changes: then this one cannot tell. Nor can it if it has loaded the partition within the batch: another
         host may have made the changes before, and the task here may be a duplicate.
         """
-        with self._held.lock:
+        with self._cache.lock:
             return any(
                 i.invocations_of == version - 1
                 and i.loaded_at != version - 1
                 and version not in i.acknowledged
                 and i.state.version < version
                 and self._registration.is_surely_known_since(i.opened_at - GRANT_SECONDS)
-                for i in self._held.of_run(run_id)
+                for i in self._cache.of_run(run_id)
             )
 
     def _failed(self, prepared: _Prepared, failure: Exception) -> Exception:
@@ -244,7 +244,6 @@ class _Asking:
     has_ended: bool = False
 
     def raise_refusal(self) -> None:
-        """Raise the error that the coordinator has just answered."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
             raise type(refusal)(*refusal.args)  # a new error for every thread
@@ -256,9 +255,9 @@ class VersionRequests:
     ``_lock`` guards the table of runs alone; the lock of a run is held while the coordinator is asked.
     """
 
-    def __init__(self, registration: HostRegistration, held: HeldPartitions, completed: CompletedVersions) -> None:
+    def __init__(self, registration: HostRegistration, cache: PartitionCache, completed: CompletedVersions) -> None:
         self._registration = registration
-        self._held = held
+        self._cache = cache
         self._completed = completed
         self._lock = threading.Lock()
         self._asking: BoundedDict[str, _Asking] = BoundedDict(MAX_ASKED)
@@ -283,7 +282,7 @@ class VersionRequests:
             if not asking.lock.acquire(timeout=left):
                 continue
             try:
-                if run_id not in self._held.registrations:
+                if run_id not in self._cache.registrations:
                     asking.raise_refusal()
                 # Another thread may have asked since.
                 pause = asking.at + ASK_SECONDS - time.monotonic()
@@ -292,9 +291,9 @@ class VersionRequests:
                     self._ask(run_id, asking)
             except (UnknownRunError, RetiredRunError) as error:
                 asking.refusal = type(error)(*error.args)
-                if run_id not in self._held.registrations:  # else the heartbeat reports that the run is over
+                if run_id not in self._cache.registrations:  # else the heartbeat reports that the run is over
                     self._completed.forget(run_id)
-                    self._held.tell_ended(run_id)
+                    self._cache.end_run(run_id)
                 raise
             finally:
                 asking.lock.release()
@@ -326,10 +325,9 @@ class VersionRequests:
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():
             asking = self._asking.get(run_id)
-            if run_id not in self._held.registrations and (asking is None or asking.at <= until):
+            if run_id not in self._cache.registrations and (asking is None or asking.at <= until):
                 self._completed.forget(run_id)
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that is over."""
         with self._lock:
             self._asking.pop(run_id, None)

@@ -20,7 +20,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host.held_partitions import INSTANCE_COLUMNS
+from spark_bridge.host.instances import INSTANCE_COLUMNS
 from spark_bridge.overview.faults import COORDINATOR_PROCESS, faults_of
 from spark_bridge.overview.model import (
     CLUSTER,

@@ -47,13 +47,16 @@ class Kept:
 
 
 class Rows:
-    used = 8 * MIB
+    """Eight row caches of 1 MiB each, which stay empty once they were emptied."""
 
     def __init__(self, memory):
-        self.memory = memory
+        self.claims = {}
+        for number in range(8):
+            self.claims[number] = memory.claim_rows(MIB, lambda number=number: self.claims.pop(number))
 
-    def shrink(self):
-        self.used = min(self.used, self.memory.row_cache_room())
+    @property
+    def used(self):
+        return len(self.claims) * MIB
 
 
 def test_bytes_count_as_long_as_anything_refers_to_their_claim():
@@ -83,7 +86,6 @@ def test_the_oldest_that_can_be_spared_makes_room_whoever_holds_it():
 def test_what_is_needed_takes_spared_memory_first_then_that_of_rows_and_then_none():
     memory = HostMemory(CONF)
     rows, kept = Rows(memory), Kept(memory)
-    memory.share_row_caches(rows)
     kept.keep("a", 10 * MIB)
     kept.keep("b", 6 * MIB)
     commits = [memory.claim(STAGED, 32 * MIB, "A commit")]
@@ -165,7 +167,6 @@ def test_the_holder_of_a_dropped_entry_can_tell():
 def test_what_passes_pushes_out_what_can_be_spared_and_refuses_nothing():
     memory = HostMemory(CONF)
     rows, kept = Rows(memory), Kept(memory)
-    memory.share_row_caches(rows)
     kept.keep("a", 10 * MIB)
     requests = memory.note(REQUESTS, 40 * MIB)
     changelog = memory.note(CHANGELOGS, 14 * MIB)

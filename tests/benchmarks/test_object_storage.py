@@ -62,7 +62,7 @@ def test_a_played_stream_completes_versions_takes_snapshots_and_removes_files(tm
     with played_stream(tmp_path / "hosts", str(tmp_path / "ck"), Shape(hosts=2, partitions=3, keys=5, retain=2)) as s:
         assert len(s.run(41)) == 41
         assert all(host.describe()["storage_requests"]["put"] >= 41 for host in s.hosts)  # type: ignore[index]
-        assert [host.held.instance(s.registration.run_id, "op0", 0) is not None for host in s.hosts].count(True) == 1
+        assert [host.cache.instance(s.registration.run_id, "op0", 0) is not None for host in s.hosts].count(True) == 1
     state = tmp_path / "ck" / "statestore"
     versions = {int(p.name.split("-")[0]) for p in state.rglob("*.changelog*")}
     assert max(versions) == 41 and min(versions) > 1

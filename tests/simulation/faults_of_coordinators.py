@@ -14,7 +14,7 @@ from backends.formats import manifest_chain
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Retention
-from backends.partition.layers import PendingChanges
+from backends.partition.held_versions import PendingChanges
 from backends.partition.loading import Loading, state_after
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs
 from backends.storage.locations import FileRef
@@ -36,8 +36,8 @@ from coordinator_actor.run.retention import remove_garbage
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import LookedUpVersions, QueryVersions
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.host.held_partitions import Instance
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import Instance
 from spark_bridge.queryable.routing.router import SeenVersions
 from spark_bridge.state_data.state_sources import StateSource
 from tests.simulation.storage import SimulatedStorage

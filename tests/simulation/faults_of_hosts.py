@@ -21,10 +21,10 @@ from coordinator_actor.run.holds import FilesInUse
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host import commits
 from spark_bridge.host.commits import GroupCommit, GroupCommits
-from spark_bridge.host.kept_partitions import PartitionUnloading
-from spark_bridge.host.loading import PartitionLoading
+from spark_bridge.host.hand_overs import HandOvers
+from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.maintenance import Maintenance
-from spark_bridge.host.shared_loads import HandOvers
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 
 
@@ -82,15 +82,16 @@ def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     view: Callable[..., PartitionView] = VersionedReader._view
 
     def newest(self: Any, *args: Any) -> PartitionView:
-        held = view(self, *args)
-        version, head = held.state.newest()
-        return replace(held, version=version, head=head)
+        completed = view(self, *args)
+        assert completed.instance is not None
+        version, head = completed.instance.state.newest()
+        return replace(completed, version=version, head=head)
 
     monkeypatch.setattr(VersionedReader, "_view", newest)
 
 
 def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionUnloading, "unload_run", lambda self, run_id: None)
+    monkeypatch.setattr(PartitionCache, "unload_run", lambda self, run_id: None)
 
 
 def hasty_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionLoading, "warm_version", lambda self, registration, operator, partition: None)
+    monkeypatch.setattr(PartitionLoader, "warm_version", lambda self, registration, operator, partition: None)
 
 
 def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def finish(world: World) -> None:
         for replaced in slot.replaced:
             if replaced.is_alive:
                 raise Violation(f"{replaced.name} still runs, though {slot.process.name} has taken its place.")
-        if host.held.instances:
-            raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
+        if host.cache.instances:
+            raise Violation(f"{slot.host_id} still holds {sorted(host.cache.instances)} after the query has ended.")
     for stream in world.streams:
         verifier = s.spawn(s.process("verifier"), lambda stream=stream: _verify(world, stream), "verify")  # type: ignore[misc]
         s.join(verifier)

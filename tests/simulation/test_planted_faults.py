@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.effort import only_thorough
-from tests.patience import PATIENCE
+from tests.patience import HANG
 from tests.simulation.planted_faults import FAULTS, PlantedFault
 from tests.simulation.searches import first_failure
 
@@ -62,7 +62,5 @@ def test_the_other_test_sees_the_planted_fault(fault: PlantedFault) -> None:
     assert fault.test is not None
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     asked = [sys.executable, "-c", WITH_FAULT, fault.name, fault.test]
-    done = subprocess.run(
-        asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr

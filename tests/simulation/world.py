@@ -32,10 +32,10 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.run.holds import BUSY_SECONDS, TOLD_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits import COMMIT_GROUP_BYTES, LARGE_BYTES
-from spark_bridge.host.loading import SHARED_LOAD_SECONDS
+from spark_bridge.host.hand_overs import WANTED_SECONDS
+from spark_bridge.host.loading import ABANDONED_SECONDS, SHARED_LOAD_SECONDS, TASK_ANSWER_SECONDS
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
 from spark_bridge.host.registration import GRANT_SECONDS
-from spark_bridge.host.shared_loads import ABANDONED_SECONDS, TASK_ANSWER_SECONDS, WANTED_SECONDS, SharedLoads
 from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
 from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
 from spark_bridge.state_data.stored_reads import StoredReads
@@ -141,18 +141,17 @@ class Constants:
             ("coordinator_actor.forgetting", "HOLD_SECONDS"): self.hold_seconds,
             ("coordinator_actor.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
             ("coordinator_actor.run.holds", "BUSY_SECONDS"): self.busy_seconds,
-            ("spark_bridge.host.partition_files", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
+            ("spark_bridge.host.loads", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
             ("coordinator_actor.run.holds", "TOLD_SECONDS"): self.told_seconds,
             ("spark_bridge.host.registration", "GRANT_SECONDS"): self.grant_seconds,
             ("spark_bridge.host.versions", "GRANT_SECONDS"): self.grant_seconds,
             ("spark_bridge.queryable.reads.operator_plan", "DIRECTORY_SECONDS"): self.directory_seconds,
             ("spark_bridge.queryable.reads.answer_version", "ASK_COORDINATOR_SECONDS"): (self.ask_coordinator_seconds),
             ("spark_bridge.host.loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
-            ("spark_bridge.host.shared_loads", "WANTED_SECONDS"): self.wanted_seconds,
+            ("spark_bridge.host.hand_overs", "WANTED_SECONDS"): self.wanted_seconds,
             ("spark_bridge.host.maintenance", "TOGETHER_SECONDS"): self.together_seconds,
-            ("spark_bridge.host.host", "SharedLoads"): partial(
-                SharedLoads, answer_seconds=self.task_answer_seconds, abandoned_seconds=self.abandoned_seconds
-            ),
+            ("spark_bridge.host.loading", "TASK_ANSWER_SECONDS"): self.task_answer_seconds,
+            ("spark_bridge.host.loading", "ABANDONED_SECONDS"): self.abandoned_seconds,
             ("spark_bridge.host.commits", "COMMIT_GROUP_BYTES"): self.group_bytes,
             ("spark_bridge.host.commits", "LARGE_BYTES"): self.large_bytes,
         }
@@ -452,9 +451,9 @@ def run(
         ("coordinator_actor.durable.manifests", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("coordinator_actor.run.holds", "LISTED_EVERY"): 1 + seed % 3,
-        ("backends.partition.layers", "lock"): locks.lock,
-        ("backends.partition.layers", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition.snapshot_uploads", "_pool"): threads.Background(),
+        ("backends.partition.local_directory", "lock"): locks.lock,
+        ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.partition_state", "_pool"): threads.Background(),
         ("backends.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.

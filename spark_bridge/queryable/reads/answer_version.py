@@ -17,15 +17,15 @@ from typing import TypeVar
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from backends.partition.held_versions import VersionReads
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
-from spark_bridge.host.held_partitions import Instance
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import Instance, RunKey
+from spark_bridge.host.loading import version_key
 from spark_bridge.host.registration import CompletedVersion
-from spark_bridge.queryable.protocol import At
+from spark_bridge.queryable.protocol import At, before_slow_work
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.version_copies import PartitionLoader, VersionCopies
 
 T = TypeVar("T")
 
@@ -34,6 +34,9 @@ MAX_WAIT_SECONDS = 2.0
 being loaded or unloaded.
 """
 _PAUSE_SECONDS = 0.005
+REFUSED_SECONDS = 0.1
+"""TTL of a cached answer that another host owns a partition, in seconds."""
+MAX_REFUSED = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,17 @@ class PartitionView:
 
 
 class VersionedReader:
-    """Reads partitions at the version that a request asks for. Thread-safe."""
+    """Reads partitions at the version that a request asks for.
 
-    def __init__(self, host: Host, copies: VersionCopies, wait_seconds: float = MAX_WAIT_SECONDS) -> None:
+    Thread-safe; the lock guards changes of the cached refusals. Partitions that are not loaded are loaded in the
+    background: no request waits for a load longer than ``wait_seconds``.
+    """
+
+    def __init__(self, host: Host, wait_seconds: float = MAX_WAIT_SECONDS) -> None:
         self._host = host
-        self._copies = copies
         self.wait_seconds = wait_seconds
-        self.loader = PartitionLoader(host, wait_seconds)
+        self._refused: BoundedDict[RunKey, tuple[float, str]] = BoundedDict(MAX_REFUSED)
+        self._lock = threading.Lock()
 
     def read(
         self,
@@ -93,18 +100,18 @@ class VersionedReader:
         self._host.prepared.settle(plan.run_id, self.wait_seconds)
         while True:
             completed = self.completed(plan, floor)
-            found: list[T] = []
+            results: list[T] = []
             failure: Exception
             try:
                 for partition in partitions:
-                    found.append(read(self._view(plan, partition, completed)))
-                return completed.version, found
+                    results.append(read(self._view(plan, partition, completed)))
+                return completed.version, results
             except (VersionNotFoundError, StoreClosedError) as error:
                 failure = error
             if time.monotonic() > deadline:
-                raise self._unsettled(plan, partitions[len(found)], failure) from failure
+                raise self._unsettled(plan, partitions[len(results)], failure) from failure
             if self._host.completed.newest(plan.run_id) is completed:
-                self._settle(plan, partitions[len(found)], completed, failure)
+                self._settle(plan, partitions[len(results)], completed, failure)
 
     def completed(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
         """Return the last completed version, which is ``at_least`` or later.
@@ -115,15 +122,15 @@ class VersionedReader:
         completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if completed is None or completed.version < at_least:
             if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
-                there = (
+                newest = (
                     "none is known"
                     if completed is None
                     else f"version {completed.version} is the last one that is known"
                 )
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
-                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. "
-                    "The coordinator does not answer."
+                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {newest} "
+                    "here. The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "
@@ -132,27 +139,27 @@ class VersionedReader:
         return completed
 
     def _view(self, plan: OperatorPlan, partition: int, completed: CompletedVersion) -> PartitionView:
-        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
         head = completed.head(plan.operator, partition)
         if instance is None or (head is None and completed.version > 0):
-            instance = self.loader.load(plan, partition)
+            instance = self._load(plan, partition)
             newest = self._host.completed.newest(plan.run_id)
             if newest is None or newest.version != completed.version:
                 raise VersionNotFoundError(f"Version {completed.version} is not the last completed one any more.")
             head = newest.head(plan.operator, partition)
-        self.loader.wait_loaded(instance, self.wait_seconds)
+        self._wait_loaded(instance)
         return PartitionView(partition, instance.state.reads, completed.version, head, instance)
 
     def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
         """Bring a partition closer to the last completed version, which it lacks: wait, or load it."""
-        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
         if instance is None or isinstance(failure, StoreClosedError):
             time.sleep(_PAUSE_SECONDS)  # the partition is being unloaded
         elif instance.state.version > completed.version:
             self._host.version_requests.completed_version(plan.run_id, completed.version + 1, _PAUSE_SECONDS)
         else:
             # Another host has made the version: this partition has other changes than those that count, or lacks some.
-            self.loader.load(plan, partition, again=True)
+            self._load(plan, partition, again=True)
 
     def _unsettled(self, plan: OperatorPlan, partition: int, failure: Exception) -> NotOwnerError:
         return NotOwnerError(
@@ -165,22 +172,22 @@ class VersionedReader:
     def _latest(
         self, plan: OperatorPlan, partitions: Sequence[int], read: Callable[[PartitionView], T]
     ) -> tuple[int, list[T]]:
-        found: list[T] = []
+        results: list[T] = []
         versions: list[int] = []
         for partition in partitions:
             version, one = self._latest_of(plan, partition, read)
             versions.append(version)
-            found.append(one)
+            results.append(one)
         if versions:
-            return min(versions), found
+            return min(versions), results
         self._host.prepared.settle(plan.run_id, self.wait_seconds)
-        return self.completed(plan, 0).version, found
+        return self.completed(plan, 0).version, results
 
     def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:
         deadline = time.monotonic() + self.wait_seconds
         while True:
-            instance = self.loader.held(plan, partition)
-            self.loader.wait_loaded(instance, self.wait_seconds)
+            instance = self._loaded(plan, partition)
+            self._wait_loaded(instance)
             version, head = instance.state.newest()
             try:
                 return version, read(PartitionView(partition, instance.state.reads, version, head, instance))
@@ -210,10 +217,10 @@ class VersionedReader:
     ) -> T:
         deadline = time.monotonic() + self.wait_seconds
         while True:
-            instance = self.loader.held(plan, partition)
-            self.loader.wait_loaded(instance, self.wait_seconds)
-            known = self._host.completed.at(plan.run_id, at.version)
-            head = None if known is None else known.head(plan.operator, partition)
+            instance = self._loaded(plan, partition)
+            self._wait_loaded(instance)
+            completed = self._host.completed.at(plan.run_id, at.version)
+            head = None if completed is None else completed.head(plan.operator, partition)
             try:
                 if head is None and at.version > instance.state.version:
                     # The changes that were accepted for the version need not be those that the manifest names.
@@ -230,8 +237,53 @@ class VersionedReader:
                 if at.held_only:
                     raise StateVersionError(str(error)) from error
                 break
-        copy = keep.enter_context(self._copies.at(plan.registration, plan.spec, partition, at.version))
+        if not self._host.cache.has_version(version_key(plan.registration, plan.spec, partition, at.version)):
+            before_slow_work()
+        copy = keep.enter_context(
+            self._host.loader.pinned_version(plan.registration, plan.spec, partition, at.version, self.wait_seconds)
+        )
         return read(PartitionView(partition, copy.reads, at.version, None))
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def _loaded(self, plan: OperatorPlan, partition: int) -> Instance:
+        """Return a partition of this host; load it if it is not loaded. Raises as ``_load`` does."""
+        instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
+        return self._load(plan, partition) if instance is None else instance
+
+    def _load(self, plan: OperatorPlan, partition: int, *, again: bool = False) -> Instance:
+        """Load a partition; with ``again`` also one that is loaded, because its changes are not those that count.
+
+        Raises ``NotOwnerError`` for another host's partition, ``HostUnavailableError`` if loading takes longer.
+        """
+        key = (plan.run_id, plan.operator, partition)
+        until, message = self._refused.get(key, (0.0, ""))
+        if time.monotonic() < until:
+            raise NotOwnerError(message)
+        try:
+            return self._host.loads.read_result(
+                (*key, again), lambda: self._host.reads.load(*key, again=again), _name(*key), self.wait_seconds
+            )
+        except NotOwnerError as error:
+            with self._lock:
+                self._refused[key] = (time.monotonic() + REFUSED_SECONDS, str(error))
+            raise
+
+    def _wait_loaded(self, instance: Instance) -> None:
+        """Wait a moment if another version is being loaded; a read itself would wait as long as the loading takes.
+
+        Raises ``HostUnavailableError`` if the partition is not loaded after ``wait_seconds``.
+        """
+        instance.is_read = True
+        if instance.state.is_loading:
+            what = _name(*instance.run_key)
+            with self._host.loads.waiting(what):
+                if not instance.state.wait_loaded(self.wait_seconds):
+                    raise self._host.loads.unavailable(what)
+
+
+def _name(run_id: str, operator: str, partition: int) -> str:
+    return f"Partition {partition} of operator {operator!r} (run {run_id})"
 
 
 # Waiting for the completion of a version, also in a host that gets no messages about the run.

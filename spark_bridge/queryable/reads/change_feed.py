@@ -2,7 +2,7 @@
 
 The feed also returns the earlier values of changed keys. A host knows these of its own partitions as long as the
 version is in memory. So a client that watches a running query costs no more than reading the changelogs. Otherwise the
-values come from a copy that is loaded from storage and advances from version to version (``FollowerCopies``).
+values come from a copy that is loaded from storage and advances from version to version (``Kind.FOLLOWER``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import MissingFileError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import read_changelog
 from backends.formats.manifest import ChangelogRef
-from backends.partition.held_versions import VersionReads
 from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
@@ -36,7 +36,6 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import StateAnswer
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.scans import RowStream
-from spark_bridge.queryable.reads.version_copies import Follower, FollowerCopies
 from spark_bridge.state_format.layouts import LIST, window_place
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows, list_keys
@@ -58,7 +57,6 @@ class GroupingKeyFilter:
 
     @classmethod
     def of(cls, rows: VariableRows, keys: pa.BinaryArray) -> GroupingKeyFilter:
-        """Return the filter for stored grouping keys."""
         window = window_place(rows.variable)
         columns = tuple(i for i in range(len(rows.key)) if i != window)
         return cls(rows, columns, without_prefix(keys))
@@ -75,13 +73,12 @@ class GroupingKeyFilter:
         return pc.is_in(without_prefix(keys), self.keys)
 
     def of_changes(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the changes whose keys pass."""
         if not self.columns:
             return batch
         # After version and type of change come the columns of the key, in the user's order.
         columns = [batch.column(2 + self.rows.key_order.index(i)) for i in self.columns]
-        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in self.columns])
-        ids = without_prefix(encode_keys(made, np.zeros(batch.num_rows, np.uint16)))
+        keys = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in self.columns])
+        ids = without_prefix(encode_keys(keys, np.zeros(batch.num_rows, np.uint16)))
         return batch.filter(pc.is_in(ids, self.keys))
 
 
@@ -91,16 +88,15 @@ class GroupingKeyFilter:
 class PreviousValues:
     """The values of one partition at ascending versions.
 
-    Copies that it takes are returned when ``keep`` is closed.
+    A copy that it pins is released when ``keep`` is closed.
     """
 
-    def __init__(self, host: Host, copies: FollowerCopies, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
+    def __init__(self, host: Host, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
         self._host = host
-        self._copies = copies
         self._plan = plan
         self._piece = piece
         self._keep = keep
-        self._follower: Follower | None = None
+        self._follower: PartitionState | None = None
         self._heads = {ref.version: ref.file.path for ref in piece.lineage.changelogs}
         if piece.lineage.rescaled is not None:
             self._heads[piece.lineage.rescaled.version] = piece.lineage.rescaled.head
@@ -110,7 +106,7 @@ class PreviousValues:
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
-        instance = self._host.held.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
+        instance = self._host.cache.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
         if head is not None and instance is not None and self._follower is None:
             # A partition in memory does not know the heads of earlier layouts, and old versions are gone.
             with suppress(VersionNotFoundError, StoreClosedError):
@@ -119,9 +115,13 @@ class PreviousValues:
 
     def _copy_at(self, version: int) -> PartitionState:
         if self._follower is None:
-            follower = self._follower = self._copies.take(self._plan, self._piece, version)
-            self._keep.callback(self._copies.give_back, self._plan, self._piece, follower)
-        state = self._follower.state
+            piece, registration = self._piece, self._plan.registration
+            self._follower = self._keep.enter_context(
+                self._host.loader.pinned_follower(
+                    registration, piece.directory, piece.backend, piece.partition, version
+                )
+            )
+        state = self._follower
         try:
             stored_files.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
         except VersionNotFoundError as error:
@@ -161,12 +161,7 @@ class RunManifests:
         self._lock = threading.RLock()
         self._runs: dict[str, _Manifests] = {}
 
-    def is_known(self, run_id: str) -> bool:
-        """Return whether manifests of a run have been read, and the run is not known to be over."""
-        return run_id in self._runs
-
     def runs(self) -> list[str]:
-        """Return the ids of the runs whose manifests are kept."""
         return list(self._runs)
 
     def versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
@@ -176,24 +171,24 @@ class RunManifests:
         """
         place = plan.place
         with self._lock:
-            held = self._runs.get(plan.run_id)
-            if held is None:
+            manifests = self._runs.get(plan.run_id)
+            if manifests is None:
                 log = ManifestLog(self._host.files.open_storage(place.state_location, place.options), "reader")
-                held = self._runs[plan.run_id] = _Manifests(log, self._clock())
-            held.used_at = self._clock()
-        with held.lock:
+                manifests = self._runs[plan.run_id] = _Manifests(log, self._clock())
+            manifests.used_at = self._clock()
+        with manifests.lock:
             for look in range(LOOKS):
-                held.log.refresh()
+                manifests.log.refresh()
                 try:
-                    chain = held.log.chain()
+                    chain = manifests.log.chain()
                     break
                 except MissingFileError:
                     # Removed since the manifests were listed; the newer manifest that made it superfluous is there by
                     # now.
                     if look + 1 == LOOKS:
                         raise
-            held.log.forget({m.id for m in chain.values()})
-            newest = held.log.epochs.newest()
+            manifests.log.forget({m.id for m in chain.values()})
+            newest = manifests.log.epochs.newest()
         # A run claims its epoch before it writes manifests: without a later claim, no manifest is another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self.drop(plan.run_id)
@@ -201,7 +196,7 @@ class RunManifests:
                 f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate "
                 "it again."
             )
-        return StateVersions(place, held.log, chain, completed, plan.registration.key_groups)
+        return StateVersions(place, manifests.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
         """Forget runs that were not read for a while and are not registered here.
@@ -211,7 +206,7 @@ class RunManifests:
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:
-                if self._host.held.registration(run) is None:
+                if self._host.cache.registration(run) is None:
                     del self._runs[run]
 
     def drop(self, run_id: str | None) -> None:
@@ -223,15 +218,15 @@ class RunManifests:
 
 def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, previous_run: str) -> None:
     """Raise ``StateVersionError`` if a run after ``previous_run`` has made the version ``after``, or may have."""
-    made = versions.chain.get(after)
-    if made is None or made.run_id == previous_run:
+    manifest = versions.chain.get(after)
+    if manifest is None or manifest.run_id == previous_run:
         return  # the empty version is every run's, and a version that is not kept is refused anyway
     runs = list(versions.log.epochs.runs())  # the newest run first
-    if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
+    if previous_run in runs and manifest.run_id in runs and runs.index(manifest.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
         f"The query was rolled back: version {after} of operator {plan.operator!r} was remade by run "
-        f"{made.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
+        f"{manifest.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
         "and watch it from there."
     )
 
@@ -247,9 +242,8 @@ class ChangeFeed:
         self._host = host
         self._wait_seconds = wait_seconds
         self._manifests = RunManifests(host, clock)
-        self._copies = FollowerCopies(host, clock, self._manifests.is_known)
-        host.held.on_run_ended(self._drop)
-        host.maintenance.on_maintenance(self.release_idle)
+        host.cache.on_run_ended(self._manifests.drop)
+        host.maintenance.on_maintenance(self._manifests.release_idle)
 
     def read(
         self,
@@ -270,8 +264,8 @@ class ChangeFeed:
             raise RequestError(f"Changes after version {after} up to version {until}: there can be none.")
         completed = self._host.version_requests.completed_version(plan.run_id, until, self._wait_seconds)
         if completed is None or completed.version < until:
-            there = "none is known" if completed is None else f"version {completed.version} is the last one that is"
-            raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {there}.")
+            newest = "none is known" if completed is None else f"version {completed.version} is the last one that is"
+            raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {newest}.")
         rows = VariableRows(plan.schema, variable)
         changes = VariableChanges(rows)
         try:
@@ -303,7 +297,7 @@ class ChangeFeed:
         try:
             return self._manifests.versions(plan, completed)
         except RetiredRunError:
-            self._copies.drop(plan.run_id)
+            self._host.cache.drop_copies(plan.run_id)
             raise
 
     def _piece(
@@ -318,12 +312,12 @@ class ChangeFeed:
         place = plan.place
         storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
-        before = PreviousValues(self._host, self._copies, plan, piece, keep)
+        before = PreviousValues(self._host, plan, piece, keep)
         for ref in piece.lineage.changelogs:
             if ref.version <= since:
                 continue
             written = _written(storage, ref)
-            found: dict[str, ChangedPairs] = {}
+            changed: dict[str, ChangedPairs] = {}
             for family in rows.families:
                 if family not in written:
                     continue
@@ -333,19 +327,9 @@ class ChangeFeed:
                     if passing is not None:
                         keys, values = keys.filter(passing), values.filter(passing)
                 if len(keys):
-                    found[family] = ChangedPairs(keys, before.at(ref.version - 1, family, keys), values)
-            if found:
-                yield ref.version, found
-
-    def release_idle(self) -> None:
-        """Release copies and manifests that were not used for a while."""
-        self._copies.release_idle()
-        self._manifests.release_idle()
-
-    def _drop(self, run_id: str | None) -> None:
-        # The manifests first, so that a copy that is returned during this call is not kept (``is_known``).
-        self._manifests.drop(run_id)
-        self._copies.drop(run_id)
+                    changed[family] = ChangedPairs(keys, before.at(ref.version - 1, family, keys), values)
+            if changed:
+                yield ref.version, changed
 
 
 def _in_order(

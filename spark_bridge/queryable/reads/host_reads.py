@@ -14,7 +14,7 @@ import pyarrow as pa
 from backends.conf import DEFAULT_FAMILY
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from backends.partition.held_versions import VersionReads
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
@@ -23,7 +23,6 @@ from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, Comple
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
-from spark_bridge.queryable.reads.version_copies import VersionCopies
 
 T = TypeVar("T")
 
@@ -48,17 +47,15 @@ class HostReads(PartitionedReads):
     ) -> None:
         super().__init__(now_ms)
         self._host = host
+        self._reader = VersionedReader(host, wait_seconds)
         # The clock is read at each call, not when the modules are imported: the simulation replaces it.
-        self._reader = VersionedReader(
-            host, VersionCopies(host, time.monotonic, wait_seconds=wait_seconds), wait_seconds
-        )
         self._changes = ChangeFeed(host, wait_seconds, time.monotonic)
         self._directory = OperatorDirectory(host)
         self._completion = CompletionWait(host, wait_seconds, self._directory.forget)
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)
         self._plans_lock = threading.Lock()
         self._locating = threading.Semaphore(LOCATES_AT_ONCE)
-        host.held.on_run_ended(self._directory.forget)
+        host.cache.on_run_ended(self._directory.forget)
 
     # -- operators and versions ----------------------------------------------------------------
 
@@ -87,7 +84,7 @@ class HostReads(PartitionedReads):
         at = request.at
         if at.isolation == "completed" and self._host.prepared.is_settled(plan.run_id):
             completed = self._host.completed.newest(plan.run_id)
-            instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+            instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
             is_loaded = instance is not None and not instance.state.is_loading
             if completed is not None and instance is not None and is_loaded and completed.version >= at.version:
                 head = completed.head(plan.operator, partition)
@@ -105,13 +102,13 @@ class HostReads(PartitionedReads):
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         answer = super().lookup(request, keys)
-        self._host.counters.add("keys_read", len(keys))
+        self._host.counters.count("keys_read", len(keys))
         return answer
 
     # -- rows ----------------------------------------------------------------------------------
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        self._host.counters.add("keys_read", len(keys))
+        self._host.counters.count("keys_read", len(keys))
         return super().key_rows(request, keys)
 
     def scan(self, request: ScanRequest) -> StateAnswer:
@@ -139,15 +136,16 @@ class HostReads(PartitionedReads):
         known = self._plans.get((run_id, operator))
         if known is not None:
             return known
-        registration = self._host.held.registration(run_id)
+        registration = self._host.cache.registration(run_id)
         if registration is None:
             self._host.version_requests.completed_version(
                 run_id, 0, self._reader.wait_seconds
             )  # raises if the run does not exist
-            registration = self._reader.loader.loads.result(
+            registration = self._host.loads.read_result(
                 (run_id, operator),
                 lambda: self._host.grants.for_read(run_id, operator, 0).registration,
                 f"What operator {operator!r} (run {run_id}) is like",
+                self._reader.wait_seconds,
             )
         plan = OperatorPlan.of(registration, operator)
         with self._plans_lock:

@@ -22,7 +22,7 @@ from backends.exceptions import SchemaMismatchError
 from backends.formats.changelog import Changes
 from backends.host_memory import BoundedDict
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.host.held_partitions import Instance
+from spark_bridge.host.instances import Instance
 from spark_bridge.queryable.protocol import raise_if_cancelled, reserve_memory
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
@@ -259,7 +259,7 @@ class KeyWindowIndex:
             held = instance.key_windows = cls(key, place)
         return held
 
-    def add(self, base: str | None, head: str, changes: Changes) -> None:
+    def follow_changes(self, base: str | None, head: str, changes: Changes) -> None:
         """Add the windows of the version with the head ``head``, which has ``changes`` over the one with the head
         ``base``.
         """

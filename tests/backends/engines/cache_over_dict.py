@@ -6,8 +6,10 @@ import threading
 import numpy as np
 import pyarrow as pa
 
+from backends.conf import StateStoreConf
 from backends.engines import cached_rows, row_cache
-from backends.engines.row_cache import CacheBudget, RowCache
+from backends.engines.row_cache import RowCache
+from backends.host_memory import ROW_CACHE, HostMemory
 
 MIB = 1 << 20
 
@@ -16,12 +18,22 @@ def binary(values):
     return pa.array(values, pa.binary())
 
 
+def row_memory(limit=MIB):
+    """Memory of which row caches may have ``limit`` bytes."""
+    return HostMemory(StateStoreConf(host_memory=256 * MIB, rocksdb_row_cache_bytes=limit))
+
+
+def used(memory):
+    return memory.held()[ROW_CACHE]
+
+
 class Below:
     """A dict, and the cache over it."""
 
     def __init__(self, limit=MIB):
         self.pairs = {}
-        self.cache = RowCache(limit if isinstance(limit, CacheBudget) else CacheBudget(limit))
+        self.memory = limit if isinstance(limit, HostMemory) else row_memory(limit)
+        self.cache = RowCache(self.memory)
         self.num_read = 0
 
     def read(self, keys):

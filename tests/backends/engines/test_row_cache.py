@@ -10,7 +10,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb, row_cache
 from backends.engines.cached_rows import hash_keys
 from backends.engines.rocksdb import LocalRocksDB
-from backends.engines.row_cache import CacheBudget, RowCache
+from backends.engines.row_cache import RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -22,6 +22,8 @@ from tests.backends.engines.cache_over_dict import (
     check_while_read,
     forced_hashes,
     key_sets,
+    row_memory,
+    used,
 )
 from tests.effort import effort, only_thorough
 
@@ -51,7 +53,7 @@ def test_read_and_absent_keys_are_not_read_again():
     assert below.get([b"key1", *asked[:5], b"key2"]) == [b"value1", *expected[:5], b"value2"]
     assert below.num_read == len(asked) + 2
     assert below.get([]) == []
-    assert below.cache._budget.counts == {"asked": 3 * len(asked) + 7, "hits": 2 * len(asked) + 5}
+    assert below.memory.row_cache_counts() == {"asked": 3 * len(asked) + 7, "hits": 2 * len(asked) + 5}
 
 
 def test_rows_read_without_keep_are_not_cached():
@@ -60,7 +62,7 @@ def test_rows_read_without_keep_are_not_cached():
     keys = binary(list(below.pairs))
     for _ in range(2):
         assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
-    assert below.num_read == 60 and below.cache._budget.used == 0
+    assert below.num_read == 60 and used(below.memory) == 0
     below.get([b"3", b"4"])
     assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
     assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
@@ -119,7 +121,7 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
                 below.cache.clear()
             else:
                 assert below.get(some) == [below.pairs.get(key) for key in some]
-            assert below.cache._budget.used <= limit
+            assert used(below.memory) <= limit
             assert are_unique(below.cache)
         if limit == MIB and collisions is None:
             asked = below.num_read
@@ -238,7 +240,7 @@ def test_a_cache_that_fails_does_not_fail_the_write(tmp_path, all_rows, monkeypa
 
 @pytest.mark.parametrize("width", [8, 100, 900])
 def test_keys_without_a_value_take_no_room_for_one(width: int) -> None:
-    cache, num_keys = RowCache(CacheBudget(4 << 20)), 15_000
+    cache, num_keys = RowCache(row_memory(4 << 20)), 15_000
     keys = [b"key%09d" % i for i in range(num_keys)]
     num_read = 0
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from backends.engines.cached_rows import EvenRows
-from backends.engines.row_cache import CacheBudget
-from tests.backends.engines.cache_over_dict import MIB, Below
+from backends.host_memory import REQUESTS
+from tests.backends.engines.cache_over_dict import MIB, Below, row_memory, used
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("same_hashes_each_time")
@@ -41,7 +41,7 @@ def test_more_than_fits_is_read_all_the_same():
     assert below.get(keys) == list(below.pairs.values())
     below.pairs[b"large"] = b"x" * 100_000
     assert below.get([b"large"]) == [b"x" * 100_000]
-    assert below.cache._budget.used <= 50_000
+    assert used(below.memory) <= 50_000
 
 
 def test_bulk_loads_find_room_in_the_table():
@@ -55,8 +55,8 @@ def test_bulk_loads_find_room_in_the_table():
 
 
 def test_caches_share_a_budget():
-    budget = CacheBudget(400_000)
-    first, second, third = (Below(budget) for _ in range(3))
+    memory = row_memory(400_000)
+    first, second, third = (Below(memory) for _ in range(3))
     for below in (first, second, third):
         below.pairs = {b"%08d" % i: b"v" * 20 for i in range(20_000)}
     keys = list(first.pairs)
@@ -72,20 +72,24 @@ def test_caches_share_a_budget():
     fill(first, 20_000)
     fill(third, 20_000)
     assert fill(third, 20_000) > 60_000
-    assert budget.used <= budget.limit
+    assert used(memory) <= memory.row_cache_room()
     assert first.get(keys) == second.get(keys) == third.get(keys) == list(first.pairs.values())
     for below in (first, second, third):
         below.cache.clear()
-    assert budget.used == 0
+    assert used(memory) == 0
     assert fill(first, 20_000) == alone
     del first, below
-    assert budget.used == 0
+    assert used(memory) == 0
+
+
+def limit_room(memory, room):
+    """Let the process need so much that row caches may have ``room`` bytes together, as long as the claim lives."""
+    return memory.note(REQUESTS, memory._working - room)
 
 
 def test_caches_give_back_what_the_process_needs():
-    room = [400_000]
-    budget = CacheBudget(300_000, lambda: room[0])
-    first, second = Below(budget), Below(budget)
+    memory = row_memory(300_000)
+    first, second = Below(memory), Below(memory)
     for below in (first, second):
         below.pairs = {b"%08d" % i: b"v" * 20 for i in range(20_000)}
     keys = list(first.pairs)
@@ -96,28 +100,26 @@ def test_caches_give_back_what_the_process_needs():
         return below.cache.nbytes
 
     assert fill(first, 1_000) < fill(second, 2_000) < 300_000
-    budget.shrink()
+    requests = limit_room(memory, 300_000)
     assert first.cache.rows.count and second.cache.rows.count
-    room[0] = 100_000
-    budget.shrink()
+    memory.resize(requests, requests.nbytes + 200_000)
     assert first.cache.rows.count and not second.cache.rows.count
     fill(second, 20_000)
-    assert 0 < budget.used <= 100_000
-    room[0] = 0
-    budget.shrink()
-    assert budget.used == 0
+    assert 0 < used(memory) <= 100_000
+    memory.resize(requests, requests.nbytes + 100_000)
+    assert used(memory) == 0
     fill(first, 1_000)
-    assert budget.used == 0 and first.get(keys) == list(first.pairs.values())
+    assert used(memory) == 0 and first.get(keys) == list(first.pairs.values())
 
 
 def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
     """As by the garbage collector, which may let go of any stream, and the copy that it read, at any allocation."""
-    budget = CacheBudget(MIB)
-    first, second = Below(budget), Below(budget)
+    memory = row_memory()
+    first, second = Below(memory), Below(memory)
     keys = [b"%08d" % i for i in range(500)]
     first.get(keys)
-    assert budget.used > 0
-    settle, emptied = budget._settle, []
+    assert used(memory) > 0
+    settle, emptied = memory._settle, []
 
     def collecting():
         settle()
@@ -125,36 +127,33 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
             emptied.append(first.cache.nbytes)
             first.cache.clear()
 
-    monkeypatch.setattr(budget, "_settle", collecting)
+    monkeypatch.setattr(memory, "_settle", collecting)
     thread = threading.Thread(target=second.get, args=(keys,), daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    assert not thread.is_alive() and emptied and budget.used == second.cache.nbytes
+    assert not thread.is_alive() and emptied and used(memory) == second.cache.nbytes
 
 
 def test_the_work_of_a_cache_does_not_grow_with_the_number_of_the_others(monkeypatch):
-    """A budget that asked each cache for its size would do that work here."""
+    """A memory that asked each cache for its size would do that work here."""
     looks, nbytes = [], EvenRows.nbytes.fget
     monkeypatch.setattr(EvenRows, "nbytes", property(lambda rows: looks.append(rows) or nbytes(rows)))
-    room = [MIB]
-    budget = CacheBudget(MIB, lambda: room[0])
-    caches = [Below(budget) for _ in range(200)]
+    memory = row_memory()
+    caches = [Below(memory) for _ in range(200)]
     keys = [b"%08d" % i for i in range(50)]
     for below in caches:
         below.pairs = dict.fromkeys(keys, b"value")
     num_looks = []
     for _ in range(6):
-        room[0] = MIB
         for below in caches:
             looks.clear()
             below.get(keys)
             num_looks.append(len(looks))
-        room[0] = 300_000
         looks.clear()
-        budget.shrink()
+        limit_room(memory, 300_000)
         num_looks.append(len(looks))
     assert 0 < max(num_looks) <= 5
     # Caches have been emptied for others, and no trace is left of them.
     held = [below.cache.nbytes for below in caches if below.cache.rows.count]
-    assert 0 < len(held) < len(caches) and budget.used == sum(held)
-    assert len(budget._shares) == len(held) and len(budget._largest) <= 2 * len(held) + 17
+    assert 0 < len(held) < len(caches) and used(memory) == sum(held)
+    assert len(memory._row_claims) == len(held) and len(memory._largest_rows) <= 2 * len(held) + 17

@@ -7,7 +7,7 @@ import pytest
 from backends.encoding.columns import even_rows
 from backends.engines import cached_rows, row_cache
 from backends.engines.cached_rows import EvenRows, VaryingRows, hash_keys
-from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes
+from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes, used
 from tests.effort import effort, only_thorough
 
 pytestmark = pytest.mark.usefixtures("same_hashes_each_time")
@@ -39,7 +39,7 @@ def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, colli
         else:
             asked = rng.choice((some, [*some, *others], others))
             assert below.get(asked) == [below.pairs.get(key) for key in asked]
-        assert below.cache._budget.used <= limit
+        assert used(below.memory) <= limit
         assert are_unique(below.cache)
 
 

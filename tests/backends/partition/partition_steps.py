@@ -24,7 +24,7 @@ def meta(version, base, attempt="a"):
 def stage(state, pairs, *, version=None, base="head", attempt="a", **families):
     version = state.version + 1 if version is None else version
     base = state.head if base == "head" else base
-    return state.attempts.stage(meta(version, base, attempt), changes(pairs, **families))
+    return state.attempts.store_alone(meta(version, base, attempt), changes(pairs, **families))
 
 
 def commit(state, pairs, **families):

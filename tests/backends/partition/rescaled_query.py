@@ -99,7 +99,7 @@ class Query:
                 for name, f in given.items()
             }
             meta = ChangelogMeta("run", "op", p, n, version, attempt, state.head)
-            ref = state.attempts.stage(meta, Changes(own))
+            ref = state.attempts.store_alone(meta, Changes(own))
             state.attempts.accept(version, attempt)
             state.complete(version, ref.path)
             entries[p] = PartitionEntry(attempt, ref, self.unnamed.pop(p, ()))

@@ -67,7 +67,7 @@ def staged(state, keys, attempt="a", families=FAMILIES):
     """Write other values to each family, as a task does; return the version's changelog."""
     values = pa.array([random.randbytes(VALUE_BYTES) for _ in range(len(keys))], pa.binary())
     changes = Changes({family: SortedPairs(keys, values.take(pa.array(range(len(values))))) for family in families})
-    ref = state.attempts.stage(meta(state.version + 1, state.head, attempt), changes)
+    ref = state.attempts.store_alone(meta(state.version + 1, state.head, attempt), changes)
     state.attempts.accept(state.version + 1, attempt)
     return ref
 

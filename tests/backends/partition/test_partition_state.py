@@ -289,7 +289,7 @@ def test_records_of_older_versions_are_forgotten_when_another_is_loaded(tmp_path
     chain, seen = history(state)
     late = open_state(tmp_path / "late")
     late.load(lineage(chain[:2]))
-    late.attempts.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
+    late.attempts.store_alone(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
     late.attempts.accept(3, "a")
     late.complete(3, late.attempts.pending()[0][1].path)
     assert everything(late, 2) == seen[2]
@@ -304,7 +304,7 @@ def test_records_of_older_versions_are_forgotten_when_another_is_loaded(tmp_path
 def test_pending_changes_outlive_a_load_from_a_snapshot(tmp_path, state, open_state):
     first = stage(state, {b"a": b"1", b"b": b"1"})
     state.attempts.accept(1, "a")
-    second = state.attempts.stage(meta(2, first.path), changes({b"a": b"2"}))
+    second = state.attempts.store_alone(meta(2, first.path), changes({b"a": b"2"}))
     other = open_state(tmp_path / "other")
     chain = lineage([(1, first)])
     other.load(chain)

@@ -48,7 +48,7 @@ def owners(s: Stream, run: str = "run1") -> list[str]:
 
 
 def loaded(s: Stream) -> dict[int, list[int]]:
-    return {i: sorted(held.partition for held in host.held.instances.values()) for i, host in s.hosts.items()}
+    return {i: sorted(held.partition for held in host.cache.instances.values()) for i, host in s.hosts.items()}
 
 
 def pass_time(s: Stream, seconds: float) -> None:
@@ -225,10 +225,10 @@ def test_reports_of_a_returning_host_about_moved_partitions_are_ignored(stream):
     s.lose(1)
     s.begin(1, {1: 5}, range(4))
     task = TaskIdentity("run1", "op", of_h1, 1, uuid.uuid4().hex, uuid.uuid4().hex)
-    away.held.registrations.setdefault("run1", s.registration)
+    away.cache.registrations.setdefault("run1", s.registration)
     away.register()
     assert away.open(task).redirect == s.hosts[0].info.address
-    message = next(a for a in s.hosts[0].held.report().pending if a.partition == of_h1)
+    message = next(a for a in s.hosts[0].cache.report().pending if a.partition == of_h1)
     with pytest.raises(StaleOwnerError, match="h0 does"):
         acknowledge(s.c, msgspec.structs.replace(message, host_id="h1"))
 
@@ -396,7 +396,7 @@ def lag_stream(stream: Callable[..., Stream]) -> Stream:
 def upload(s: Stream, *partitions: int) -> None:
     """What maintenance does, for some partitions only."""
     s.heartbeat()
-    for held in list(s.hosts[0].held.instances.values()):
+    for held in list(s.hosts[0].cache.instances.values()):
         if held.partition in partitions:
             s.hosts[0].maintenance.upload_snapshots([held])
 

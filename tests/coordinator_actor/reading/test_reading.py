@@ -292,7 +292,7 @@ def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(s
     s = stream(0, min_versions_to_retain=3)
     run_and_clean(s, 0, 3)
     for host in s.hosts.values():
-        host.maintenance.upload_snapshots(list(host.held.all()))
+        host.maintenance.upload_snapshots(list(host.cache.all()))
     s.heartbeat()
     run_and_clean(s, 3, 5)
     s.close()

@@ -32,7 +32,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Stream:
     for first, last, partitions in ((0, 3, {0, 1}), (3, 6, {0, 1}), (6, 7, {0}), (7, 9, {0})):
         s.batches(first, last)
         s.heartbeat()
-        s.hosts[0].maintenance.upload_snapshots([i for i in s.hosts[0].held.all() if i.partition in partitions])
+        s.hosts[0].maintenance.upload_snapshots([i for i in s.hosts[0].cache.all() if i.partition in partitions])
     s.batches(9, 11)
     s.world.now += 2
     s.c.maintain()  # it plans what the next manifest keeps

@@ -43,7 +43,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         s.batches(first, last)
         s.heartbeat()
         if last < VERSION - 1:
-            for instance in s.hosts[0].held.all():
+            for instance in s.hosts[0].cache.all():
                 s.hosts[0].maintenance.upload_snapshots([instance])
         s.world.now += 2
         s.c.maintain()

@@ -76,7 +76,7 @@ def test_a_new_host_loads_its_share_while_the_owner_serves_and_no_batch_waits_fo
 
 def test_nothing_moves_to_a_host_that_has_not_loaded_it(stream):
     s = stream(hosts=1)
-    s.c.register_host(s.world.host(1), msgspec.convert({}, type(s.hosts[0].held.report())))
+    s.c.register_host(s.world.host(1), msgspec.convert({}, type(s.hosts[0].cache.report())))
     (order,) = beat(s, 1).warm_up
     assert order.version == 1 and len(order.heads["op"]) == 2
     s.heartbeat(), s.heartbeat()
@@ -206,7 +206,7 @@ def test_the_copies_of_a_quiet_query_stay(stream):
         s.c.driver_heartbeat("run1")
         s.c.heartbeat_host("h0", "a", {"run1": 2})
         s.heartbeat()
-        s.hosts[0].kept.drop_old()
+        s.hosts[0].cache.drop_unused()
         assert is_warm(s, 0, lost)
     assert s.hosts[0].counters.read()["loads"] == len(lost)
 
@@ -219,9 +219,9 @@ def test_copies_of_files_that_were_exchanged_go(stream):
     host = s.hosts[0]
     (order,) = beat(s, 0).warm_up
     other = OpenGrant(host.info, order.version, "a changelog of other files", order.registration, order.epoch)
-    assert not host.loading.is_warm(other, "op", lost[0])
+    assert not host.loader.is_warm(other, "op", lost[0])
     completed = s.c.completed("run1", "h0")
-    host.completion.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
+    host.loader.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
     assert not host.hand_overs.report().warm["run1"]["op"]
     s.heartbeat_until(lambda: is_warm(s, 0, lost))
     assert host.counters.read()["loads"] == 2 * len(lost)
@@ -236,7 +236,7 @@ def test_loading_a_copy_is_retried_with_backoff(stream, monkeypatch, caplog):
         tried.append(partition)
         raise StorageError("no answer")
 
-    monkeypatch.setattr(host.loading, "warm_up", failing)
+    monkeypatch.setattr(host.loader, "warm_up", failing)
     s.lose(1)
     s.heartbeat_until(lambda: sorted(tried) == lost)
     for _ in range(12):

@@ -16,7 +16,7 @@ def decline(s: Stream) -> None:
         raise ValueError("row 7 is odd")
 
     s.copy_spark_files()
-    s.hosts[1].exports._held = scan
+    s.hosts[1].exports._pin = scan
     s.heartbeat()
 
 

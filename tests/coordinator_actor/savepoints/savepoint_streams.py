@@ -249,7 +249,7 @@ def run_and_clean(s: Stream, first: int, end: int) -> None:
         s.batch(batch)
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, host.info.incarnation, {"run1": 0}).completed:
-                host.completion.complete(order)
+                host.loader.complete(order)
             for uploaded in host.maintenance.do_maintenance():
                 uploaded.result(PATIENCE)
         s.world.now += 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import read_stored_savepoints
+from spark_bridge.host.exports import pin_scans
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_failures import (
     WHY,
@@ -41,7 +43,7 @@ def test_the_stream_and_the_next_savepoint_succeed_after_one_that_failed(stream,
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host.exports._held = host.savepoint_partitions.held
+        host.exports._pin = partial(pin_scans, host.cache)
     s.batch(2)
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]

@@ -53,7 +53,7 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
     if applied:
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, "a", {"run1": 0}).completed:
-                host.completion.complete(order)
+                host.loader.complete(order)
     for host in s.hosts.values():
         host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]
@@ -175,7 +175,7 @@ def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
     assert s.c.rebalance() == {"run1": 2}
     s.batch(2)
     s.hosts[0].maintenance.do_maintenance()
-    assert {i.partition for i in s.hosts[1].held.instances.values()} and len(s.hosts[0].held.instances) == 2
+    assert {i.partition for i in s.hosts[1].cache.instances.values()} and len(s.hosts[0].cache.instances) == 2
     s.heartbeat(1)
     assert s.is_pending()
     s.heartbeat(0)
@@ -197,9 +197,9 @@ def test_a_report_that_is_lost_is_made_again(stream):
     s.trigger()
     s.copy_spark_files()
     for host in s.hosts.values():
-        send, host.exports._send = host.exports._send, lost
+        send, host.exports._report_export = host.exports._report_export, lost
         s.heartbeat(int(host.info.host_id[1:]))
-        host.exports._send = send
+        host.exports._report_export = send
     assert s.is_pending()
     s.heartbeat()
     assert s.savepoint_rows(s.status().path) == s.at[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from backends.exceptions import StorageError
@@ -71,7 +73,7 @@ def test_a_query_continues_if_the_savepoint_to_stop_with_fails(stream, happen):
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host.exports._held = host.savepoint_partitions.held
+        host.exports._pin = partial(exports.pin_scans, host.cache)
     s.c.expire()  # what the coordinator does once a second
     s.batch(2)
     s.trigger("again", stop=True)
@@ -141,7 +143,7 @@ def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host.exports._held = host.savepoint_partitions.held
+        host.exports._pin = partial(exports.pin_scans, host.cache)
     s.c.expire()
     s.batches(2, 5)
     s.restart_coordinator()
@@ -155,7 +157,7 @@ def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host.exports._held = host.savepoint_partitions.held
+        host.exports._pin = partial(exports.pin_scans, host.cache)
     s.c.expire()
     s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
     s.restart_coordinator()

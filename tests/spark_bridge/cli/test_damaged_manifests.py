@@ -36,7 +36,7 @@ def s(tmp_path: Path) -> Iterator[Stream]:
         made.batches(first, end)
         made.heartbeat()
         if end < NEWEST:
-            made.hosts[0].maintenance.upload_snapshots(list(made.hosts[0].held.all()))
+            made.hosts[0].maintenance.upload_snapshots(list(made.hosts[0].cache.all()))
     yield made
     made.close()
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from spark_bridge.cli import main as program
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import Source
-from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import WARNING, Fault, Overview
 from tests.command_line import CliRunner

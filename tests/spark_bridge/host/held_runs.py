@@ -32,7 +32,7 @@ def start(tmp_path, hosts=1):
 
 
 def held(h):
-    return len(h.held.instances)
+    return len(h.cache.instances)
 
 
 def one(tmp_path, n=1):

@@ -73,11 +73,11 @@ def test_a_partition_that_is_another_hosts_waits_for_its_load_before_it_goes(mak
     host, instance = w.hosts[0], w.instance(0)
     other = Completed(w.run, w.version + 1, {"op": {1: "of another host"}})
     if how == "completed":
-        work = lambda: host.completion.complete(other)  # noqa: E731
+        work = lambda: host.loader.complete(other)  # noqa: E731
     else:
         w.port.verify_instances = lambda *_: {w.run: {"op": [1]}}
         work = host.maintenance.do_maintenance
-    with host.loads.lock_of(instance.key):
+    with host.cache.loading_lock(instance.key):
         assert is_done_in_time(work), "the order waits for the load"
         assert w.instance(0) is instance, "the instance that loads stays"
     work()
@@ -88,7 +88,7 @@ def test_read_waits_bounded_for_a_tasks_load_and_gets_its_progress(make: Any, mo
     w = make()
     host = w.hosts[0]
     key, directory = w.instance(0).key, w.instance(0).state._context.directory
-    host.unloading.unload(w.instance(0))
+    host.cache.unload(w.instance(0))
     assert 0 < partition_loading.SHARED_LOAD_SECONDS < 60, "less than a client waits"
     monkeypatch.setattr(partition_loading, "SHARED_LOAD_SECONDS", 0.01)
     w.world.plan_spark(w.version)
@@ -107,7 +107,7 @@ def test_read_waits_bounded_for_a_tasks_load_and_gets_its_progress(make: Any, mo
         assert is_done_in_time(read)
     assert str(answers[0]).startswith("Partition 0 of operator 'op' is being loaded: 0 of "), answers
     task.join(PATIENCE)
-    with host.loads.lock_of(key):
+    with host.cache.loading_lock(key):
         pass  # the load is over
     assert w.lookup(range(8)) == (2, [2] * 8)
 
@@ -133,7 +133,7 @@ def test_files_of_a_run_that_comes_back_while_it_is_unloaded_stay(make: Any) -> 
     """An order to unload comes late: a task of the run opens a partition before the files of the run are removed."""
     w = make(backend="rocksdb")
     host = w.hosts[0]
-    host.unloading.unload(w.instance(1))
+    host.cache.unload(w.instance(1))
     w.world.plan_spark(w.version)
     opened: list[Any] = []
 
@@ -141,8 +141,8 @@ def test_files_of_a_run_that_comes_back_while_it_is_unloaded_stay(make: Any) -> 
         if not opened:
             opened.append(host.open(w.task(1)))
 
-    host.held.on_run_ended(come_back)
-    host.unloading.unload_run(w.run)
+    host.cache.on_run_ended(come_back)
+    host.cache.unload_run(w.run)
     assert opened[0].is_open and w.instance(0) is None
     w.instance(1).state.write_out()
     assert list(w.instance(1).state._local.engine.glob("MANIFEST-*")), "the database has lost its files"

@@ -17,7 +17,7 @@ def test_a_version_that_is_shown_has_its_keys_only_when_it_is_applied(tmp_path: 
     assert c.register_query(reg(world, n=1)).refusal is None
     plan_spark(world, 0)
     run_task([host], 0)
-    (instance,) = host.held.all()
+    (instance,) = host.cache.all()
     during: list[dict[str, Any]] = []
 
     def reached(point: str) -> None:

@@ -62,11 +62,11 @@ def loading_host(world: Disk, tmp_path: Path) -> Any:
 
 
 def load(host: Any, p: int) -> Any:
-    return host.loading.load(host.grants.for_task(task(BATCHES, p)), "op", p)
+    return host.loader.load(host.grants.for_task(task(BATCHES, p)), "op", p)
 
 
 def kept(host: Any) -> set[int]:
-    return {key[2] for key in host.kept._kept}
+    return {key[2] for key in host.cache._kept}
 
 
 def test_leftovers_of_other_loads_are_removed_to_make_room(world: Disk, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_leftovers_of_other_loads_are_removed_to_make_room(world: Disk, tmp_path
     assert kept(host) == {0, 1}
     world.full = True
     destroyed = []
-    for instance in list(host.kept._kept.values()):
+    for instance in list(host.cache._kept.values()):
         destroy = instance.state.destroy
 
         def freed(destroy: Any = destroy, p: int = instance.partition) -> None:
@@ -100,7 +100,7 @@ def test_load_without_room_leaves_nothing_and_names_the_remedy(world: Disk, tmp_
     said = str(raised.value)
     assert said.startswith(f"The disk of {tmp_path}/local0b/") and "MiB are free" in said, said
     assert "Make room there, or keep local copies on a larger disk" in said and "--temp-dir" in said
-    assert not kept(host) and not host.held.all()
+    assert not kept(host) and not host.cache.all()
     assert not list(tmp_path.glob("local0b/q/run1/**/LOCK"))
     world.full = False
     assert load(host, 2).state.version == BATCHES

@@ -70,7 +70,9 @@ class Committing:
             self.groups.opened(run, version, "op", p)
 
     def commit(self, p: int, data: bytes = b"data", version: int = 1, run: str = "run1") -> Future[FileRef]:
-        return Threads.submit(self.groups.put, self.storage, meta(p, version, run), f"{run}/{version}-{p}", data)
+        return Threads.submit(
+            self.groups.write_changelog, self.storage, meta(p, version, run), f"{run}/{version}-{p}", data
+        )
 
     def wait_for_members(self, n: int, run: str = "run1") -> None:
         """Until so many are in the group that still takes members."""
@@ -527,7 +529,7 @@ def test_a_partition_that_is_loaded_waits_for_one_that_still_is_being_loaded(
         query.host.commit(one, ch(b"1"), {})
 
     others = [Threads.submit(run, p) for p in range(1, PARTITIONS)]
-    wait_until(lambda: len(query.host.loads.listed()) == PARTITIONS - 1, "the others are not being loaded")
+    wait_until(lambda: len(query.host.loads.describe()) == PARTITIONS - 1, "the others are not being loaded")
     first = Threads.submit(run, 0)
     groups = query.host.group_commits
 

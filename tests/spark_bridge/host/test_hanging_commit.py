@@ -58,4 +58,4 @@ def test_heartbeat_does_not_wait_for_a_commit_of_an_ended_query(
     for thread in list(host._orders._threads.values()):
         thread.join(PATIENCE)
     host.heartbeat()
-    assert host.held.instances == {} and host.held.registrations == {}
+    assert host.cache.instances == {} and host.cache.registrations == {}

@@ -205,8 +205,8 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     t.join()
     for _ in range(3):
         h.heartbeat()
-    runs = {i.registration.run_id for i in h.held.instances.values()}
-    assert runs == {"run2"} and h.held.report().pending, (runs, h.held.report().pending)
+    runs = {i.registration.run_id for i in h.cache.instances.values()}
+    assert runs == {"run2"} and h.cache.report().pending, (runs, h.cache.report().pending)
 
 
 def test_a_task_that_loads_while_the_coordinator_restarts_can_commit(tmp_path):
@@ -239,7 +239,7 @@ def test_memory_of_attempts_is_bounded(tmp_path):
         w.commit_spark(b)
         c.batch_committed("run1", b)
         h.heartbeat()
-    assert len(next(iter(h.held.instances.values())).invocations) <= 2
+    assert len(next(iter(h.cache.instances.values())).invocations) <= 2
 
 
 def test_memory_of_snapshots_is_bounded(tmp_path):

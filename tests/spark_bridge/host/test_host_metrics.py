@@ -9,7 +9,7 @@ import pytest
 
 from backends.storage.requests import RequestCounts
 from coordinator_actor.messages import DROPPED_ELEMENTS, OperatorFigures, OperatorSpec
-from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host.instances import in_columns
 from spark_bridge.host_actor import MAX_PARTITIONS, HostMetrics
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.server.limits import RequestStatistics

@@ -63,7 +63,7 @@ class Query:
         self.batches += 1
 
     def instances(self) -> list[Any]:
-        return [i for i in self.host.held.all() if i.registration.run_id == self.name]
+        return [i for i in self.host.cache.all() if i.registration.run_id == self.name]
 
     def files(self) -> set[Path]:
         return {p for i in self.instances() for p in i.state._local.engine.glob("*.sst")}

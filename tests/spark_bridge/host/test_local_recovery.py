@@ -18,7 +18,7 @@ from backends.exceptions import LocalStateDamagedError
 from backends.formats.changelog import Changes
 from backends.formats.manifest import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
-from spark_bridge.host.kept_partitions import LOADED_FILES_SECONDS
+from spark_bridge.host.partition_cache import KEPT_FILES_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 
@@ -86,7 +86,7 @@ class Restarts:
     def value(self) -> bytes | None:
         """Return the value at the version that the partition has now."""
         self.open(self.batches)
-        instance = self.host.held.instance(self.run, "op", 0)
+        instance = self.host.cache.instance(self.run, "op", 0)
         assert instance.state.version == self.batches
         found: bytes | None = instance.state.reads.get_many(KEY).to_pylist()[0]
         return found
@@ -116,7 +116,7 @@ def query(tmp_path: Path) -> Iterator[Restarts]:
 def heard(query: Restarts) -> None:
     """The host hears that the run is over before a task of the next run comes."""
     query.host.heartbeat()
-    assert not query.host.held.all()
+    assert not query.host.cache.all()
 
 
 def not_heard(query: Restarts) -> None:
@@ -158,7 +158,7 @@ def test_changes_that_spark_has_not_committed_are_discarded(query: Restarts, whe
     assert query.restart() == query.batches
     when(query)
     assert query.value() == b"%d" % (query.batches - 1)
-    instance = query.host.held.instance(query.run, "op", 0)
+    instance = query.host.cache.instance(query.run, "op", 0)
     assert instance.state.newest() == (instance.state.version, instance.state.head)
 
 
@@ -193,8 +193,8 @@ def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
     (of_run / "left by an incarnation that was killed").mkdir()
     query.c.deactivate_instances(query.run)
     query.host.heartbeat()
-    assert not query.host.held.all() and query.directories() == [query.run]
-    query.now += LOADED_FILES_SECONDS
+    assert not query.host.cache.all() and query.directories() == [query.run]
+    query.now += KEPT_FILES_SECONDS
     query.host.maintenance.do_maintenance()
     assert query.directories() == [query.run]
     query.now += 1
@@ -206,10 +206,10 @@ def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
 
 def test_unread_partitions_of_an_ended_query_are_parked_and_reopened(query: Restarts) -> None:
     query.complete()
-    query.host.held.note_ended((query.run,))
+    query.host.cache.note_ended((query.run,))
     for _ in range(2):
         query.host.maintenance.do_maintenance()
-    assert not query.host.held.all()
+    assert not query.host.cache.all()
     query.remove_files_up_to(BATCHES)
     assert query.host.reads.get_many(query.run, "op", 0, None, KEY).to_pylist() == [b"2"]
 
@@ -220,9 +220,9 @@ def test_files_from_before_an_exchange_are_not_laid_aside_any_longer(query: Rest
     query.c.deactivate_instances(old)
     query.host.heartbeat()
     query.restart()
-    with query.host.held.lock:
-        query.host.held.registrations[query.run] = query.world.registration(query.run, 1)
-    query.host.completion.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
+    with query.host.cache.lock:
+        query.host.cache.registrations[query.run] = query.world.registration(query.run, 1)
+    query.host.loader.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
     assert not query.directories()
 
 
@@ -230,7 +230,7 @@ def test_a_late_task_of_the_run_before_does_not_commit_into_the_next_run(query: 
     query.complete()
     plan_spark(query.world, query.batches)
     late = query.open(query.batches)
-    old = query.host.held.instance(query.run, "op", 0)
+    old = query.host.cache.instance(query.run, "op", 0)
     query.restart()
     query.open(query.batches)
     with pytest.raises(Exception, match="open"):
@@ -241,21 +241,21 @@ def test_a_late_task_of_the_run_before_does_not_commit_into_the_next_run(query: 
 
 def test_files_of_an_ended_query_stay_when_its_run_is_replaced(query: Restarts) -> None:
     query.complete()
-    query.host.held.note_ended((query.run,))
+    query.host.cache.note_ended((query.run,))
     for _ in range(2):
         query.host.maintenance.do_maintenance()
-    assert not query.host.held.all()
+    assert not query.host.cache.all()
     query.remove_files_up_to(BATCHES)
     over = query.run
     query.restart()
-    query.host.unloading.unload_run(over)
+    query.host.cache.unload_run(over)
     assert query.value() == b"2"
     assert query.directories() == [query.run]
 
 
 def test_files_stay_while_they_are_laid_aside_and_another_partition_is_opened(query: Restarts) -> None:
     query.complete()
-    old = query.host.held.instance(query.run, "op", 0).state
+    old = query.host.cache.instance(query.run, "op", 0).state
     closing, may_close, close = threading.Event(), threading.Event(), old.close
 
     def slowly() -> None:
@@ -266,7 +266,7 @@ def test_files_stay_while_they_are_laid_aside_and_another_partition_is_opened(qu
     old.close = slowly
     run = query.run
     query.restart(2)
-    unloading = threading.Thread(target=query.host.unloading.unload_run, args=(run,))
+    unloading = threading.Thread(target=query.host.cache.unload_run, args=(run,))
     unloading.start()
     try:
         assert closing.wait(30)
@@ -302,8 +302,8 @@ def test_files_that_are_being_opened_count_in_an_exchange(query: Restarts) -> No
     def opened(*args: Any) -> Any:
         state = open_own(*args)
         exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
-        query.host.completion.complete(exchanged)
-        told.append(query.host.held.last_exchange(query.run))
+        query.host.loader.complete(exchanged)
+        told.append(query.host.cache.last_exchange(query.run))
         return state
 
     query.host.files.open_own = opened
@@ -317,26 +317,26 @@ def test_open_partitions_of_an_earlier_run_count_in_an_exchange(query: Restarts)
     query.restart(2)
     query.open(query.batches, 1)
     exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
-    query.host.completion.complete(exchanged)
-    assert query.host.held.last_exchange(query.run) == ""
-    query.host.unloading.unload_run(old)
-    query.host.completion.complete(exchanged)
-    assert query.host.held.last_exchange(query.run) == "an exchange"
+    query.host.loader.complete(exchanged)
+    assert query.host.cache.last_exchange(query.run) == ""
+    query.host.cache.unload_run(old)
+    query.host.loader.complete(exchanged)
+    assert query.host.cache.last_exchange(query.run) == "an exchange"
     assert old not in query.directories()
 
 
 def test_partition_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
     query.complete()
     query.restart()
-    all_held = query.host.held.all
+    all_held = query.host.cache.all
 
     def then_opened() -> list[Any]:
         held: list[Any] = all_held()
-        query.host.held.all = all_held
+        query.host.cache.all = all_held
         query.open(query.batches)
         return held
 
-    query.host.held.all = then_opened
+    query.host.cache.all = then_opened
     query.host.close()
     assert not query.directories()
 
@@ -345,7 +345,7 @@ def test_partition_with_damage_found_at_the_first_write_is_reloaded(query: Resta
     query.complete()
     query.restart()
     assert query.value() == b"2"
-    state = query.host.held.instance(query.run, "op", 0).state
+    state = query.host.cache.instance(query.run, "op", 0).state
     for file in state.local_dir.glob("engine/MANIFEST-*"):
         file.unlink()
     with pytest.raises(LocalStateDamagedError):
@@ -358,27 +358,27 @@ def test_the_directory_of_a_run_stays_while_a_partition_of_it_waits_to_be_laid_a
     query.restart(2)
     for partition in range(2):
         query.open(query.batches, partition)
-    first, second = (query.host.held.instance(query.run, "op", partition) for partition in range(2))
-    query.host.held.forget_run(query.run)  # as the first step of an order to unload the run
-    query.host.unloading.lay_aside(second)
-    query.now += LOADED_FILES_SECONDS + 1
-    query.host.kept.drop_old()
+    first, second = (query.host.cache.instance(query.run, "op", partition) for partition in range(2))
+    query.host.cache.forget_run(query.run)  # as the first step of an order to unload the run
+    query.host.cache.lay_aside(second)
+    query.now += KEPT_FILES_SECONDS + 1
+    query.host.cache.drop_unused()
     assert first.state.local_dir.exists() and not second.state.local_dir.exists()
-    query.host.unloading.unload(first)
+    query.host.cache.unload(first)
 
 
 def test_the_directory_of_a_run_that_begins_while_another_one_looks_for_old_ones_stays(query: Restarts) -> None:
     query.complete()
     query.restart()
-    runs_in_use, began = query.host.kept.runs_in_use, query.tmp / "local0a" / "q" / "run3"
+    runs_in_use, began = query.host.cache.runs_in_use, query.tmp / "local0a" / "q" / "run3"
 
     def then_begun() -> set[str]:
-        query.host.kept.runs_in_use = runs_in_use
+        query.host.cache.runs_in_use = runs_in_use
         used: set[str] = runs_in_use()
         began.mkdir()
         return used
 
-    query.host.kept.runs_in_use = then_begun
+    query.host.cache.runs_in_use = then_begun
     query.open(query.batches)
     assert began.exists()
     began.rmdir()

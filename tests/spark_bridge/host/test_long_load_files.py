@@ -15,6 +15,7 @@ import pytest
 from backends.exceptions import LoadEndedError
 from backends.partition import loading as changelog_reads
 from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS
+from spark_bridge.host.loading import version_key
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.gated_world import GatedWorld
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
@@ -52,7 +53,7 @@ class Retained:
         self.batches += 1
         self.host.heartbeat()
         if self.batches % 3 == 0:
-            for instance in self.host.held.all():
+            for instance in self.host.cache.all():
                 self.host.maintenance.upload_snapshots([instance])
 
     def time_passes(self, seconds: float) -> None:
@@ -62,8 +63,8 @@ class Retained:
 
     def load_copy(self, version: int) -> Future[Any]:
         (spec,) = self.registration.operators
-        load, below = self.host.copy_loading.load, self.host.files.copies
-        return self.pool.submit(load, self.registration, spec, 0, version, below, is_abandoned=self.over.is_set)
+        key, load = version_key(self.registration, spec, 0, version), self.host.loader.load_copy
+        return self.pool.submit(load, key, self.registration, spec, version, self.host.files.copies, self.over.is_set)
 
     def let_through(self, said: Callable[[], list[str]], files: int, of: int) -> None:
         """Let one file through, and wait until the load says so."""
@@ -110,7 +111,7 @@ def test_files_of_a_copy_are_kept_until_it_is_loaded(q: Retained) -> None:
         q.batch()
         q.time_passes(10.0)
     assert q.changelogs() == list(range(1, 21))
-    said = q.host.copy_loading.loads_under_way
+    said = q.host.loads.describe
     assert said() == q.host.describe()["loading"]
     assert said()[0].startswith("a copy of version 2 of operator 'op', partition 0 (run run1): 0 of 2 files"), said()
     q.time_passes(STEP)
@@ -139,12 +140,12 @@ def test_files_of_a_partition_are_kept_until_it_is_loaded(q: Retained) -> None:
     q.world.is_gated = True
     plan_spark(q.world, 13)
     grant = q.host.grants.for_task(task(13))
-    loading = q.pool.submit(q.host.loading.load, grant, "op", 0)
+    loading = q.pool.submit(q.host.loader.load, grant, "op", 0)
     assert q.world.arrived.acquire(timeout=PATIENCE)
     for done in range(7):
         q.time_passes(STEP)
         assert q.changelogs() == list(range(1, 14))
-        q.let_through(q.host.loads.listed, done + 1, 7)
+        q.let_through(q.host.loads.describe, done + 1, 7)
     assert value(loading.result(PATIENCE).state) == [b"12"]
     q.world.open_gate()
     q.batch()
@@ -162,7 +163,7 @@ def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Reta
     q.world.is_gated = True
     if of == "a partition":
         plan_spark(q.world, 4)
-        loading = q.pool.submit(q.host.loading.load, q.host.grants.for_task(task(4)), "op", 0)
+        loading = q.pool.submit(q.host.loader.load, q.host.grants.for_task(task(4)), "op", 0)
     else:
         loading = q.load_copy(2)
     assert q.world.arrived.acquire(timeout=PATIENCE)
@@ -191,7 +192,7 @@ def test_files_of_an_abandoned_hanging_load_are_released(q: Retained, of: str) -
         plan_spark(q.world, 4)
         grant = q.host.grants.for_task(task(4))
         q.world.is_gated = True
-        loading = q.pool.submit(q.host.loading.load, grant, "op", 0, is_abandoned=abandoned.is_set)
+        loading = q.pool.submit(q.host.loader.load, grant, "op", 0, is_abandoned=abandoned.is_set)
     else:
         q.world.is_gated = True
         loading = q.load_copy(2)
@@ -227,4 +228,4 @@ def test_unwanted_copy_is_cancelled_and_leaves_nothing(q: Retained) -> None:
     q.world.gate.release(3)
     with pytest.raises(LoadEndedError, match="a copy of version 2"):
         loading.result(PATIENCE)
-    assert not any(q.host.files.copies.iterdir()) and not q.host.copy_loading.loads_under_way()
+    assert not any(q.host.files.copies.iterdir()) and not q.host.loads.describe()

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator_actor.messages import Completed
 from spark_bridge.host import registration, versions
-from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.registration import KEPT_VERSIONS, CompletedVersions
 from spark_bridge.host.versions import PreparedVersions
 from tests.coordinator_actor.coordinator_world import World
@@ -29,7 +29,7 @@ def test_the_last_runs_with_a_prepared_version_are_known(monkeypatch: pytest.Mon
     monkeypatch.setattr(versions, "MAX_RUNS", 3)
     completed = CompletedVersions()
     nobody: Any = None
-    prepared = PreparedVersions(nobody, HeldPartitions(), completed, nobody)
+    prepared = PreparedVersions(nobody, PartitionCache(nobody), completed, nobody)
     for i in range(5):
         for version in (2, 1):
             prepared.accepted(World(tmp_path).registration(f"run{i}"), version)

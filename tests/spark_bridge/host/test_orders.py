@@ -128,13 +128,13 @@ def test_partition_loading_while_its_run_ends_is_unloaded(tmp_path):
 def test_unloaded_partition_does_not_stop_other_orders(tmp_path):
     """on_completed raises StoreClosedError if the instance is destroyed while it waits for the commit_lock."""
     _w, c, (h,) = start(tmp_path)
-    inst = next(iter(h.held.instances.values()))
+    inst = next(iter(h.cache.instances.values()))
     done = c.registries.runs.by_id["run1"].announcements.to("h0")
     err = []
 
     def go():
         try:
-            h.completion.complete(done)
+            h.loader.complete(done)
         except (CoordinatorError, StateStoreError) as e:
             err.append(e)
 
@@ -142,8 +142,8 @@ def test_unloaded_partition_does_not_stop_other_orders(tmp_path):
     t = threading.Thread(target=go)
     t.start()
     time.sleep(0.2)
-    with h.held.lock:
-        del h.held.instances[inst.key]
+    with h.cache.lock:
+        del h.cache.instances[inst.key]
     inst.state.destroy()
     inst.commit_lock.release()
     t.join()
@@ -156,11 +156,11 @@ def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
     w, c, h = one(tmp_path, 1)
     plan_spark(w, 0)
     run_task([h], 0)
-    h.unloading.unload(next(iter(h.held.instances.values())))  # its partition has moved: on_completed does this
+    h.cache.unload(next(iter(h.cache.instances.values())))  # its partition has moved: on_completed does this
     c.deactivate_instances("run1")
     for _ in range(3):
         h.heartbeat()
-    left = dict(h.held.registrations)
+    left = dict(h.cache.registrations)
     shutil.rmtree(tmp_path / "ck")  # the user removes the stopped query's checkpoint
     c2 = w.coordinator(0)
     h.port.c = c2  # the coordinator is restarted

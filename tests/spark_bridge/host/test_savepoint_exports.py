@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Exporting:
         self.changed = threading.Condition()
         self.exports = SavepointExports(
             HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s"),
-            self._held,
+            self._pin,
             self._read_back,
             self._send,
             lambda order: CheckpointStorage.open(order.location, fsync=False),
@@ -75,7 +76,7 @@ class Exporting:
             self.slept.append,
         )
 
-    def _held(self, order: SavepointOrder, operator: str, partition: int) -> Any:
+    def _pin(self, order: SavepointOrder, operator: str, partition: int) -> Any:
         if not self.holds_partitions:
             return None
 
@@ -86,14 +87,18 @@ class Exporting:
         self.pinned.append(partition)
         return {"default": when_let()}
 
-    def _read_back(self, order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Any:
+    @contextmanager
+    def _read_back(self, order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Iterator[Any]:
         with self.changed:
             self.scanned.append((order.run_id, order.checkpoint_id, partition))
         self.at_gate.set()
         assert self.gate.wait(HANG)
         if self.scan_error is not None:
             raise self.scan_error
-        return {"default": rows(partition)}, lambda: self.closed.append(partition)
+        try:
+            yield {"default": rows(partition)}
+        finally:
+            self.closed.append(partition)
 
     def _send(self, message: SavepointExported) -> None:
         error = self.send_error
@@ -108,7 +113,7 @@ class Exporting:
         return SavepointOrder(registration(run), checkpoint, 3, location, {"op": list(partitions)}, is_held)
 
     def take(self, *partitions: int, **kwargs: Any) -> None:
-        self.exports.take(self.order(*partitions, **kwargs))
+        self.exports.begin_exports(self.order(*partitions, **kwargs))
 
     def wait_sent(self, n: int) -> list[SavepointExported]:
         with self.changed:
@@ -210,7 +215,7 @@ def test_failed_pin_is_retried_by_its_export(host, monkeypatch):
         tries.append(partition)
         raise OSError(5, "the disk is gone")
 
-    monkeypatch.setattr(host.exports, "_held", held)
+    monkeypatch.setattr(host.exports, "_pin", held)
     host.take(0)
     (message,) = host.wait_sent(1)
     assert message.failure == "OSError: [Errno 5] the disk is gone"
@@ -263,7 +268,8 @@ def test_two_queries_may_have_the_same_checkpoint_id(host):
 def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is_ordered_again(host, when, monkeypatch):
     batches = list(rows(0))
 
-    def cut_off(order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Any:
+    @contextmanager
+    def cut_off(order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Iterator[Any]:
         if when == "before the scan":
             raise StoreClosedError("unloaded")
 
@@ -271,7 +277,10 @@ def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is
             yield batches[0]
             raise StoreClosedError("unloaded")
 
-        return {"default": some()}, lambda: host.closed.append(partition)
+        try:
+            yield {"default": some()}
+        finally:
+            host.closed.append(partition)
 
     monkeypatch.setattr(host.exports, "_read_back", cut_off)
     host.take(0)

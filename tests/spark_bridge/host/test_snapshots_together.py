@@ -66,7 +66,7 @@ class Query:
         self.batches += 1
 
     def snapshots(self) -> None:
-        self.host.maintenance.upload_snapshots(self.host.held.all())
+        self.host.maintenance.upload_snapshots(self.host.cache.all())
 
     def maintain(self) -> None:
         self.world.now += 10.0
@@ -142,7 +142,7 @@ def test_snapshots_of_several_threads_are_stored_with_one_request(tmp_path: Path
         query.batch()
     for begun in query.host.maintenance.do_maintenance():
         begun.result()
-    assert query.groups() == [10] and {i.snapshot_version for i in query.host.held.all()} == {10}
+    assert query.groups() == [10] and {i.snapshot_version for i in query.host.cache.all()} == {10}
 
 
 def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
@@ -152,7 +152,7 @@ def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
     query = Query(tmp_path, threads=2)
     for _ in range(10):
         query.batch()
-    slow, go_on = query.host.held.all()[0], threading.Event()
+    slow, go_on = query.host.cache.all()[0], threading.Event()
     prepare = slow.state.snapshots.prepare
 
     def waits(*given: Any) -> Any:
@@ -162,12 +162,12 @@ def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
     monkeypatch.setattr(slow.state.snapshots, "prepare", waits)
     begun = query.host.maintenance.do_maintenance()
     next(as_completed(begun)).result()
-    stored = [i for i in query.host.held.all() if i.snapshot_version == 10]
+    stored = [i for i in query.host.cache.all() if i.snapshot_version == 10]
     assert len(stored) == PARTITIONS // 2 and slow not in stored
     go_on.set()
     for each in begun:
         each.result(PATIENCE)
-    assert {i.snapshot_version for i in query.host.held.all()} == {10}
+    assert {i.snapshot_version for i in query.host.cache.all()} == {10}
 
 
 def test_parts_of_a_snapshot_are_not_read_again(query: Query, watched: list[str]) -> None:
@@ -192,8 +192,8 @@ def test_the_object_stays_as_long_as_one_partition_begins_with_it(of_backend: Qu
     for round_ in range(5):
         for _ in range(3):
             query.batch()
-        late = query.host.held.all()[0]
-        due = [i for i in query.host.held.all() if i is not late or round_ == 0]
+        late = query.host.cache.all()[0]
+        due = [i for i in query.host.cache.all() if i is not late or round_ == 0]
         query.host.maintenance.upload_snapshots(due)
         query.maintain()
     query.batch()
@@ -235,13 +235,15 @@ def test_a_snapshot_that_fails_is_tried_again_and_spoils_no_other(
         query.batch()
     fails_of(query.world, lambda path: path.endswith(".snapshots"))
     query.snapshots()
-    assert {i.snapshot_version for i in query.host.held.all()} == {0}
+    assert {i.snapshot_version for i in query.host.cache.all()} == {0}
     query.world.put_hook = None
-    broken = query.host.held.all()[1]
+    broken = query.host.cache.all()[1]
     with monkeypatch.context() as patched:
         patched.setattr(broken.state.snapshots, "prepare", lambda *_: 1 / 0)
         query.snapshots()
-    assert [i.snapshot_version for i in query.host.held.all()] == [3 * (i is not broken) for i in query.host.held.all()]
+    assert [i.snapshot_version for i in query.host.cache.all()] == [
+        3 * (i is not broken) for i in query.host.cache.all()
+    ]
     query.snapshots()
     assert broken.snapshot_version == 3
 

@@ -15,7 +15,7 @@ from backends.exceptions import MissingFileError
 from coordinator_actor.messages import BatchTimes, InputPace
 from coordinator_actor.run.batches import LoggedTimes
 from coordinator_actor.run.history import WRITE_SECONDS
-from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import (
@@ -146,7 +146,7 @@ def test_snapshots_and_the_changelogs_after_them(stream: Make) -> None:
     s = stream(batches=3, hosts=1)
     host = s.hosts[0]
     s.heartbeat()
-    for instance in host.held.all():
+    for instance in host.cache.all():
         host.maintenance.upload_snapshots([instance])
     s.batches(3, 5)
     s.heartbeat()

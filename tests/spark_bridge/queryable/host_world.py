@@ -137,7 +137,7 @@ class HostWorld:
         return answer.version, dict(zip(table.column("k").to_pylist(), table.column("n").to_pylist(), strict=True))
 
     def instance(self, p: int, i: int = 0) -> Any:
-        return self.hosts[i].held.instance(self.run, "op", p)
+        return self.hosts[i].cache.instance(self.run, "op", p)
 
     def close(self) -> None:
         for host in self.hosts:

@@ -26,7 +26,7 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
     for version in range(1, 9):
         made.batch({user: lambda of, version=version: of.total.update((version, "x")) for user in USERS})
         if version in (3, 6):
-            for instance in made.host.held.all():
+            for instance in made.host.cache.all():
                 instance.snapshot_version = -99  # one is due
             for upload in made.host.maintenance.do_maintenance():
                 upload.result()

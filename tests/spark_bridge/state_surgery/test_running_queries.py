@@ -613,7 +613,7 @@ def test_a_task_of_a_batch_begun_before_the_coordinator_fails_once_keys_are_forg
 
 def test_ended_query_that_is_still_served_forgets(cluster):
     worked(cluster)
-    registration = cluster.hosts[0].host.held.registration("run1")
+    registration = cluster.hosts[0].host.cache.registration("run1")
     assert registration is not None
     cluster.c.serve_ended(registration)
     for h in cluster.hosts:

@@ -18,9 +18,9 @@ from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.host.held_partitions import InstanceKey
-from spark_bridge.host.kept_partitions import LOADED_FILES_SECONDS
-from spark_bridge.host.shared_loads import ABANDONED_SECONDS, SharedLoads
+from spark_bridge.host.instances import InstanceKey
+from spark_bridge.host.loading import ABANDONED_SECONDS
+from spark_bridge.host.partition_cache import KEPT_FILES_SECONDS
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
@@ -66,8 +66,7 @@ class Loads:
         plan_spark(self.world, VERSIONS)
         self.server = HostFlightServer(lambda: self.host, "127.0.0.1", "token", lambda method, args: None)
         self.host: Any = make_host(self.world, self.coordinator, 0, tmp_path, "b", load_threads=1)
-        self.host.loads._clock = self.host.kept._clock = clock
-        self.host.shared_loads = SharedLoads(self.host.loading, self.host.held, clock, answer_seconds=0.05)
+        self.host.loads._clock = self.host.cache._clock = self.host.loader._clock = clock
         self.world.is_gated = True
 
     @property
@@ -87,7 +86,7 @@ class Loads:
         return str(self.world.root / "ck/statestore"), "op", 0
 
     def progress(self) -> LoadProgress:
-        return self.host.loading.progress(self.key)
+        return self.host.loads.progress(self.key)
 
     def let_through(self, files: int) -> None:
         """Let so many files through, and wait until the load has used them."""
@@ -100,7 +99,7 @@ class Loads:
         self.world.gate.release(3)
 
     def is_at_rest(self) -> bool:
-        return not self.host.loads._watches and all(x.done.is_set() for x in self.host.shared_loads._loads.values())
+        return not self.host.loads._watched and all(x.result.done() for x in self.host.loads._loads.values())
 
 
 def wait_for(is_true: Callable[[], object]) -> None:
@@ -118,7 +117,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def loads(tmp_path: Path, clock: Clock) -> Iterator[Loads]:
+def loads(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loads]:
+    monkeypatch.setattr("spark_bridge.host.loading.TASK_ANSWER_SECONDS", 0.05)
     made = Loads(tmp_path, clock)
     yield made
     made.world.fails = False
@@ -225,12 +225,12 @@ def test_abandoned_load_ends_and_its_files_are_removed_later(loads: Loads) -> No
     loads.clock.now += ABANDONED_SECONDS + 1
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    assert not loads.host.held.all() and len(loads.host.kept._kept) == 1
+    assert not loads.host.cache.all() and len(loads.host.cache._kept) == 1
     loads.host.maintenance.do_maintenance()
-    assert len(loads.host.kept._kept) == 1
-    loads.clock.now += LOADED_FILES_SECONDS + 1
+    assert len(loads.host.cache._kept) == 1
+    loads.clock.now += KEPT_FILES_SECONDS + 1
     loads.host.maintenance.do_maintenance()
-    assert not loads.host.kept._kept
+    assert not loads.host.cache._kept
     assert not [path for path in loads.tmp_path.glob("local0b/*/run1/operators/*/2/0") if any(path.rglob("engine"))]
     loads.world.open_gate()
     assert value(loads.opened()) == LAST
@@ -242,7 +242,7 @@ def test_new_attempt_resumes_an_abandoned_load(loads: Loads) -> None:
     loads.clock.now += ABANDONED_SECONDS + 1
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    kept = next(iter(loads.host.kept._kept.values())).state.version
+    kept = next(iter(loads.host.cache._kept.values())).state.version
     assert kept >= 3
     before = sum(loads.world.read.values())
     loads.clock.on_sleep = slowly(loads, 1.0)
@@ -260,12 +260,11 @@ def test_a_load_of_a_run_that_is_replaced_ends(loads: Loads) -> None:
     wait_for(lambda: loads.host.open(newer).loading is not None and of_run(loads) == "run2")
     loads.world.open_gate()
     assert value(loads.opened(run="run2")) == LAST
-    assert {i.registration.run_id for i in loads.host.held.all()} == {"run2"} and not loads.host.kept._kept
+    assert {i.registration.run_id for i in loads.host.cache.all()} == {"run2"} and not loads.host.cache._kept
 
 
 def of_run(loads: Loads) -> str | None:
-    watched = loads.host.loads._watches.get(loads.key)
-    return None if watched is None else watched[0].registration.run_id
+    return next((load.lease.run_id for load in loads.host.loads._watched.values() if load.key == loads.key), None)
 
 
 def test_a_load_of_a_run_that_is_over_ends_and_leaves_nothing(loads: Loads) -> None:
@@ -273,10 +272,10 @@ def test_a_load_of_a_run_that_is_over_ends_and_leaves_nothing(loads: Loads) -> N
     loads.let_through(2)
     loads.coordinator.deactivate_instances("run1")
     loads.host.heartbeat()
-    wait_for(lambda: all(watch.is_over for _, watch in loads.host.loads._watches.values()))
+    wait_for(lambda: all(load.watch.is_over for load in loads.host.loads._watched.values()))
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    assert not loads.host.held.all() and not loads.host.kept._kept
+    assert not loads.host.cache.all() and not loads.host.cache._kept
     assert not list(loads.tmp_path.glob("local0b/*/run1/**/engine"))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.model import Overview
 from spark_bridge.ui import requests as overviews

@@ -14,7 +14,7 @@ from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace, SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
-from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import (

@@ -44,7 +44,7 @@ def end(c: Cluster) -> None:
 
 
 def loaded(c: Cluster) -> int:
-    return sum(len(h.host.held.all()) for h in c.hosts)
+    return sum(len(h.host.cache.all()) for h in c.hosts)
 
 
 def files(c: Cluster) -> dict[str, int]:

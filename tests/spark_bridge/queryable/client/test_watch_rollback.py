@@ -32,7 +32,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 def outsider(c: Cluster) -> int:
     """The host that has no partition."""
-    (found,) = [i for i, h in enumerate(c.hosts) if h.host.held.instance(c.run, "totals", 0) is None]
+    (found,) = [i for i, h in enumerate(c.hosts) if h.host.cache.instance(c.run, "totals", 0) is None]
     return found
 
 

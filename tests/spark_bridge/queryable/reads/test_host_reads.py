@@ -39,7 +39,7 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
     w.batch(filled(1))
     w.batch(filled(2))
     with w.instance(0).commit_lock:
-        w.hosts[0].completion.complete(Completed(w.run, 2, {}))
+        w.hosts[0].loader.complete(Completed(w.run, 2, {}))
         assert [w.instance(p).state.version for p in (0, 1)] == [2, 2]
     w.write(filled(3))
     with w.instance(0).commit_lock:
@@ -336,7 +336,7 @@ def test_host_whose_partitions_moved_learns_of_versions_by_heartbeat(make):
     w.write(filled(2))
     w.complete(tell=False)
     for p in (0, 1):
-        w.hosts[0].unloading.unload(w.instance(p))
+        w.hosts[0].cache.unload(w.instance(p))
     w.hosts[0].heartbeat()
     assert w.hosts[0].completed.newest(w.run).version == 2
 
@@ -437,7 +437,7 @@ def test_sums_hold_while_batches_partitions_and_readers_race(make, backend):
         else:
             w.complete(tell=rng.random() < 0.7)
         if rng.random() < 0.1 and (one := w.instance(rng.randrange(3))) is not None:
-            w.hosts[0].unloading.unload(one)
+            w.hosts[0].cache.unload(one)
     stop.set()
     for reader in readers:
         reader.join()

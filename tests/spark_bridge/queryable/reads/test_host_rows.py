@@ -248,15 +248,15 @@ def test_watch_of_a_running_query_loads_no_state(tmp_path, monkeypatch):
             load(place, state, piece, version, **k),
         )[1],
     )
-    f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
-    f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
+    f.host.cache.unload(f.host.cache.instance(f.run, "op", 0))
+    f.host.cache.unload(f.host.cache.instance(f.run, "op", 1))
     f.batch(random_batch(rng))
-    f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
-    f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
+    f.host.cache.unload(f.host.cache.instance(f.run, "op", 0))
+    f.host.cache.unload(f.host.cache.instance(f.run, "op", 1))
     asked.changes(5, 6, "total")
     assert len(copies) == 2 and loads, "the copies continue from their last version"
     assert all(behind - before <= 2 for before, behind in loads)
-    asked.reads._changes._copies._clock = lambda: 1e12
+    f.host.cache._clock = lambda: 1e12
     f.host.maintenance.do_maintenance()
     assert not any(f.host.files.copies.glob("*"))
     f.close()
@@ -387,7 +387,7 @@ def test_windows_are_searched_again_after_a_reload(tmp_path):
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 1
     for p in range(3):
-        q.host.unloading.unload(q.host.held.instance(q.run, "op", p))
+        q.host.cache.unload(q.host.cache.instance(q.run, "op", p))
     q.process(logic, BY_WINDOW.names, batch_of(rows, [((10, 20), "a", 1.0)]))
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 2

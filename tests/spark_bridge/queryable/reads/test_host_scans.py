@@ -42,7 +42,7 @@ def test_scan_of_a_leaving_partition_ends_with_an_error(make, monkeypatch):
     w.batch(filled(1))
     answer = w.reads[0].scan(ScanRequest(w.run, "op"))
     for p in (0, 1):
-        w.hosts[0].unloading.unload(w.instance(p))
+        w.hosts[0].cache.unload(w.instance(p))
     with pytest.raises(NotOwnerError, match="left this host while it was read"):
         list(answer.batches)
     with pytest.raises(StopIteration):

@@ -17,10 +17,10 @@ import pytest
 from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.host import loads as host_loads
+from spark_bridge.host.loads import Loads
 from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
-from spark_bridge.queryable.reads import version_copies
 from spark_bridge.queryable.reads.key_reads import KeyWindowIndex
-from spark_bridge.queryable.reads.version_copies import BackgroundLoads
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
 
@@ -87,10 +87,10 @@ def loading_anew(state: Any) -> Iterator[None]:
 
 
 def test_long_load_is_awaited_briefly_and_by_few_readers(world: HostWorld) -> None:
-    world.hosts[0].unloading.unload(world.instance(0))
-    lock = world.hosts[0].loads.lock_of(next(key for key in world.hosts[0].loads._locks if key[2] == 0))
+    world.hosts[0].cache.unload(world.instance(0))
+    lock = world.hosts[0].cache.loading_lock(next(key for key in world.hosts[0].cache._loading_locks if key[2] == 0))
     with lock, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.reads[0]._reader.loader.loads, "wait_seconds", 0.5)
+        patch.setattr(world.reads[0]._reader, "wait_seconds", 0.5)
         begun = time.monotonic()
         answers: list[Any] = []
         threads = [
@@ -99,7 +99,7 @@ def test_long_load_is_awaited_briefly_and_by_few_readers(world: HostWorld) -> No
         for thread in threads:
             thread.start()
         assert in_time(lambda: world.lookup(OF[1])) == (6, [6] * len(OF[1]))
-        while len(answers) < len(threads) - version_copies.MAX_WAITING_REQUESTS:
+        while len(answers) < len(threads) - host_loads.MAX_WAITING_REQUESTS:
             time.sleep(0.01)
             assert time.monotonic() - begun < PATIENCE
         for thread in threads:
@@ -130,7 +130,7 @@ def test_describe_does_not_wait_for_a_load(world: HostWorld) -> None:
         described = in_time(host.describe)
         assert [i["partition"] for i in described["instances"]] == [1], "the size of the other one is not known now"
         assert [p["partition"] for p in in_time(lambda: host.reads.partitions(world.run, "op"))] == [1]
-        assert in_time(host.held.report) is not None
+        assert in_time(host.cache.report) is not None
         assert in_time(host.heartbeat) is None
     assert [i["version"] for i in host.describe()["instances"]] == [6, 6]
     unloading = world.instance(0)
@@ -139,38 +139,39 @@ def test_describe_does_not_wait_for_a_load(world: HostWorld) -> None:
 
 
 def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
-    copies = world.reads[0]._reader._copies
-    over, fill, filled = threading.Event(), copies._filled, list[Any]()
-    copies._filled = lambda *a: (over.wait(HANG), filled.append(a[-2:]), fill(*a))[-1]
+    host, reader = world.hosts[0], world.reads[0]._reader
+    over, load, loaded = threading.Event(), host.loader.load_copy, list[Any]()
+    host.loader.load_copy = lambda *a: (over.wait(HANG), loaded.append((a[0].partition, a[3])), load(*a))[-1]
     lookup = LookupRequest(world.run, "op", At("version", 1))
-    copies._wait = 0.1
+    reader.wait_seconds = 0.1
     for _ in range(2):
         error = in_time(lambda: world.reads[0].lookup(lookup, stored(OF[0])))
         assert isinstance(error, HostUnavailableError) and "Version 1 of partition 0" in str(error)
     over.set()
-    copies._wait = 10.0
+    reader.wait_seconds = 10.0
     assert world.lookup(KEYS, lookup.at) == (1, [1] * len(KEYS))
-    assert filled == [(0, 1), (1, 1)], "each once"
+    assert loaded == [(0, 1), (1, 1)], "each once"
     over.clear()
-    copies._wait = 0.1
+    reader.wait_seconds = 0.1
     assert isinstance(in_time(lambda: world.lookup(OF[0], At("version", 2))), HostUnavailableError)
-    copies.drop(world.run)
+    host.cache.drop_copies(world.run)
     over.set()
-    in_time(copies._loads.shutdown)
-    assert filled[2:] == [(0, 2)]
+    in_time(host.loads.copies.shutdown)
+    assert loaded[2:] == [(0, 2)]
     assert not any(world.hosts[0].files.copies.glob("*")), "an unused copy is removed"
 
 
 def test_load_and_its_errors_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = BackgroundLoads(20.0, max_waiting=5)
+    monkeypatch.setattr(host_loads, "MAX_WAITING_REQUESTS", 5)
+    loads = Loads()
     over, calls, waiting = threading.Event(), list[int](), list[int]()
-    wait = version_copies.wait
+    wait = host_loads.wait
 
     def counted(*args: Any) -> Any:
         waiting.append(1)
         return wait(*args)
 
-    monkeypatch.setattr(version_copies, "wait", counted)
+    monkeypatch.setattr(host_loads, "wait", counted)
 
     def load() -> int:
         calls.append(1)
@@ -180,7 +181,9 @@ def test_load_and_its_errors_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
         return 7
 
     found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(loads.result("a", load, "It"))) for _ in range(5)]
+    threads = [
+        threading.Thread(target=lambda: found.append(loads.read_result("a", load, "It", 20.0))) for _ in range(5)
+    ]
     for thread in threads:
         thread.start()
     # Each has taken its place and waits for the same load: one that had only taken its place might begin another.
@@ -190,15 +193,15 @@ def test_load_and_its_errors_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
         assert time.monotonic() < deadline
     begun = time.monotonic()
     with pytest.raises(HostUnavailableError, match="It is being loaded"):
-        loads.result("b", load, "It")
+        loads.read_result("b", load, "It", 20.0)
     assert time.monotonic() - begun < 2, "as many wait as may"
     over.set()
     for thread in threads:
         thread.join()
     assert (found, calls) == ([7] * 5, [1])
     with pytest.raises(ValueError, match="broken"):
-        loads.result("a", load, "It")
-    assert loads.result("a", load, "It") == 7
+        loads.read_result("a", load, "It", 20.0)
+    assert loads.read_result("a", load, "It", 20.0) == 7
 
 
 def test_windows_of_another_version_are_not_taken_for_those_asked_for() -> None:

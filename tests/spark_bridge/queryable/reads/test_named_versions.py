@@ -10,8 +10,8 @@ import pytest
 
 from spark_bridge import exceptions
 from spark_bridge.exceptions import StateVersionError
+from spark_bridge.host import partition_cache
 from spark_bridge.queryable.protocol import ScanRequest
-from spark_bridge.queryable.reads import version_copies
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import changes_of, partitions_of
@@ -60,22 +60,26 @@ def test_named_version_comes_from_its_manifest_not_from_local_state(make):
         w.lookup([key], exactly(2, held_only=True))
 
 
+def versions_of(cache: Any) -> set[int]:
+    return {key.of[1] for key, _ in cache._copies}
+
+
 def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     w = make()
     for value in range(1, 10):
         w.batch(filled(value))
-    copies = w.reads[0]._reader._copies
+    cache, loader = w.hosts[0].cache, w.hosts[0].loader
     loaded: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
-    fill = copies._filled
+    load = loader.load_copy
 
     def filled_late(*args: Any) -> Any:
-        loaded.append(args[-1])
+        loaded.append(args[3])
         begun.set()
         assert go_on.wait(HANG)
-        return fill(*args)
+        return load(*args)
 
-    monkeypatch.setattr(copies, "_filled", filled_late)
+    monkeypatch.setattr(loader, "load_copy", filled_late)
     threads = [threading.Thread(target=lambda: w.lookup(KEYS, exactly(2))) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -88,8 +92,8 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     answer = w.reads[0].scan(ScanRequest(w.run, "op", at=exactly(3)))
     for version in (1, 2, 4, 5, 6):
         assert w.lookup(KEYS, exactly(version)) == (version, [version] * len(KEYS))
-    assert len(copies._held) == version_copies.MAX_VERSIONS
-    assert (w.run, "op", 3) in copies._held, "one that is read stays"
+    assert len(versions_of(cache)) == partition_cache.MAX_VERSIONS
+    assert 3 in versions_of(cache), "one that is read stays"
     assert sum(b.num_rows for b in answer.batches) == len(KEYS)
     unfinished = [w.reads[0].scan(ScanRequest(w.run, "op", at=exactly(v))) for v in (1, 2, 3, 4)]
     with pytest.raises(exceptions.TooManyRequestsError, match="4 older versions from storage"):
@@ -97,12 +101,12 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     for answer in unfinished[:2]:
         answer.batches.close()
     assert w.lookup(KEYS, exactly(5)) == (5, [5] * len(KEYS))
-    copies._clock = lambda: time.monotonic() + version_copies.COPY_IDLE_SECONDS + 1
+    cache._clock = lambda: time.monotonic() + partition_cache.COPY_IDLE_SECONDS + 1
     w.hosts[0].maintenance.do_maintenance()
-    assert {key[2] for key in copies._held} == {3, 4}
+    assert versions_of(cache) == {3, 4}
     w.c.deactivate_instances(w.run)
     w.hosts[0].heartbeat()
-    assert copies._held == {}
+    assert cache._copies == {}
     assert sum(b.num_rows for b in unfinished[2].batches) == len(KEYS), "a scan that has begun reads all its rows"
     unfinished[3].batches.close()
     assert not any(w.hosts[0].files.copies.glob("*"))

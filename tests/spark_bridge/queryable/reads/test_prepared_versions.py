@@ -256,7 +256,7 @@ def test_a_part_in_a_version_that_was_sent_before_a_host_registered_again_makes_
 def test_ended_query_gets_no_new_version(make):
     w = make()
     w.batch(filled(1))
-    w.hosts[0].held.note_ended([w.run])
+    w.hosts[0].cache.note_ended([w.run])
     w.hosts[0].register()
     paths = looked(w)
     assert w.one(3) == (1, 1)
@@ -282,7 +282,7 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n,
     w.hosts.remove(lost)
     w.ahead += GRANT_SECONDS
     assert other.open(w.task(0)).redirect is None
-    assert other.held.instance(w.run, "op", 0) is not None
+    assert other.cache.instance(w.run, "op", 0) is not None
     w.write(filled(2), partitions=range(1, n))
     w.world.commit_spark(w.version)
     w.reads[0] = HostReads(other, wait_seconds=HANG)

@@ -15,7 +15,7 @@ from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from coordinator_actor.messages import Completed
 from spark_bridge.exceptions import NotOwnerError, StateVersionError
 from spark_bridge.queryable.protocol import At
-from spark_bridge.queryable.reads import host_reads, version_copies
+from spark_bridge.queryable.reads import answer_version, host_reads
 from tests.patience import HANG
 from tests.spark_bridge.queryable.host_world import partitions_of
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
@@ -42,7 +42,7 @@ def test_partition_is_loaded_at_a_newer_version_than_noted_for_the_others(make):
     w.batch(filled(1))
     w.write(filled(2))
     w.complete(tell=False)
-    w.hosts[0].unloading.unload(w.instance(0))
+    w.hosts[0].cache.unload(w.instance(0))
     assert w.hosts[0].completed.newest(w.run).version == 1
     assert w.lookup(KEYS) == (2, [2] * len(KEYS)), "one can only be loaded at 2, so all are read there"
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
@@ -51,7 +51,7 @@ def test_partition_is_loaded_at_a_newer_version_than_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(version_copies, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(answer_version, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -75,7 +75,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(version_copies, "time", later)
+    monkeypatch.setattr(answer_version, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -167,7 +167,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     def closed(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            w.hosts[0].unloading.unload(instance)
+            w.hosts[0].cache.unload(instance)
             raise StoreClosedError("closed")
         return real(*args, **kwargs)
 

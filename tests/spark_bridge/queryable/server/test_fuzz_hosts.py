@@ -179,7 +179,7 @@ class Odd:
 def stored_keys(cluster: Cluster) -> list[bytes]:
     keys: list[bytes] = []
     for h in cluster.hosts:
-        for instance in h.host.held.instances.values():
+        for instance in h.host.cache.instances.values():
             for pairs in instance.state.reads.scan():
                 keys += pairs.column(0).to_pylist()
     return keys

@@ -17,6 +17,7 @@ from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.host import versions
+from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
@@ -35,7 +36,7 @@ from spark_bridge.queryable.protocol import (
     decode_request,
     pack_bytes,
 )
-from spark_bridge.queryable.reads import key_reads, operator_plan, scans, version_copies
+from spark_bridge.queryable.reads import key_reads, operator_plan, scans
 from spark_bridge.queryable.reads.scans import gather_batches, limited
 from spark_bridge.queryable.routing.scans import RoutedScan, ScanPlan
 from spark_bridge.queryable.server import framed_socket, request_handler, server
@@ -253,14 +254,14 @@ def test_wait_for_an_old_version_does_not_block_lookups(world, monkeypatch):
     for n in range(8):
         world.batch({1: n})
     loading, go_on = threading.Event(), threading.Event()
-    fill = version_copies.VersionCopies._filled
+    fill = PartitionLoader.load_copy
 
     def slowly(*args: Any) -> Any:
         loading.set()
         assert go_on.wait(HANG)
         return fill(*args)
 
-    monkeypatch.setattr(version_copies.VersionCopies, "_filled", slowly)
+    monkeypatch.setattr(PartitionLoader, "load_copy", slowly)
     old, now = LookupRequest(world.run, "op", At("version", 1)), LookupRequest(world.run, "op")
     for body in (pack_bytes(stored([1])), pack_bytes(stored([1, 2]))):
         loading.clear()
@@ -277,7 +278,7 @@ def test_wait_for_an_old_version_does_not_block_lookups(world, monkeypatch):
             finally:
                 go_on.set()
             assert first.hear()[0] == LookupReply(1)
-        world.reads[0]._reader._copies.drop(None)
+        world.hosts[0].cache.drop_copies(None)
 
 
 def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
