@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from comparisons.object_storage import dollars_a_month
-from played_stream import Shape, played_stream
+from played import Shape, played_stream
 from s3_proxy import kind_of, proxy_before
 
 from backends.exceptions import MissingFileError
