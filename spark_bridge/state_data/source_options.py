@@ -13,7 +13,7 @@ from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
-from spark_bridge.state_data.state_sources import AnySource, ChangesSource, StateSource, changes_source, state_source
+from spark_bridge.state_data.state_sources import StateSource, changes_source, state_source
 
 STORAGE_PREFIX = "storage."
 NAMES = (
@@ -180,7 +180,7 @@ def _conflict(first: str, second: str, why: str) -> InvalidStateStoreArgument:
     )
 
 
-def source_of(options: SourceOptions) -> AnySource:
+def source_of(options: SourceOptions) -> StateSource:
     """Return the rows, or the changes, that the options of a table name.
 
     Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning, ``VersionNotFoundError`` and
@@ -229,7 +229,7 @@ def _rows_of(options: SourceOptions) -> StateSource:
     return _from_snapshots(source, options.snapshot + 1)
 
 
-def _changes_of(options: SourceOptions) -> ChangesSource:
+def _changes_of(options: SourceOptions) -> StateSource:
     if "changeStartBatchId" not in options.given:
         raise InvalidStateStoreArgument(f"[{REQUIRED}] 'changeStartBatchId' must be specified for a table of changes.")
     first, last = options.first_batch, options.last_batch

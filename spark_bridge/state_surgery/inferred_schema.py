@@ -17,7 +17,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import Lineage
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
-from spark_bridge.state_data.state_sources import StateSource, packed_pieces, unpacked_piece
+from spark_bridge.state_data.state_sources import StateSource, packed_pieces
 from spark_bridge.state_format.layouts import (
     ENDS_FAMILY,
     EXPIRY_FAMILY,
@@ -58,7 +58,7 @@ class PartitionRows:
     columns: tuple[str, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        for batch in self.source.batches(unpacked_piece(self.packed)):
+        for batch in self.source.packed_batches(self.packed):
             yield batch.select(list(self.columns))
 
 
@@ -118,7 +118,7 @@ class RewrittenOperator:
         rows = self.rows(name)
         routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
         columns = tuple(PairsOfRows(rows).columns.names)
-        source = StateSource(replace(self.reading, pieces=()), rows, self.open_storage)
+        source = StateSource(replace(self.reading, pieces=()), rows, open_storage=self.open_storage)
         for packed in packed_pieces(pieces):
             yield ReadJob(PartitionRows(source, packed, columns), routing)
 
