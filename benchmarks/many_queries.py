@@ -98,6 +98,7 @@ class Load:
         if not query.is_registered:
             query.register()
         query.checkpoint()
+        query.upload_snapshots()
 
     def beat(self, number: int) -> None:
         """Send one host's heartbeat about all runs that it holds."""

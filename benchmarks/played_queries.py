@@ -37,6 +37,7 @@ from coordinator_actor.messages import (
     Refused,
     SnapshotUploaded,
 )
+from coordinator_actor.run.holds import UPLOAD
 
 SESSION, OPERATOR = "session-1", "totals"
 HOSTS_PER_NODE = 4
@@ -220,7 +221,7 @@ class PlayedQuery:
         self.is_registered = True
 
     def checkpoint(self) -> None:
-        """Run one micro-batch, from its offsets to the driver's message that it is committed, then the snapshots.
+        """Run one micro-batch, from its offsets to the driver's message that it is committed.
 
         All its hosts but those of the first batch own partitions.
         """
@@ -239,16 +240,17 @@ class PlayedQuery:
             raise RuntimeError(f"Batch {batch} of {self.registration.name} is not prepared: {refused[:1] or answers}")
         (self.root / "commits" / str(batch)).write_text("v1\n{}")
         self.send_all("batch_committed", [(self.run, batch)])
-        rounds = max(1, round(self.registration.maintenance_interval / self.interval))
-        snapshots = [
-            (uploaded(host, OPERATOR, p, batch + 1, self.root, self.run, self.rng),)
-            for host in self.hosts
-            for p in host.owned.get(OPERATOR, ())
-            if p % rounds == batch % rounds
-        ]
-        if not all(self.each(lambda args: self.call("snapshot_uploaded", *args), snapshots)):
-            raise RuntimeError(f"Snapshots of version {batch + 1} do not count.")
         self.batch += 1
+
+    def upload_snapshots(self) -> None:
+        """Upload snapshots of the last completed version, of the partitions whose turn it is."""
+        version = self.batch
+        rounds = max(1, round(self.registration.maintenance_interval / self.interval))
+        due = [(host, p) for host in self.hosts for p in host.owned.get(OPERATOR, ()) if p % rounds == version % rounds]
+        self.send_all("lineage", [(self.run, OPERATOR, p, version, UPLOAD) for _, p in due])
+        args = (version, self.root, self.run, self.rng)
+        if not all(self.send_all("snapshot_uploaded", [(uploaded(host, OPERATOR, p, *args),) for host, p in due])):
+            raise RuntimeError(f"Snapshots of version {version} do not count.")
 
     def beat(self) -> None:
         """Send the heartbeats of all hosts, and take the completed versions of the answers."""

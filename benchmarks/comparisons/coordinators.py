@@ -129,17 +129,14 @@ def _simulation(size: Size, steps: Steps) -> list[Case]:
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
         with memory_directory() as root, actor(f"round-{i}") as link, ThreadPoolExecutor(THREADS) as pool:
             query = _query(link.call, root, size, pool.map)
-            taken, peak, used, count = (
-                [],
-                link.resident(),
-                link.cpu_seconds(),
-                max(1, round(size["seconds"] / INTERVAL)),
-            )
+            taken, peak, used = [], link.resident(), link.cpu_seconds()
+            count = max(1, round(size["seconds"] / INTERVAL))
             started = time.perf_counter()
             for batch in range(count):
                 waited = query.waited
                 query.checkpoint()
                 taken.append((query.waited - waited) * 1e3)
+                query.upload_snapshots()
                 if not link.call("driver_heartbeat", query.run):
                     raise RuntimeError("The coordinator has forgotten the run.")
                 query.beat()
