@@ -59,10 +59,7 @@ METADATA_SCHEMA = pa.schema(
 
 
 def state_metadata_table(
-    checkpoint_location: str,
-    *,
-    state_location: str | None = None,
-    storage_options: Mapping[str, str] | None = None,
+    checkpoint_location: str, *, state_location: str | None = None, storage_options: Mapping[str, str] | None = None
 ) -> pa.Table:
     """Return a row per state variable of every operator, as of the last completed version.
 

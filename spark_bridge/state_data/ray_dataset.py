@@ -53,8 +53,8 @@ def read_state_dataset(
     if columns is not None and not columns:
         raise RequestError("columns=[] asks for no columns; name at least one, or leave it out.")
     datasource = StateDatasource(source, columns, where)
-    given = None if ray_remote_args is None else dict(ray_remote_args)
-    dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=given)
+    remote_args = None if ray_remote_args is None else dict(ray_remote_args)
+    dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=remote_args)
     if ray.available_resources().get("CPU", 0) < 1:
         log.warning(
             "No CPU of the Ray cluster is free: Ray Data waits until one is. Spark's executors keep theirs: start "
