@@ -152,38 +152,22 @@ def _bytes(column: Any) -> bytes:
     return b"".join(column.to_pylist())
 
 
-PROVIDERS = (
-    Comparison(
-        name="provider",
-        title="Providers alone and raw rocksdict",
-        about="One partition's state in one process, without Spark and Ray: bulk reads and scans of all keys, and bulk "
-        "puts with a durable commit.",
-        run=run,
-        sizes={
-            "full": {"keys": 1_000_000, "turns": 5, "quix": True},
-            "smoke": {"keys": 50_000, "turns": 5, "quix": False},
-        },
-        minutes={"full": 15, "smoke": 6},
-        targets=(
-            Target(
-                "`rocksdb` provider, put with changelog, against raw rocksdict that syncs its log",
-                "bulk put and commit, empty state",
-                "rocksdb provider",
-                0.8,
-                against="raw synced, lists",
-                at_least=True,
-            ),
-            Target(
-                "`rocksdb` provider, scan",
-                "full scan in key order",
-                "rocksdb provider",
-                0.9,
-                against="raw, lists",
-                at_least=True,
-            ),
+PROVIDERS = Comparison(
+    name="provider",
+    title="Providers alone and raw rocksdict",
+    about="One partition's state in one process, without Spark and Ray: bulk reads and scans of all keys, and bulk "
+    "puts with a durable commit.",
+    run=run,
+    sizes={"full": dict(keys=1_000_000, turns=5, quix=True), "smoke": dict(keys=50_000, turns=5, quix=False)},
+    minutes={"full": 15, "smoke": 6},
+    targets=(
+        Target.times(
+            "`rocksdb` provider, put with changelog, against raw rocksdict that syncs its log",
+            *("bulk put and commit, empty state", "rocksdb provider", 0.8, "raw synced, lists"),
         ),
-        picture="bars",
+        Target.times("`rocksdb` provider, scan", "full scan in key order", "rocksdb provider", 0.9, "raw, lists"),
     ),
+    picture="bars",
 )
 
 # -- the cost of a batch when a join's watermark removes some of many waiting rows; no cluster
@@ -294,42 +278,25 @@ def run_eviction(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-EVICTION = (
-    Comparison(
-        name="eviction",
-        title="Joins: batch time as more rows wait",
-        about="Rows of a join wait for the watermark, which removes a fixed number in each batch.",
-        run=run_eviction,
-        sizes={
-            "full": {
-                "rows": [1_000_000, 3_000_000, 10_000_000],
-                "leave": 10_000,
-                "contestants": ["rocksdb", "file"],
-                "turns": 3,
-                "batches": 5,
-            },
-            "smoke": {
-                "rows": [20_000, 100_000],
-                "leave": 2_000,
-                "contestants": ["rocksdb", "file"],
-                "turns": 3,
-                "batches": 2,
-            },
-        },
-        minutes={"full": 40, "smoke": 3},
-        targets=tuple(
-            Target(
-                f"eviction from 10^6 to 10^7 rows, {name}",
-                "10,000,000 rows wait",
-                name,
-                1.3,
-                kind="growth",
-                since="1,000,000 rows wait",
-            )
-            for name in ("rocksdb", "file")
-        ),
-        picture="lines",
-        x_label="rows that wait",
+EVICTION = Comparison(
+    name="eviction",
+    title="Joins: batch time as more rows wait",
+    about="Rows of a join wait for the watermark, which removes a fixed number in each batch.",
+    run=run_eviction,
+    sizes={
+        "full": dict(rows=[10**6, 3 * 10**6, 10**7], leave=10_000, contestants=["rocksdb", "file"], turns=3, batches=5),
+        "smoke": dict(rows=[20_000, 100_000], leave=2_000, contestants=["rocksdb", "file"], turns=3, batches=2),
+    },
+    minutes={"full": 40, "smoke": 3},
+    targets=tuple(
+        Target(
+            f"eviction from 10^6 to 10^7 rows, {name}",
+            *("10,000,000 rows wait", name, 1.3, "growth"),
+            since="1,000,000 rows wait",
+        )
+        for name in ("rocksdb", "file")
     ),
+    picture="lines",
+    x_label="rows that wait",
 )
-COMPARISONS = (*EVICTION, *PROVIDERS)
+COMPARISONS = (EVICTION, PROVIDERS)
