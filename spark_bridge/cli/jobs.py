@@ -39,7 +39,7 @@ HEALTHY_SECONDS = 600.0
 CLUSTER_SECONDS = 600.0
 """Timeout of a cluster that does not answer."""
 STOP_SECONDS_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
-STOP_SECONDS = 30
+JOB_STOP_SECONDS = 30
 """Ray kills a job this long after SIGTERM, unless the variable says otherwise; its own default is 3 s."""
 STOP_SLACK = 30.0
 """Seconds beyond it until the supervisor stops waiting for the end of the job."""
@@ -86,7 +86,7 @@ class Patience:
     backoff_limit: int = 20
     healthy_after: float = HEALTHY_SECONDS
     cluster_timeout: float = CLUSTER_SECONDS
-    stop_timeout: float = STOP_SECONDS
+    stop_timeout: float = JOB_STOP_SECONDS
 
     def delay(self, failures: int) -> float:
         """Return the seconds before the next start, after ``failures`` consecutive failures."""
@@ -384,7 +384,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str]) -> dict[
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise ValueError(f"--name {name!r}: use letters, digits, '_', '.' and '-', 100 at most.")
-    variables = {STOP_SECONDS_VARIABLE: str(STOP_SECONDS)}
+    variables = {STOP_SECONDS_VARIABLE: str(JOB_STOP_SECONDS)}
     for pair in env:
         variable, equals, value = pair.partition("=")
         if not variable:
