@@ -6,8 +6,8 @@ while Spark writes the offsets of the next batch. Spark's own writes bypass the 
 ``spark_seconds`` longer. Snapshots and the removal of expired files run between batches, all at once every
 ``maintenance`` batches, so that they do not affect a measured batch.
 
-A host runs in this process, or in a separate one, and its tasks are threads of that process, as Spark's tasks run on
-the machines of their hosts. A host in a separate process calls the coordinator through a socket.
+Each host has its own process, and its tasks are threads of that process, as Spark's tasks run on the machines of their
+hosts. A host calls the coordinator through a socket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,32 +60,8 @@ class TasksOf:
     tasks: Sequence[tuple[str, int]]
 
 
-class Player(Protocol):
-    """A host and its tasks."""
-
-    info: HostInfo
-
-    def register(self) -> None:
-        """Register the host at the coordinator."""
-
-    def run(self, given: TasksOf) -> Redirects:
-        """Run tasks until all have committed; return those that belong to another host."""
-
-    def heartbeat(self) -> None:
-        """Send a heartbeat, and learn the completed versions."""
-
-    def maintain(self) -> None:
-        """Take the snapshots that are due."""
-
-    def describe(self) -> dict[str, object]:
-        """Return the description of the host."""
-
-    def close(self) -> None:
-        """End the host."""
-
-
-class HostHere(Player):
-    """A host in this process."""
+class HostHere:
+    """A host and its tasks, in the host's process."""
 
     def __init__(self, info: HostInfo, coordinator: CoordinatorPort, directory: Path, conf: StateStoreConf) -> None:
         self.info = info
@@ -146,7 +122,7 @@ def _binary(data: bytes, width: int) -> pa.BinaryArray:
 # -- a host in a separate process ----------------------------------------------------------------
 
 
-class HostApart(Player):
+class HostApart:
     """A host in a separate process, which ends with this one. It learns of versions while it runs tasks."""
 
     def __init__(self, info: HostInfo, door: str, directory: Path, conf: StateStoreConf) -> None:
@@ -160,22 +136,14 @@ class HostApart(Player):
         tasks.close()
         orders.close()
 
-    def register(self) -> None:
-        self._ask(self._orders, "register")
-
     def run(self, given: TasksOf) -> Redirects:
+        """Run tasks until all have committed; return those that belong to another host."""
         answer: Redirects = self._ask(self._tasks, "run", given)
         return answer
 
-    def heartbeat(self) -> None:
-        self._ask(self._orders, "heartbeat")
-
-    def maintain(self) -> None:
-        self._ask(self._orders, "maintain")
-
-    def describe(self) -> dict[str, object]:
-        answer: dict[str, object] = self._ask(self._orders, "describe")
-        return answer
+    def order(self, what: str) -> Any:
+        """Have the host do something: "register", "heartbeat", "maintain" or "describe"."""
+        return self._ask(self._orders, what)
 
     def close(self) -> None:
         self._tasks.close()
@@ -299,7 +267,7 @@ class PlayedCluster:
     """A coordinator in this process and its hosts, for any number of queries."""
 
     coordinator: Coordinator
-    players: list[Player]
+    players: list[HostApart]
     threads: ThreadPoolExecutor
 
     def start(
@@ -348,14 +316,6 @@ class PlayedStream:
     _owners: dict[tuple[str, int], str] = field(default_factory=dict)
     _told: Future[None] | None = None
 
-    @property
-    def coordinator(self) -> Coordinator:
-        return self.cluster.coordinator
-
-    @property
-    def hosts(self) -> list[Host]:
-        return [player.host for player in self.cluster.players if isinstance(player, HostHere)]
-
     def run(self, batches: int) -> list[float]:
         """Run so many batches, and return the seconds of each: from its first task's start to its last one's end."""
         taken = []
@@ -386,9 +346,9 @@ class PlayedStream:
         self.plan()
 
     def _tell(self, batch: int) -> None:
-        self.coordinator.batch_committed(self.registration.run_id, batch, by_driver=True)
+        self.cluster.coordinator.batch_committed(self.registration.run_id, batch, by_driver=True)
         for player in self.cluster.players:
-            player.heartbeat()
+            player.order("heartbeat")
 
     def _hear(self) -> None:
         if self._told is not None:
@@ -418,39 +378,28 @@ class PlayedStream:
     def maintain(self) -> None:
         """Take all snapshots that are due, and remove what is no longer kept."""
         self._hear()
-        for done in [self.cluster.threads.submit(player.maintain) for player in self.cluster.players]:
+        for done in [self.cluster.threads.submit(player.order, "maintain") for player in self.cluster.players]:
             done.result()
-        self.coordinator.maintain()
+        self.cluster.coordinator.maintain()
 
 
 @contextmanager
-def played_cluster(
-    root: Path, hosts: int, *, apart: bool = True, conf: StateStoreConf | None = None
-) -> Iterator[PlayedCluster]:
-    """Start a coordinator and hosts with local directories below ``root``; ``apart``: each host in its own process."""
+def played_cluster(root: Path, hosts: int, *, conf: StateStoreConf | None = None) -> Iterator[PlayedCluster]:
+    """Start a coordinator and hosts with local directories below ``root``; each host has its own process."""
     # No heartbeats are sent during a long batch, so no lease may expire.
     of_coordinator = CoordinatorConf(host_timeout=1e9, driver_timeout=1e9, report_timeout=0.0)
     coordinator = Coordinator(time.time, CheckpointStorage.open, of_coordinator)
     conf = conf or StateStoreConf(host_memory=512 << 20)
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        door = stack.enter_context(door_to(coordinator, root / "door")) if apart else ""
+        door = stack.enter_context(door_to(coordinator, root / "door"))
         threads = stack.enter_context(ThreadPoolExecutor(hosts + 1, thread_name_prefix="player"))
-        players: list[Player] = []
+        players: list[HostApart] = []
         for i in range(hosts):
             info = HostInfo(f"host-{i}", uuid.uuid4().hex, f"grpc://10.0.0.{i}:1", f"node-{i}", "session")
             directory = root / f"host-{i}"
-            players.append(
-                HostApart(info, door, directory, conf) if apart else HostHere(info, coordinator, directory, conf)
-            )
+            players.append(HostApart(info, door, directory, conf))
             stack.callback(players[-1].close)
         for player in players:
-            player.register()
+            player.order("register")
         yield PlayedCluster(coordinator, players, threads)
-
-
-@contextmanager
-def played_stream(root: Path, location: str, shape: Shape) -> Iterator[PlayedStream]:
-    """Start a query on a checkpoint location, with hosts in this process."""
-    with played_cluster(root, shape.hosts, apart=False) as cluster:
-        yield cluster.start(location, shape)
