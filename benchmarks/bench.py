@@ -34,11 +34,10 @@ from pathlib import Path
 
 from comparisons import COMPARISONS
 from rich.console import Console
-from suite import report, runner, whole_run
-from suite.comparison import ENVIRONMENTS, Comparison, Kind
+from suite import report, runner
 from suite.machine import commit
-from suite.model import Result, Size, load, save
-from suite.ratios import Slower, in_both, slower
+from suite.model import ENVIRONMENTS, Comparison, Kind, Result, Size, Slower, in_both, load, save, slower
+from suite.report import WholeRun
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -76,7 +75,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[
     if sizes and len(options.names) != 1:
         parser.error(f"--{', --'.join(sizes)}: sizes are given with the one comparison that they are for.")
     if unknown := [name for name in options.names if name not in COMPARISONS]:
-        parser.error(f"There is no comparison {', '.join(unknown)}; there are {', '.join(COMPARISONS)}.")
+        parser.error(f"Unknown comparison {', '.join(unknown)}; the comparisons are {', '.join(COMPARISONS)}.")
     return options, sizes
 
 
@@ -91,7 +90,7 @@ def write_results() -> None:
     """Write ``RESULTS.md`` and the plots, from the kept results."""
     results = load(RESULTS)
     remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
-    (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks, whole_run.load(RESULTS)))
+    (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks, WholeRun.load(RESULTS)))
     drawn = report.plots(COMPARISONS, results)
     RESULTS.mkdir(exist_ok=True)
     for name, text in drawn.items():
@@ -142,7 +141,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
                 kept[comparison.name] = before.with_part(part)
                 save(directory, kept[comparison.name])
             if kind == "full":
-                whole_run.note_again(RESULTS, [f"{comparison.name} on {ENVIRONMENTS[environment]}"])
+                WholeRun.record_again(RESULTS, [f"{comparison.name} on {ENVIRONMENTS[environment]}"])
                 write_results()
     for line in report.in_words(found):
         console.print(f"slower: {line}", style="yellow", markup=False)
@@ -159,11 +158,11 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
 
 def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> int:
     """Run all comparisons in one go, at full size and then at smoke size. Return 1 if one failed."""
-    whole_run.forget(RESULTS)
-    run, began = whole_run.WholeRun(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit(), 0.0), time.perf_counter()
+    WholeRun.remove(RESULTS)
+    run, began = WholeRun(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit(), 0.0), time.perf_counter()
     status = measure(chosen, "full", options, {})
     run = replace(run, seconds=time.perf_counter() - began)
-    whole_run.save(RESULTS, run)
+    run.save(RESULTS)
     write_results()
     console.print(run.sentence(), markup=False)
     console.print("[bold]Measuring again at smoke size[/], for later smoke runs to compare with")

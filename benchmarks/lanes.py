@@ -12,23 +12,25 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pyspark
-import stateful_profile
-import stateful_queries
-import workloads
+import totals
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
-from ray_cluster import own_ray
-from stateful_queries import CHECK, CONTESTANTS, ON_ROCKSDB, Contestant, checked
-from workloads import Batch, Expected, Workload
+from suite.machine import own_ray
+from suite.model import Case, Measured, rotated
+from suite.model import Contestant as Described
+from suite.runner import Steps
+from totals import CHECK, CONTESTANTS, ON_ROCKSDB, Batch, Contestant, Expected, Workload, checked
 
 EXECUTORS = 2
 BATCH_TIMEOUT = 600.0
@@ -39,6 +41,40 @@ POLLING = "spark.sql.streaming.pollingDelay"
 
 Each listing starts some processes (Hadoop's, if its native library is missing). The time of a batch begins after it.
 """
+
+
+Figures = dict[str, list[float]]
+"""Milliseconds by step, one per batch or task."""
+
+PROCESSES = {
+    "pyspark.daemon": "Python workers",
+    "pyspark/daemon": "Python workers",
+    "StateStoreHost": "hosts",
+    "StateStoreCoordinator": "coordinator",
+    "-Dspark.driver.port=": "executors' JVMs",
+    "SparkSubmit": "driver's JVM",
+}
+"""A string in the command line of a process, and the role of such a process."""
+TASK_METRICS = {
+    "deserialize": lambda m: m.executorDeserializeTime(),
+    "run": lambda m: m.executorRunTime(),
+    "of it JVM cpu": lambda m: m.executorCpuTime() / 1e6,
+    "of it gc": lambda m: m.jvmGcTime(),
+    "of it shuffle fetch": lambda m: m.shuffleReadMetrics().fetchWaitTime(),
+    "of it shuffle write": lambda m: m.shuffleWriteMetrics().writeTime() / 1e6,
+    "shuffle KB written": lambda m: m.shuffleWriteMetrics().bytesWritten() / 1e3,
+}
+
+
+CpuSeconds = dict[int, tuple[str, float]]
+"""The role of a process and its CPU seconds, by process id."""
+
+
+SLOW_TURNS = 2
+ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
+AT_ONCE = {"spark.sql.streaming.pollingDelay": "10ms"}
+"""Spark's default, for queries that run alone and are timed from their input on."""
+EQUAL = "Of every batch, warm-up included, the number of rows and a hash of them were equal to what numpy computes."
 
 
 def has_spark_4() -> bool:
@@ -64,8 +100,7 @@ def session(
     from backends import StateStoreConf
     from spark_bridge import init_spark, stop_spark
 
-    for module in (stateful_queries, workloads):  # executors do not have this directory on their path
-        cloudpickle.register_pickle_by_value(module)
+    cloudpickle.register_pickle_by_value(totals)  # executors do not have this directory on their path
     with own_ray(EXECUTORS + 1, object_store_memory):
         try:
             spark = init_spark(
@@ -107,6 +142,11 @@ class Input:
             self.add(self.workload.batch_of(ids, self.rng))
         return len(parts)
 
+    def draw(self, batches: int) -> None:
+        """Make so many more batches of random rows."""
+        for _ in range(batches):
+            self.add()
+
     def add(self, batch: Batch | None = None) -> None:
         """Make one more batch, by default of random rows."""
         batch = batch or self.workload.draw(self.rng)
@@ -134,8 +174,8 @@ class Lane:
     fed: int = 0
     skipped: int = 0  # batch ids that were not batches of the benchmark
     counted_from: int = 0
-    store_steps: stateful_profile.Figures = field(default_factory=dict)
-    cpu: stateful_profile.Figures = field(default_factory=dict)
+    store_steps: Figures = field(default_factory=dict)
+    cpu: Figures = field(default_factory=dict)
     cpu_of_turns: list[float] = field(default_factory=list)
 
     def feed(self, batches: int) -> None:
@@ -193,9 +233,9 @@ class Lane:
         """Stop the query; it can be started again."""
         self.query.stop()
 
-    def note_cpu(self, before: stateful_profile.CpuSeconds, batches: int) -> None:
+    def note_cpu(self, before: CpuSeconds, batches: int) -> None:
         """Keep the CPU time of a turn, in milliseconds per batch."""
-        used = stateful_profile.cpu_since(before)
+        used = cpu_since(before)
         self.cpu_of_turns.append(sum(used.values()) / batches)
         for name, seconds in used.items():
             self.cpu.setdefault(name, []).append(seconds / batches * 1e3)
@@ -204,32 +244,18 @@ class Lane:
         """Keep what the hosts say of the last commits of this query's partitions."""
         from spark_bridge.session.current import current_cluster
 
-        steps = stateful_profile.store_steps(current_cluster().describe_hosts(), str(self.query.runId))
+        steps = store_steps(current_cluster().describe_hosts(), str(self.query.runId))
         for name, values in steps.items():
             self.store_steps.setdefault(name, []).extend(values)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds per batch, of all processes."""
-        return sum(map(statistics.median, self.cpu.values())) / 1e3
 
     @property
     def counted(self) -> list[dict[str, Any]]:
         """Return the progress of the batches that count."""
         return self.progress[self.counted_from :]
 
-    @property
-    def seconds(self) -> list[float]:
-        """Return the seconds of each batch that counts."""
-        return [p["durationMs"]["triggerExecution"] / 1e3 for p in self.counted]
-
 
 def start(
-    spark: SparkSession,
-    lane: Lane,
-    settings: Mapping[str, str] | None = None,
-    *,
-    files_per_trigger: int | None = None,
+    spark: SparkSession, lane: Lane, settings: Mapping[str, str] | None = None, *, files_per_trigger: int | None = None
 ) -> None:
     """Start the lane's query, or start it again; it waits for input. ``settings`` are Spark's, for this query alone."""
     given, contestant = lane.given, lane.contestant
@@ -255,3 +281,184 @@ def start(
     finally:
         for name, value in usual.items():
             spark.conf.unset(name) if value is None else spark.conf.set(name, value)
+
+
+# -- contestants in turns
+
+
+def described(names: Sequence[str]) -> dict[str, Described]:
+    """Return contestants of ``totals`` as the report shows them."""
+    return {n: Described(c.label, {**c.settings, **c.arguments}, c.is_ours) for n in names if (c := CONTESTANTS[n])}
+
+
+def chosen(wanted: Sequence[str]) -> list[str]:
+    """Return the wanted contestants that this environment has. Raises ``ValueError`` for an unknown name."""
+    from lanes import available
+
+    if unknown := [name for name in wanted if name not in CONTESTANTS]:
+        raise ValueError(f"Unknown contestant {', '.join(unknown)}; the contestants are {', '.join(CONTESTANTS)}.")
+    return [name for name in wanted if name in available()]
+
+
+def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> dict[str, list[list[float]]]:
+    """Return the seconds of each batch, turn by turn; Lanes keep their CPU.
+
+    Slow contestants have one batch in each of the first ``SLOW_TURNS`` turns.
+    """
+    found: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+    for lane in lanes:
+        lane.counted_from = len(lane.progress)
+    for turn in range(turns):
+        for lane in rotated(lanes, turn):
+            if lane.contestant.is_slow and turn >= SLOW_TURNS:
+                continue
+            steps.now(f"{what}: turn {turn + 1} of {turns}, {lane.contestant.name}")
+            count, before = 1 if lane.contestant.is_slow else batches, cpu_seconds()
+            found[lane.contestant.name].append(lane.run(count))
+            lane.note_cpu(before, count)
+            lane.note_store()
+            steps.advance()
+    for lane in lanes:
+        lane.check()
+    return found
+
+
+def cpu(name: str, lanes: Sequence[Lane]) -> Case:
+    """Return the CPU of all processes, Spark's and ours, in each turn: a busy machine hardly changes it."""
+    turns = {lane.contestant.name: [[seconds] for seconds in lane.cpu_of_turns] for lane in lanes}
+    return Case(f"{name}: CPU of all processes", "CPU s a batch", turns)
+
+
+def profile(spark: SparkSession, lane: Lane) -> str:
+    """Report where the time of a contestant's batches went, in medians."""
+    name, batches = lane.contestant.name, [p["batchId"] for p in lane.counted]
+    sections = {
+        "Spark, ms a batch": spark_steps(lane.counted),
+        **{f"{stage}, ms": steps for stage, steps in stages(spark, name, batches).items()},
+        "state store, ms a partition": lane.store_steps,
+        "CPU, ms a batch": lane.cpu,
+    }
+    said = []
+    for section, steps in sections.items():
+        medians = sorted(((statistics.median(values), step) for step, values in steps.items()), reverse=True)
+        if shown := ", ".join(f"{step} {value:.0f}" for value, step in medians if value >= 1):
+            said.append(f"{section}: {shown}")
+    return f"Where the time of `{name}` goes. {'; '.join(said)}."
+
+
+def warmed(
+    spark: SparkSession, names: Sequence[str], root: Path, given: Input, batches: int, steps: Steps, what: str = ""
+) -> list[Lane]:
+    """Start the query of each contestant, run so many batches (slow contestants none), and check the results."""
+    running = []
+    for name in names:
+        steps.now(f"{what}warming up {name}")
+        lane = Lane(CONTESTANTS[name], root / name, given)
+        start(spark, lane)
+        if batches and not lane.contestant.is_slow:
+            lane.run(batches)
+            lane.check()
+        running.append(lane)
+        steps.advance()
+    return running
+
+
+def measured_of(names: Sequence[str]) -> Measured:
+    """Return the empty part for the results of these contestants."""
+    return Measured(described(names), [], [f"All on {ON_CLUSTER}.", EQUAL])
+
+
+# -- where the time of a batch goes
+
+
+def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
+    """Return the steps of Spark's query progress."""
+    steps: Figures = defaultdict(list)
+    for event in progress:
+        for name, milliseconds in event["durationMs"].items():
+            steps[name].append(milliseconds)
+    return steps
+
+
+def store_steps(described: Sequence[Mapping[str, Any]], run_id: str) -> Figures:
+    """Return the steps of the last commits of the partitions, from the state store's hosts."""
+    steps: Figures = defaultdict(list)
+    for host in described:
+        for instance in host["instances"]:
+            if instance["run_id"] == run_id:
+                for name, milliseconds in instance["last_commit"].items():
+                    if name not in ("version", "batch_id"):
+                        steps[name].append(milliseconds)
+    return steps
+
+
+def cpu_seconds() -> CpuSeconds:
+    """Return the CPU seconds of the processes below this one. Unlike times, they are the same on a busy machine."""
+    used: CpuSeconds = {}
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        try:
+            command, times = " ".join(process.cmdline()), process.cpu_times()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        kind = next((kind for mark, kind in PROCESSES.items() if mark in command), "others of Ray, Spark's master")
+        used[process.pid] = ("driver's Python" if process == own else kind, times.user + times.system)
+    return used
+
+
+def cpu_since(before: CpuSeconds) -> dict[str, float]:
+    """Return the CPU seconds used since then, by the role of the processes, without processes that have ended."""
+    used: dict[str, float] = defaultdict(float)
+    for pid, (kind, seconds) in cpu_seconds().items():
+        used[kind] += max(0.0, seconds - before.get(pid, ("", 0.0))[1])
+    return used
+
+
+def forget_peaks(role: str) -> None:
+    """Have the kernel count the most memory of the processes of a role (a value of ``PROCESSES``) from now on."""
+    for pid in _pids(role):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_memory(role: str) -> float:
+    """Return the most MiB that the processes of a role have had, added up, since ``forget_peaks``."""
+    kib = 0
+    for pid in _pids(role):
+        status = Path(f"/proc/{pid}/status").read_text()
+        kib += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return kib / 1024
+
+
+def _pids(role: str) -> list[int]:
+    return [pid for pid, (kind, _) in cpu_seconds().items() if kind == role]
+
+
+def stages(spark: SparkSession, query: str, batches: Sequence[int]) -> dict[str, Figures]:
+    """Return, by place of the stage in its batch: the wall time of the stage, and Spark's figures per task."""
+    store = spark.sparkContext._jsc.sc().statusStore()
+    array = spark.sparkContext._gateway.new_array(spark.sparkContext._jvm.double, 0)
+    found = store.stageList(None, False, False, array, None)
+    of_batch: dict[int, list[Any]] = defaultdict(list)
+    for i in range(found.size()):
+        stage = found.apply(i)
+        words = stage.description().getOrElse(None) if stage.description().isDefined() else ""
+        lines = [line.strip() for line in str(words).split("\n")]
+        if lines[0] == query and lines[-1].startswith("batch = ") and stage.completionTime().isDefined():
+            batch = lines[-1].removeprefix("batch = ")
+            if batch.isdigit() and int(batch) in batches:
+                of_batch[int(batch)].append(stage)
+    figures: dict[str, Figures] = {}
+    for its in of_batch.values():
+        its.sort(key=lambda s: s.stageId())
+        for place, stage in enumerate(its):
+            steps = figures.setdefault(f"stage {place + 1} of {len(its)}", defaultdict(list))
+            steps["stage, wall"].append(stage.completionTime().get().getTime() - stage.submissionTime().get().getTime())
+            tasks = store.taskList(stage.stageId(), stage.attemptId(), 1000)
+            for t in range(tasks.size()):
+                task = tasks.apply(t)
+                steps["task, wall"].append(task.duration().get())
+                steps["scheduler delay"].append(task.schedulerDelay())
+                metrics = task.taskMetrics().get()
+                for name, read in TASK_METRICS.items():
+                    steps[name].append(read(metrics))
+    return figures

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     rounds: int = parser.parse_args().rounds

@@ -17,30 +17,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import threading
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from coordinator import SCHEMA, SESSION, InActor, PlayedHost, acknowledged, actor, console, directory, uploaded
-from ray_cluster import own_ray
+from played_queries import InActor, PlayedHost, PlayedQuery, actor, memory_directory, played_hosts, registration_of
+from rich.console import Console
 from rich.table import Table
-from suite.ratios import Spread
-from suite.svg import COLOURS, Line, lines
+from suite.machine import own_ray
+from suite.model import Spread
+from suite.report import lines
 
-from coordinator_actor.messages import HostInfo, HostReport, OpenBatch, OperatorSpec, QueryRegistration, Refused
+from coordinator_actor.messages import HostInfo, HostReport
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
+console = Console(width=max(Console().width, 150))
+MAX_LINES = 6
 SLICES = 60
 """The latencies of a run are summed up in so many slices of its time."""
 LOCATE_SECONDS = 10.0
@@ -78,22 +80,6 @@ class Latencies:
 
 
 @dataclass
-class PlayedQuery:
-    """One query and its part of every host, in the hosts' order."""
-
-    registration: QueryRegistration
-    root: Path
-    hosts: list[PlayedHost]
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    batch: int = 0
-    is_registered: bool = False
-
-    @property
-    def run(self) -> str:
-        return self.registration.run_id
-
-
-@dataclass
 class Load:
     """A cluster of many queries that is played to a coordinator until ``ended``."""
 
@@ -102,56 +88,17 @@ class Load:
     options: argparse.Namespace
     queries: list[PlayedQuery]
     infos: list[HostInfo]
-    latencies: Latencies = field(default_factory=Latencies)
+    latencies: Latencies
     late: int = 0
 
     def call(self, method: str, *args: Any) -> Any:
         return self.latencies.call(self.link, method, *args)
 
-    def add_hosts(self) -> None:
-        """Register the hosts, whose heartbeats must follow at once."""
-        for info in self.infos:
-            self.call("register_host", info, HostReport())
-
-    def add_query(self, query: PlayedQuery) -> None:
-        """Register a query."""
-        for name in ("offsets", "commits"):
-            (query.root / name).mkdir(parents=True)
-        registered = self.call("register_query", query.registration)
-        if registered.refusal is not None:
-            raise RuntimeError(f"The coordinator refuses a query: {registered.refusal}")
-        query.is_registered = True
-
     def checkpoint(self, query: PlayedQuery) -> None:
-        """Run one micro-batch of a query; all its hosts but those of the first batch own partitions."""
         if not query.is_registered:
-            self.add_query(query)
-        batch, sizes = query.batch, {o.name: o.num_partitions for o in query.registration.operators}
-        (query.root / "offsets" / str(batch)).write_text("v1\n{}")
-        answers = []
-        for host in [h for h in query.hosts if batch == 0 or any(h.owned.values())]:
-            opened = self.call("open_batch", OpenBatch(query.run, batch, *host.name, host.assignment))
-            host.take(opened, batch)
-            made = tuple(acknowledged(host, opened, sizes, query.run, query.rng))
-            if made:
-                answers += self.call("acknowledge_many", query.run, *host.name, made)
-        refused = [a for a in answers if isinstance(a, Refused)]
-        if refused or not any(a.manifest_id is not None for a in answers):
-            raise RuntimeError(f"Batch {batch} of {query.registration.name} is not prepared: {refused[:1] or answers}")
-        (query.root / "commits" / str(batch)).write_text("v1\n{}")
-        self.call("batch_committed", query.run, batch)
-        self._upload(query, batch)
-        query.batch += 1
-
-    def _upload(self, query: PlayedQuery, batch: int) -> None:
-        rounds = max(1, round(MAINTENANCE_SECONDS / self.options.interval))
-        for host in query.hosts:
-            for operator, partitions in host.owned.items():
-                for p in partitions:
-                    if p % rounds == batch % rounds:
-                        snapshot = uploaded(host, operator, p, batch + 1, query.root, query.run, query.rng)
-                        if not self.call("snapshot_uploaded", snapshot):
-                            raise RuntimeError(f"The snapshot of {operator}/{p} does not count.")
+            query.register()
+        query.checkpoint()
+        query.upload_snapshots()
 
     def beat(self, number: int) -> None:
         """Send one host's heartbeat about all runs that it holds."""
@@ -173,7 +120,6 @@ class Load:
             raise RuntimeError("The coordinator has forgotten a run.")
 
     def call_empty(self, number: int) -> None:
-        """Call the empty actor."""
         started = time.perf_counter()
         self.empty()
         self.latencies.keep(EMPTY, started)
@@ -184,34 +130,8 @@ class Load:
         if not query.batch:
             return
         found = self.call("locate", query.registration.operators[0].name, query.run)
-        if len(found.owners) != query.registration.operators[0].num_partitions:
+        if len(found.owners) != query.partitions:
             raise RuntimeError(f"{found.operator.name} was located with {len(found.owners)} partitions.")
-
-
-def made_queries(options: argparse.Namespace, root: Path) -> tuple[list[PlayedQuery], list[HostInfo]]:
-    """Return the queries and the hosts, which all queries share."""
-    infos = [
-        HostInfo(f"host-{i:04d}", uuid.uuid4().hex, f"grpc://10.0.{i}.1:1", f"node-{i}", SESSION)
-        for i in range(options.hosts)
-    ]
-    share, more = divmod(options.partitions, options.queries)
-    queries = []
-    for i in range(options.queries):
-        place = root / f"query-{i}"
-        registration = QueryRegistration(
-            query_id=str(uuid.uuid4()),
-            run_id=str(uuid.uuid4()),
-            name=f"query-{i}",
-            session_id=SESSION,
-            checkpoint_location=str(place),
-            state_location=str(place / "statestore"),
-            operators=(OperatorSpec("totals", share + (i < more), SCHEMA),),
-            key_groups=1024,
-            min_versions_to_retain=options.retain,
-            maintenance_interval=MAINTENANCE_SECONDS,
-        )
-        queries.append(PlayedQuery(registration, place, [PlayedHost(info) for info in infos]))
-    return queries, infos
 
 
 def empty_actor() -> Callable[[], Any]:
@@ -327,7 +247,6 @@ def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def broken_limits(found: dict[str, Any]) -> list[str]:
-    """Return in words which limits are broken."""
     memory, broken = found["memory_mib"], []
     if found["cores"] >= 1:
         broken.append(f"the coordinator takes {found['cores']} cores")
@@ -360,24 +279,26 @@ def show(found: dict[str, Any]) -> None:
 def pictures(load: Load, samples: Sequence[Sample]) -> dict[str, str]:
     """Return SVGs by name: the 99th percentiles of the messages over time, and CPU and memory over time."""
     edges = np.linspace(0, load.options.seconds, 13)
-    drawn = []
+    drawn: dict[str, list[tuple[float, Spread]]] = {}
     for kind, kept in load.latencies.kinds().items():
         points = []
         for low, high in pairwise(edges):
             ms = kept[(kept[:, 0] >= low) & (kept[:, 0] < high), 1]
             if len(ms):
                 points.append((float(low + high) / 2, Spread(*(float(v) for v in np.percentile(ms, [99, 99, 99])))))
-        if len(points) == len(edges) - 1 and (kind == EMPTY or len(drawn) < len(COLOURS) - 1):
-            drawn.append(Line(kind, tuple(points)))
+        if len(points) == len(edges) - 1 and (kind == EMPTY or len(drawn) < MAX_LINES - 1):
+            drawn[kind] = points
     of_load = f"{len(load.queries)} queries, {load.options.partitions:,} partitions, {len(load.infos)} hosts"
     step = max(1, len(samples) // 12)
     shown = samples[step - 1 :: step]
-    memory = Line("memory, MiB", tuple((s.at, Spread(*[s.memory / MIB] * 3)) for s in shown))
-    cores = Line("CPU, % of a core", tuple((s.at, Spread(*[s.cores * 100] * 3)) for s in shown))
+    use = {
+        "memory, MiB": [(s.at, Spread.of([s.memory / MIB])) for s in shown],
+        "CPU, % of a core": [(s.at, Spread.of([s.cores * 100])) for s in shown],
+    }
     across = "seconds since the start"
     return {
         "many-queries-latency": lines(f"99th percentile of the answers: {of_load}", "ms", across, drawn, is_time=True),
-        "many-queries-use": lines(f"The coordinator's process: {of_load}", "", across, [memory, cores], is_time=True),
+        "many-queries-use": lines(f"The coordinator's process: {of_load}", "", across, use, is_time=True),
     }
 
 
@@ -392,9 +313,18 @@ def main() -> int:
     parser.add_argument("--retain", type=int, default=20, help="versions kept before the completed one")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
-    with own_ray(1), directory() as root, actor("many-queries") as link:
-        load = Load(link, empty_actor(), options, *made_queries(options, root))
-        load.add_hosts()
+    with own_ray(1), memory_directory() as root, actor("many-queries") as link:
+        latencies, infos = Latencies(), played_hosts(options.hosts)
+        share, more = divmod(options.partitions, options.queries)
+        queries = []
+        for i in range(options.queries):
+            name, partitions = f"query-{i}", share + (i < more)
+            registration = registration_of(name, root / name, partitions, options.retain, MAINTENANCE_SECONDS)
+            hosts = [PlayedHost(info) for info in infos]
+            queries.append(PlayedQuery(registration, hosts, partial(latencies.call, link), options.interval))
+        load = Load(link, empty_actor(), options, queries, infos, latencies)
+        for info in infos:  # their heartbeats must follow at once
+            load.call("register_host", info, HostReport())
         samples = play(load)
     found = summary(load, samples)
     show(found)

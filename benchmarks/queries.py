@@ -1,6 +1,5 @@
 """How fast the state of a running stream is read, compared with Redis, in one run.
 
-    python benchmarks/queries.py lookups                 single, async and batched, with 1 and 8 clients; four minutes
     python benchmarks/queries.py beside-stream           single lookups during a stream, and their cost for the stream
     python benchmarks/queries.py scan --keys 10000000    all rows of ten million keys, and the client's memory
 
@@ -37,14 +36,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from query_clients import OPERATOR, redis_key
-from ray_cluster import own_ray
 from rich.console import Console
-from rich.table import Table
+from suite.machine import own_ray
 
 ROWS_PER_FILE = 1_000_000
 START_US = 1_700_000_000_000_000
 console = Console(width=max(Console().width, 120), highlight=False)
-
 Figures = dict[str, float]
 
 
@@ -231,53 +228,6 @@ def check_equal(port: int, keys: int) -> None:
         )
 
 
-def lookups(arguments: argparse.Namespace) -> None:
-    """Measure single, async and batched lookups, and Redis."""
-    keys = arguments.keys
-    with running_stream(keys, arguments.partitions, {}), running_redis(keys) as port:
-        check_equal(port, keys)
-        address, token = connection()
-        os.environ["STATESTORE_TOKEN"] = token
-        places = {"ours": address, "redis": str(port)}
-        table = Table(
-            "lookups",
-            "clients",
-            "ours, keys/s",
-            "Redis, keys/s",
-            "ratio (min to max)",
-            "ours p50, p99 ms",
-            "Redis p50, p99 ms",
-        )
-        for work in arguments.work:
-            for count in arguments.clients:
-                turns: dict[str, list[Figures]] = {"ours": [], "redis": []}
-                with ExitStack() as stack:
-                    begun = {
-                        name: stack.enter_context(clients(name, work, place, count, arguments.seconds, keys))
-                        for name, place in places.items()
-                    }
-                    for _ in range(arguments.rounds):
-                        for contestant, processes in begun.items():
-                            turns[contestant].append(turn(processes))
-                table.add_row(work, str(count), *compared(turns["ours"], turns["redis"]))
-                console.log(f"{work} with {count}: " + ", ".join(compared(turns["ours"], turns["redis"])))
-        console.print(table)
-
-
-def compared(ours: list[Figures], theirs: list[Figures]) -> list[str]:
-    """Return the cells of a row: medians over the turns, and ratios turn by turn."""
-
-    def median(figures: list[Figures], name: str) -> float:
-        return statistics.median(f[name] for f in figures)
-
-    ratios = sorted(o["keys_per_second"] / t["keys_per_second"] for o, t in zip(ours, theirs, strict=True))
-    return [
-        *(f"{median(f, 'keys_per_second'):,.0f}" for f in (ours, theirs)),
-        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-        *(f"{median(f, 'p50_ms'):.2f}, {median(f, 'p99_ms'):.2f}" for f in (ours, theirs)),
-    ]
-
-
 def beside_stream(arguments: argparse.Namespace) -> None:
     """Measure single lookups while the stream commits 100,000 keys a batch, and the stream with and without them."""
     keys, rows = arguments.keys, 100_000
@@ -352,19 +302,14 @@ def scan(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Run the measurements that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("lookups", "beside-stream", "scan"))
+    parser.add_argument("what", choices=("beside-stream", "scan"))
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="client processes at once")
-    parser.add_argument(
-        "--work", nargs="+", default=["single", "async", "batched"], choices=("single", "async", "batched")
-    )
     parser.add_argument("--batches", type=int, default=8, help="of a turn of beside-stream")
     parser.add_argument("--pace", type=float, default=200.0, help="lookups a second during the stream")
     arguments = parser.parse_args()
-    {"lookups": lookups, "beside-stream": beside_stream, "scan": scan}[arguments.what](arguments)
+    {"beside-stream": beside_stream, "scan": scan}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

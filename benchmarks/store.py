@@ -17,37 +17,24 @@ all of them. Before they are timed, their results are compared. Ratios are those
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
-from backends.engines.rocksdb import LocalRocksDB
 from backends.providers.standalone_provider import LocalStateStoreProvider
 
 PROVIDERS = {"rocksdb provider": RocksDBStateStoreProvider, "file provider": FileStateStoreProvider}
 SCAN_ROWS = 1 << 14
-CHANGED_KEYS = 10_000
 MIB = 1 << 20
-TARGET = 60
-console = Console(width=max(Console().width, 140))
 
 # As in the section "Reopening RocksDB Reads DB Options Automatically" of rocksdict's README, but for the plain table
 # and its prefixes, which give up scans in key order.
@@ -81,21 +68,6 @@ def timed(work: Callable[[], object]) -> float:
     seconds = time.perf_counter() - started
     del result
     return seconds
-
-
-def compare(title: str, size: int, times: Times) -> None:
-    """Print the rates, and those of the providers in percent of each raw one."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("contestant")
-    raw = [name for name in times if name.startswith("raw")]
-    for heading in ("min ms", "median ms", "M keys/s", *(f"% of {name}" for name in raw)):
-        table.add_column(heading, justify="right")
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        percents = [] if name in raw else [100 * statistics.median(times[other]) / median for other in raw]
-        cells = [f"{p:.0f}" if p >= TARGET else f"[bold red]{p:.0f} !" for p in percents]
-        table.add_row(name, f"{min(seconds) * 1e3:.0f}", f"{median * 1e3:.0f}", f"{size / median / 1e6:.2f}", *cells)
-    console.print(table)
 
 
 def random_keys(size: int, rng: np.random.Generator) -> pa.BinaryArray:
@@ -186,20 +158,10 @@ class Loaded:
                 db.flush()
 
     def close(self) -> None:
-        """Close all of them."""
         for provider in self.providers.values():
             provider.close()
         for db in self.raw.values():
             db.close()
-
-
-def measure_get(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """Measure one bulk get of all keys."""
-    held = Loaded(root, size, rng)
-    try:
-        compare(f"Bulk get of {size:,} sorted keys", size, take_turns(getters(held), rounds))
-    finally:
-        held.close()
 
 
 def getters(held: Loaded) -> dict[str, Callable[[], float]]:
@@ -215,15 +177,6 @@ def getters(held: Loaded) -> dict[str, Callable[[], float]]:
         )
         contestants[f"{name}, lists"] = lambda db=db: timed(lambda: db.get(held.key_list))
     return contestants
-
-
-def measure_scan(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """Measure scans of all pairs in key order."""
-    held = Loaded(root, size, rng)
-    try:
-        compare(f"Full scan of {size:,} keys", size, take_turns(scanners(held), rounds))
-    finally:
-        held.close()
 
 
 def scanners(held: Loaded) -> dict[str, Callable[[], float]]:
@@ -243,16 +196,6 @@ def _check_scan(held: Loaded, batches: Iterator[pa.RecordBatch]) -> None:
     table = pa.Table.from_batches(batches)
     assert table.column(0).combine_chunks().equals(held.keys)
     assert table.column(1).combine_chunks().equals(held.values)
-
-
-def measure_put(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """Measure one bulk put of all pairs with a durable commit: into an empty state, then with other values."""
-    keys = random_keys(size, rng)
-    times, contestants = putters(root, keys, [random_values(size, rng) for _ in range(2)])
-    take_turns(contestants, rounds)
-    for case, of_case in times.items():
-        # In the order of the first round.
-        compare(f"Bulk put of {size:,} sorted pairs and commit, {case}", size, of_case)
 
 
 def putters(
@@ -324,171 +267,4 @@ def putters(
 # -- how costs grow ------------------------------------------------------------------------------
 
 
-def measure_commit(root: Path, rounds: int, rng: np.random.Generator, *, large: bool) -> None:
-    """Measure reading and changing 10,000 keys from all over the state."""
-    for name in PROVIDERS:
-        largest = 7 if large and name == "rocksdb provider" else 6
-        states: dict[int, tuple[LocalStateStoreProvider, pa.BinaryArray]] = {}
-        for size in (10**i for i in range(4, largest + 1)):
-            keys = random_keys(size, rng)
-            provider = open_provider(name, root / f"{name} {size}")
-            fill(provider, keys, random_values(size, rng), max(size // 10, 10_000))
-            states[size] = provider, keys
-        reads: dict[int, list[float]] = {size: [] for size in states}
-        commits: dict[str, dict[int, list[float]]] = {
-            kind: {size: [] for size in states} for kind in ("blind", "after the read")
-        }
-        for kind, by_size in commits.items():
-            for _ in range(2 * rounds + 1):
-                for size, (provider, keys) in states.items():
-                    rows = np.sort(rng.permutation(size)[:CHANGED_KEYS])
-                    changed, values = keys.take(pa.array(rows)), random_values(CHANGED_KEYS, rng)
-                    store = provider.get_store(provider.latest_version())
-                    if kind == "after the read":
-                        reads[size].append(timed(lambda: store.get_many(changed)))  # noqa: B023 - called at once
-                    started = time.perf_counter()
-                    store.put_many(changed, values)
-                    store.commit()
-                    by_size[size].append(time.perf_counter() - started)
-        table = Table(title=f"{name}: {CHANGED_KEYS:,} keys of a state, ms (median, min)", title_justify="left")
-        for heading in ("keys in the state", "read", "put and commit, blind", "put and commit after the read"):
-            table.add_column(heading, justify="right")
-        for size, (provider, _) in states.items():
-            # The first round is not counted.
-            cells = [by_size[size][1:] for by_size in (reads, commits["blind"], commits["after the read"])]
-            table.add_row(f"{size:,}", *(f"{statistics.median(c) * 1e3:.1f}, {min(c) * 1e3:.1f}" for c in cells))
-            provider.close()
-        console.print(table)
-
-
-def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """Measure loading a RocksDB state from its snapshot, and copying the database's files and opening it."""
-    conf = StateStoreConf(deltas_per_snapshot=1)
-    keys, values = random_keys(size, rng), random_values(size, rng)
-    name = "rocksdb provider"
-    with open_provider(name, root, conf, local="first") as provider:
-        fill(provider, keys, values, max(1, size // 10))
-        provider.do_maintenance()
-        version = provider.latest_version()
-    some = pa.array(np.sort(rng.permutation(size)[:1000]))
-    files = root / "first" / "current" / "engine"
-    nbytes = sum(path.stat().st_size for path in files.iterdir())
-
-    def reload() -> float:
-        def load() -> LocalStateStoreProvider:
-            provider = open_provider(name, root, conf, local="again")
-            provider.get_store(version)
-            return provider
-
-        started = time.perf_counter()
-        provider = load()
-        seconds = time.perf_counter() - started
-        assert provider.get_store(version).get_many(keys.take(some)).equals(values.take(some))
-        provider.close()
-        shutil.rmtree(root / "again")
-        return seconds
-
-    def copy() -> float:
-        started = time.perf_counter()
-        shutil.copytree(files, root / "copy")
-        db = LocalRocksDB(root / "copy", conf)
-        seconds = time.perf_counter() - started
-        assert db.get_many(keys.take(some)).equals(values.take(some))
-        db.close()
-        shutil.rmtree(root / "copy")
-        return seconds
-
-    times = take_turns({"rocksdb provider": reload, "raw copy and open": copy}, rounds)
-    compare(f"Reload of {size:,} keys, {nbytes / 1e6:.0f} MB of files", size, times)
-
-
 # -- memory --------------------------------------------------------------------------------------
-
-
-def measure_memory(size: int, rounds: int) -> None:
-    """Measure peak and final memory of a process that loads a state, above its memory after the imports."""
-    conf = StateStoreConf()
-    configured = (conf.row_cache_bytes + conf.block_cache_bytes + conf.write_buffer_bytes) / 1e6
-    table = Table(
-        title=f"Memory of loading {size:,} keys into RocksDB, MB; target {configured:.0f} configured + 100",
-        title_justify="left",
-    )
-    for heading in ("commits of", "peak (max)", "at the end (max)", "of these, the pairs given", "peak in target"):
-        table.add_column(heading, justify="right")
-    for per_commit in (50_000, size):
-        found = []
-        for _ in range(rounds):
-            command = [sys.executable, __file__, "--memory-child", str(per_commit), "--size", str(size)]
-            found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
-        peak, final, given = (max(f[k] for f in found) / 1e6 for k in ("peak", "final", "given"))
-        table.add_row(
-            f"{per_commit:,}",
-            f"{peak:.0f}",
-            f"{final:.0f}",
-            f"{given:.0f}",
-            "yes" if peak <= configured + 100 else "[bold red]no",
-        )
-    console.print(table)
-
-
-def _memory_child(size: int, per_commit: int) -> None:
-    rng = np.random.default_rng(20130101)
-    gc.collect()
-    baseline = psutil.Process().memory_info().rss
-    given = 0
-    with tempfile.TemporaryDirectory(prefix="statestore-bench-") as root:
-        provider = open_provider("rocksdb provider", Path(root))
-        for _ in range(max(1, size // per_commit)):
-            keys, values = random_keys(per_commit, rng), random_values(per_commit, rng)
-            given = max(given, keys.nbytes + values.nbytes)
-            store = provider.get_store(provider.latest_version())
-            store.put_many(keys, values)
-            del keys, values
-            store.commit()
-        del store
-        gc.collect()
-        final = psutil.Process().memory_info().rss
-        provider.close()
-    # Unlike ru_maxrss, this is the peak of this program alone, not of the program that started it.
-    status = Path("/proc/self/status").read_text()
-    peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
-    print(json.dumps({"peak": peak - baseline, "final": final - baseline, "given": given}))
-
-
-def main() -> None:
-    """Measure and print."""
-    sections = ("get", "put", "scan", "commit", "reload", "memory")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=sections, default=sections, metavar="SECTION", help="some of them")
-    parser.add_argument("--size", type=int, default=1_000_000, help="keys (default 1000000)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, 5 or more to be of use (default 5)")
-    parser.add_argument("--large", action="store_true", help="also 10,000,000 keys in commit and reload; takes long")
-    parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    size, rounds = options.size, options.rounds
-    if options.memory_child:
-        _memory_child(size, options.memory_child)
-        return
-    rng = np.random.default_rng(20130101)
-    if {"get", "put", "scan"} & set(options.only):
-        console.print("raw: rocksdict with raw_mode,", ", ".join(f"{k}({v})" for k, v in DOCUMENTED.items()))
-    for section in options.only:
-        with tempfile.TemporaryDirectory(prefix="statestore-bench-") as temporary:
-            root = Path(temporary)
-            if section == "get":
-                measure_get(root, size, rounds, rng)
-            elif section == "put":
-                measure_put(root, size, rounds, rng)
-            elif section == "scan":
-                measure_scan(root, size, rounds, rng)
-            elif section == "commit":
-                measure_commit(root, rounds, rng, large=options.large)
-            elif section == "reload":
-                for keys in (size, 10_000_000) if options.large else (size,):
-                    measure_reload(root / str(keys), keys, rounds, rng)
-            else:
-                measure_memory(size, rounds)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. This cache stores keys and
 values in append-only arrays, and a hash table in numpy maps a key to its row (``cache_table``). A look-up is a few
 calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes
-several times as long and twice the memory (``benchmarks/reads.py``).
+several times as long and twice the memory.
 
 When the arrays are full, all rows that the table still refers to move to new arrays, as in a log-structured store. If
 the arrays may not grow, the oldest rows are dropped.

@@ -1,20 +1,22 @@
-"""The contestants, their environments and their settings."""
+"""The contestants and their settings, their environments, and their table in the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from suite.model import VENV, VENV42, Part, Spread, ratio
+from suite.runner import interpreter
 
 Pace = Literal["fast", "medium", "slow", "slowest"]
 COMMITS = "durable with each batch"
 ROCKSDB = {"stateStore": "RocksDB", "changelogCheckpointing": "true", "trackTotalNumberOfRows": "false"}
-FLINK = {
-    "state.backend.type": "rocksdb",
-    "incremental": "true",
-    "parallelism": "2",
-    "managed memory": "512 mb",
-}
+FLINK = {"state.backend.type": "rocksdb", "incremental": "true", "parallelism": "2", "managed memory": "512 mb"}
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,90 @@ ALTERNATIVES = {
         ),
     )
 }
+
+# -- the Pythons of the contestants
+#
+# Each other engine has its own environment with pinned packages, outside of Git. It is made again when its file of
+# ``requirements`` has changed.
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = HERE / "requirements"
+ENVIRONMENTS = HERE.parent / ".environments"
+SPARK = {"spark35": VENV, "spark42": VENV42}
+
+
+def python_of(name: str) -> Path:
+    """Return the Python of an environment, which is made if needed. Raises ``RuntimeError`` if it cannot be made."""
+    if name in SPARK:
+        return interpreter(SPARK[name])
+    directory, wanted = ENVIRONMENTS / name, (REQUIREMENTS / f"{name}.txt").read_text()
+    python, made = directory / "bin" / "python", directory / ".made-of"
+    if made.exists() and made.read_text() == wanted:
+        return python
+    shutil.rmtree(directory, ignore_errors=True)
+    _call([sys.executable, "-m", "venv", str(directory)])
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    _call([*pip, "-r", str(REQUIREMENTS / f"{name}.txt")])
+    made.write_text(wanted)
+    return python
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise RuntimeError(f"{' '.join(command[1:])} ended with status {done.returncode}: {said[-1]}")
+
+
+def version_of(package: str, python: Path) -> str:
+    """Return the version of a package in an environment."""
+    ask = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+
+
+# -- the table of the report: a contestant a line, the fastest first
+
+PER_CORE = "updates a second and core"
+PER_SECOND = "updates a second on two cores"
+TO_RESULT = "one event, to its result"
+TO_QUERY = "one event, to a value that can be queried"
+AGAINST = "aggregate"
+HEADING = (
+    "contestant",
+    "what it is",
+    "updates a second and core",
+    f"`{AGAINST}` is so many times as fast",
+    "updates a second, 2 cores",
+    "one event: ms to its result",
+    "ms to a value that can be queried",
+)
+
+
+def rows(part: Part) -> list[Sequence[str]]:
+    """Return the lines of the table below ``HEADING``."""
+    per_core = part.case(PER_CORE)
+    if per_core is None:
+        return []
+    names = sorted(per_core.turns, key=lambda name: -Spread.of(per_core.figures(name)).median)
+    made = []
+    for name in names:
+        contestant = part.contestants[name]
+        times = "" if name == AGAINST or AGAINST not in per_core.turns else str(ratio(per_core, AGAINST, name))
+        queried = _figure(part, TO_QUERY, name)
+        made.append(
+            (
+                f"**{name}**" if contestant.is_ours else name,
+                contestant.label,
+                _figure(part, PER_CORE, name),
+                times,
+                _figure(part, PER_SECOND, name),
+                _figure(part, TO_RESULT, name),
+                queried or ("" if contestant.is_ours else "none"),
+            )
+        )
+    return made
+
+
+def _figure(part: Part, case: str, name: str) -> str:
+    found = part.case(case)
+    return str(Spread.of(found.figures(name))) if found is not None and name in found.turns else ""

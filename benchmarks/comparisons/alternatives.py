@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alternatives.contestants import ALTERNATIVES, Alternative
-from alternatives.table import HEADING, PER_CORE, PER_SECOND, TO_QUERY, TO_RESULT, rows
-from suite.comparison import Comparison, Measured, Table
-from suite.model import Case, Contestant, Size
-from suite.progress import Steps
-
-from comparisons.streams import directory
+from alternatives.contestants import (
+    ALTERNATIVES,
+    HEADING,
+    PER_CORE,
+    PER_SECOND,
+    TO_QUERY,
+    TO_RESULT,
+    Alternative,
+    python_of,
+    rows,
+    version_of,
+)
+from suite.machine import directory
+from suite.model import Case, Comparison, Contestant, Measured, Size, Table
+from suite.runner import Steps
 
 if TYPE_CHECKING:
     from alternatives.turns import Course
@@ -23,14 +31,13 @@ RATES = (PER_CORE, PER_SECOND)
 def chosen(names: list[str]) -> list[Alternative]:
     """Return contestants by name. Raises ``ValueError`` for an unknown one."""
     if unknown := [name for name in names if name not in ALTERNATIVES]:
-        raise ValueError(f"There is no contestant {', '.join(unknown)}; there are {', '.join(ALTERNATIVES)}.")
+        raise ValueError(f"Unknown contestant {', '.join(unknown)}; the contestants are {', '.join(ALTERNATIVES)}.")
     return [ALTERNATIVES[name] for name in names]
 
 
 def run(size: Size, steps: Steps) -> Measured:
     """Give all contestants the same rows, in turns; compare the whole state of each, then give the figures."""
-    from alternatives import given, turns
-    from alternatives.courses import Courses
+    from alternatives import turns
 
     wanted = chosen(size["contestants"])
     sizes = turns.Sizes(size["turns"], size["events"], size["checkpoint_seconds"], size["share"])
@@ -39,8 +46,8 @@ def run(size: Size, steps: Steps) -> Measured:
     with directory() as root:
         steps.now("making the input")
         slices = max(turns.slices_of(a.pace, sizes.share)[0] for a in wanted) * sizes.turns
-        made = given.make(root / "given", size["rows"] // given.SLICES, size["keys"], slices)
-        runner = Courses(root, pythons, made, sizes, steps, left_out)
+        made = turns.make(root / "given", size["rows"] // turns.SLICES, size["keys"], slices)
+        runner = turns.Courses(root, pythons, made, sizes, steps, left_out)
         courses = runner.run([a for a in wanted if a.name not in left_out])
     described = {
         c.alternative.name: _described(c.alternative, versions[c.alternative.group.environment]) for c in courses
@@ -57,14 +64,12 @@ def run(size: Size, steps: Steps) -> Measured:
 
 def _environments(wanted: list[Alternative], steps: Steps) -> tuple[dict[str, Path], dict[str, str], dict[str, str]]:
     """Return Pythons and versions by environment, and by contestant why one that has none is left out."""
-    from alternatives import environments
-
     pythons, versions, left_out = dict[str, Path](), dict[str, str](), dict[str, str]()
     for group in dict.fromkeys(a.group for a in wanted):
         steps.now(f"making the environment of {group.name}")
         try:
-            pythons[group.environment] = environments.python_of(group.environment)
-            versions[group.environment] = environments.version_of(group.package, pythons[group.environment])
+            pythons[group.environment] = python_of(group.environment)
+            versions[group.environment] = version_of(group.package, pythons[group.environment])
         except RuntimeError as error:
             steps.say(f"{group.name} is left out: {error}")
             left_out |= {a.name: str(error) for a in wanted if a.group == group}
@@ -99,24 +104,10 @@ COMPARISONS = (
         "`docs/explanation/alternatives.md` says how.",
         run=run,
         sizes={
-            "full": {
-                "contestants": list(ALTERNATIVES),
-                "rows": 500_000,
-                "keys": 20_000,
-                "turns": 2,
-                "events": 5,
-                "checkpoint_seconds": 1.0,
-                "share": 1.0,
-            },
-            "smoke": {
-                "contestants": ["aggregate-3.5", "spark-native-3.5", "bytewax"],
-                "rows": 40_000,
-                "keys": 4_000,
-                "turns": 2,
-                "events": 2,
-                "checkpoint_seconds": 1.0,
-                "share": 0.25,
-            },
+            "full": dict(contestants=list(ALTERNATIVES), rows=500_000, keys=20_000, turns=2, events=5)
+            | dict(checkpoint_seconds=1.0, share=1.0),
+            "smoke": dict(contestants=["aggregate-3.5", "spark-native-3.5", "bytewax"], rows=40_000, keys=4_000)
+            | dict(turns=2, events=2, checkpoint_seconds=1.0, share=0.25),
         },
         minutes={"full": 60, "smoke": 6},
         in_smoke=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,14 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.comparison import Comparison, Measured, Table
-from suite.model import Case, Contestant, Part, Size
-from suite.progress import Steps
-from suite.ratios import Target
-from suite.svg import amount
+from suite.model import Case, Comparison, Contestant, Measured, Part, Size, Table, Target, amount
+from suite.runner import Steps
 
 if TYPE_CHECKING:
-    from played_stream import PlayedStream
+    from played import PlayedStream
     from s3_proxy import ProxiedS3
 
 OURS, APART = "ray-statestore", "a file a partition"
@@ -131,7 +129,7 @@ def run(size: Size, steps: Steps) -> Measured:
 
     measured = Measured(
         {
-            OURS: Contestant("hosts in processes of their own, tasks played by threads beside them", {}, True),
+            OURS: Contestant("each host in a separate process, with threads that play its tasks", {}, True),
             APART: Contestant(
                 "the same, but each partition's changes go to storage by themselves", {"commit_linger": "0"}, True
             ),
@@ -151,7 +149,7 @@ def run(size: Size, steps: Steps) -> Measured:
     slots = f"{size['slots']} tasks of a batch run" if size["slots"] else "all tasks of a batch run"
     measured.notes += [
         f"{size['operators']} operator(s), {size['keys']} changed keys a partition; {slots} at once. moto serves S3; "
-        "it and a proxy are processes on the same cores as the hosts and the coordinator, and what they take is in the "
+        "it and a proxy are processes on the same cores as the hosts and the coordinator, and their CPU time is in the "
         "times.",
         f"{size['turns']} turns of {size['batches'] // size['turns']} batches behind {size['warm_up']}, contestants "
         "and places in turns; a file a partition has half as many. Snapshots and removal come every 10 batches between "
@@ -166,7 +164,7 @@ def run(size: Size, steps: Steps) -> Measured:
 
 def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
     """Run all rows of one number of partitions and hosts, in turns."""
-    from played_stream import Shape, played_cluster
+    from played import Shape, played_cluster
 
     from backends.conf import StateStoreConf
 
@@ -215,17 +213,27 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
 
 def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: ProxiedS3) -> None:
     """Restart a query with hosts that hold nothing, several times."""
-    from cold_start import grown, started
+    from played import Shape, played_cluster
 
     bucket = where.name
     s3.make_bucket(bucket)
-    stream = grown(where / "first", bucket, row.partitions, row.hosts, size["cold_batches"], s3)
+    shape = Shape(row.hosts, row.partitions)
+    ways = (f"s3://{bucket}/cold", shape, s3.options(), s3.options(s3.direct))
+    with played_cluster(where / "first", row.hosts) as cluster:
+        stream = cluster.start(*ways)
+        stream.run(size["cold_batches"])
     s3.slow_down(bucket, row.delay, row.has_tail)
     seconds, requests = [], []
     for turn in range(size["cold_turns"]):
-        found, stream = started(where / f"again-{turn}", bucket, stream, s3)
-        seconds.append([found.start + found.first_batch])
-        requests.append([float(found.requests.total())])
+        with played_cluster(where / f"again-{turn}", row.hosts) as cluster:
+            s3.traffic(bucket)
+            began = time.perf_counter()
+            stream = cluster.start(*ways, earlier=stream)
+            start = time.perf_counter() - began
+            (first_batch,) = stream.run(1)
+            requests.append([float(s3.traffic(bucket).requests.total())])
+            stream.run(1)
+        seconds.append([start + first_batch])
     measured.cases += [
         Case(f"{row.name}: {COLD}", "s", {OURS: seconds}),
         Case(f"{row.name}: requests of a {COLD}", "requests", {OURS: requests}),
@@ -366,8 +374,8 @@ COMPARISONS = (
     Comparison(
         name="object-storage",
         title="Object storage",
-        about="What a batch costs where each file is a request. A server that speaks S3 stands behind a proxy that "
-        "counts the requests and makes each of them slower. Real hosts, each in a process of its own, and a real "
+        about="The cost of a batch where each file is a request. A server that speaks S3 is behind a proxy that "
+        "counts the requests and makes each of them slower. Real hosts, each in a separate process, and a real "
         "coordinator run the batches, without Spark.",
         run=run,
         sizes={

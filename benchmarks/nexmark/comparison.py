@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from suite.comparison import ENVIRONMENTS, VENV, VENV42, Comparison, Measured
-from suite.model import Case, Contestant, Size
-from suite.progress import Steps
-from suite.ratios import Target
+from suite.model import ENVIRONMENTS, VENV, VENV42, Case, Comparison, Contestant, Measured, Size, Target
+from suite.runner import Steps
 
 LABELS = {
     "aggregate": "`aggregate`",
-    "arrow": "`transform_with_state_in_arrow`",
-    "rows": "`transform_with_state`",
     "join": "`join` (q4, q9: and `aggregate`)",
     "native": "Spark's own aggregation (q4, q9: behind a join; q8, q20: a join)",
-    "spark_rows": "Spark `transformWithState`",
-    "spark_pandas": "Spark `applyInPandasWithState`",
 }
-OURS = frozenset({"aggregate", "arrow", "rows", "join"})
+OURS = frozenset({"aggregate", "join"})
 BEST = {"q4": "join", "q8": "join", "q9": "join", "q20": "join"}  # our form that the targets of a query apply to
 TITLES = {
     "q4": "q4, average winning prices per category and 10 s in which auctions opened",
@@ -32,13 +26,13 @@ TITLES = {
 
 def run(size: Size, steps: Steps) -> Measured:
     """Measure all queries, one after the other in one session, the contestants of each in turns."""
-    from stateful_queries import ON_ROCKSDB
+    from totals import ON_ROCKSDB
 
-    from . import compare
+    from . import lanes
     from .generator import NexmarkConf
 
     conf = NexmarkConf(event_rate=size["event_rate"], out_of_order_group_size=size["out_of_order"])
-    chosen = {query: compare.available(query, size["contestants"]) for query in size["queries"]}
+    chosen = {query: lanes.available(query, size["contestants"]) for query in size["queries"]}
     measured = Measured(
         {
             name: Contestant(LABELS[name], {} if name in OURS else ON_ROCKSDB, name in OURS)
@@ -50,37 +44,22 @@ def run(size: Size, steps: Steps) -> Measured:
             "computes from the same events; of q12 from the times that the batches had.",
             "A batch without data that closes windows or auctions, or removes rows of a join, counts with the batch "
             "before. No contestant runs in another's turn; the first batch of a turn does not count.",
-            "Spark 3.5 has no `max_by` of several rows, with which Spark's own aggregation writes q19.",
+            "Spark 3.5 has no `max_by` of several rows, which Spark's own aggregation needs for q19.",
         ],
     )
-    with compare.session(size["partitions"]) as spark:
+    with lanes.session(size["partitions"]) as spark:
         for query, names in chosen.items():
-            found = compare.run(
-                query,
-                size["events"],
-                size["turns"] * size["batches"],
-                spark=spark,
-                contestants=names,
-                warm_up=size["warm_up"],
-                turn=size["batches"],
-                conf=conf,
-                report=steps.now,
-            )
-            measured.cases.append(Case(TITLES[query], "s a batch", {m.contestant: m.turns for m in found}))
+            turns = lanes.measure(spark, query, names, size, conf, steps.now)
+            measured.cases.append(Case(TITLES[query], "s a batch", turns))
     return measured
 
 
 def _targets() -> tuple[Target, ...]:
     """Return the target of each query on each line: no workload gains less than 1.4 times against Spark's own."""
     return tuple(
-        Target(
+        Target.times(
             f"Nexmark {query} against Spark's own, {ENVIRONMENTS[environment]}",
-            TITLES[query],
-            BEST.get(query, "aggregate"),
-            1.4,
-            against="native",
-            at_least=True,
-            environment=environment,
+            *(TITLES[query], BEST.get(query, "aggregate"), 1.4, "native", environment),
         )
         for environment in (VENV, VENV42)
         for query in TITLES
@@ -88,6 +67,9 @@ def _targets() -> tuple[Target, ...]:
     )
 
 
+_USUAL = dict(
+    queries=list(TITLES), contestants=["aggregate", "join", "native"], out_of_order=1, partitions=2, batches=1
+)
 COMPARISONS = (
     Comparison(
         name="nexmark",
@@ -97,28 +79,8 @@ COMPARISONS = (
         "with the others.",
         run=run,
         sizes={
-            "full": {
-                "queries": list(TITLES),
-                "contestants": ["aggregate", "join", "native"],
-                "events": 100_000,
-                "event_rate": 10_000,
-                "out_of_order": 1,
-                "partitions": 2,
-                "warm_up": 2,
-                "turns": 3,
-                "batches": 1,
-            },
-            "smoke": {
-                "queries": list(TITLES),
-                "contestants": ["aggregate", "arrow", "join", "native"],
-                "events": 5_000,
-                "event_rate": 500,
-                "out_of_order": 1,
-                "partitions": 2,
-                "warm_up": 1,
-                "turns": 2,
-                "batches": 1,
-            },
+            "full": {**_USUAL, **dict(events=100_000, event_rate=10_000, warm_up=2, turns=3)},
+            "smoke": {**_USUAL, **dict(events=5_000, event_rate=500, warm_up=1, turns=2)},
         },
         minutes={"full": 60, "smoke": 4},
         environments=(VENV, VENV42),

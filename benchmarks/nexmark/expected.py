@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 import pyarrow as pa
 
-from .events import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 from .generator import TIME, auctions_of, bids_of, people_of
+from .queries import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 
 TOP = 10
 SESSION_GAP = pd.Timedelta(seconds=10)

@@ -1,4 +1,4 @@
-"""One contestant's running query: its batches, the time that each took, and a check of its whole output.
+"""Nexmark's queries as streams in turns: the batches of each, the time that each took, and a check of all output.
 
 The time of a batch is Spark's ``triggerExecution``. Behind a batch that has moved the watermark, Spark runs one without
 data, which emits and removes what the watermark has closed; its time is added to that of the batch before. A turn ends
@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,17 +22,27 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from lanes import has_spark_4
+from lanes import session as streams
+from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from suite.machine import directory
+from suite.model import Size, rotated
 
 from backends.encoding.key_groups import spark_xxhash64
 
+from . import expected, generator, queries
 from .generator import SPARK_SCHEMA, NexmarkConf
-from .queries import NexmarkContestant
+from .queries import CLOSES_BY_WATERMARK, CONTESTANTS, WATERMARK_DELAY_MS, NexmarkContestant, contestants_of
 
 CHECK = "check"
 HASH_SHIFT = 24
 LOOK_EVERY = 0.05
+FILES = 2
+TIMEOUT = 300.0
+"""Seconds that a batch may take."""
 TICKS = "RateStream"
 """Part of the description of the source that makes a query run a batch a second."""
 WAITS = "Waiting for data to arrive"
@@ -104,29 +115,20 @@ def seconds_by_batch(executed: Sequence[Batch], first: int) -> list[float]:
 
 @dataclass
 class Lane:
-    """A query and the batches that it has executed. ``timeout`` is how many seconds a batch may take."""
+    """A query and the batches that it has executed."""
 
     contestant: NexmarkContestant
     query: Any
     root: Path
-    timeout: float
     begin: Callable[[], Any]
     executed: list[Batch] = field(default_factory=list)
     given: int = 0
 
     @classmethod
-    def start(
-        cls,
-        spark: SparkSession,
-        contestant: NexmarkContestant,
-        root: Path,
-        conf: NexmarkConf,
-        files: int,
-        timeout: float,
-    ) -> Lane:
-        """Start a query that waits for input, ``files`` files a batch."""
+    def start(cls, spark: SparkSession, contestant: NexmarkContestant, root: Path, conf: NexmarkConf) -> Lane:
+        """Start a query that waits for input, ``FILES`` files a batch."""
         (root / "input").mkdir(parents=True)
-        events = spark.readStream.schema(SPARK_SCHEMA).option("maxFilesPerTrigger", files).parquet(f"{root}/input/*")
+        events = spark.readStream.schema(SPARK_SCHEMA).option("maxFilesPerTrigger", FILES).parquet(f"{root}/input/*")
         writer = (
             observed(contestant.make(events, conf))
             .writeStream.queryName(f"{contestant.query}_{contestant.name}")
@@ -134,7 +136,7 @@ class Lane:
             .option("checkpointLocation", str(root / "checkpoint"))
             .format("noop")
         )
-        return cls(contestant, writer.start(), root, timeout, writer.start)
+        return cls(contestant, writer.start(), root, writer.start)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
         """Add these batches at once, wait for them and for the windows that the watermark closes; return their seconds.
@@ -150,7 +152,7 @@ class Lane:
             shutil.copytree(source, draft, copy_function=os.link)
             draft.rename(self.root / "input" / source.name)
         self.given += len(directories)
-        deadline = time.monotonic() + self.timeout * (len(directories) + 1)
+        deadline = time.monotonic() + TIMEOUT * (len(directories) + 1)
         while not self._is_through(watermark_ms):
             if (error := self.query.exception()) is not None:
                 raise RuntimeError(f"{self.name} failed: {error}") from error
@@ -239,3 +241,127 @@ class Lane:
 
 def _milliseconds(time_text: str) -> int:
     return round(datetime.fromisoformat(time_text.replace("Z", "+00:00")).timestamp() * 1000)
+
+
+# -- a query's contestants in turns
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Batches, made once. ``watermarks_ms[i]`` is the watermark after batch i; the last batch closes everything."""
+
+    batches: list[pa.RecordBatch]
+    directories: list[Path]
+    watermarks_ms: list[int]
+
+
+def measure(
+    spark: SparkSession, query: str, names: Sequence[str], size: Size, conf: NexmarkConf, report: Callable[[str], None]
+) -> dict[str, list[list[float]]]:
+    """Return the seconds of the batches of each turn, by contestant of a query.
+
+    The batches of a turn are given at once, after one that does not count, since the queries may have been stopped
+    before. Raises ``AssertionError`` for a contestant with wrong output.
+    """
+    warm_up, turns, batches = size["warm_up"], size["turns"], size["batches"]
+    with directory() as root:
+        report(f"{query}: making the batches")
+        given = _make_input(root / "batches", query, conf, size["events"], warm_up + turns * (batches + 1))
+        lanes: list[Lane] = []
+        try:
+            for contestant in (c for c in CONTESTANTS if c.query == query and c.name in names):
+                report(f"{query}: warming up {contestant.name}")
+                lane = Lane.start(spark, contestant, root / contestant.name, conf)
+                lanes.append(lane)
+                for i in range(warm_up):
+                    lane.run(given.directories[i : i + 1], given.watermarks_ms[i])
+                lane.pause()
+            seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+            for i in range(turns):
+                first = warm_up + i * (batches + 1)
+                end = first + batches + 1
+                for lane in rotated(lanes, i):
+                    report(f"{query}: turn {i + 1} of {turns}: {lane.contestant.name}")
+                    lane.resume()
+                    lane.run(given.directories[first : first + 1], given.watermarks_ms[first])
+                    taken = lane.run(given.directories[first + 1 : end], given.watermarks_ms[end - 1])
+                    lane.pause()
+                    seconds[lane.contestant.name].append(taken)
+            report(f"{query}: checking results")
+            for lane in lanes:
+                lane.resume()
+                if query in CLOSES_BY_WATERMARK:
+                    lane.run(given.directories[-1:], given.watermarks_ms[-1])
+                _check(lane, given)
+        finally:
+            for lane in lanes:
+                lane.stop()
+    return seconds
+
+
+def available(query: str, wanted: Sequence[str] | None = None) -> list[str]:
+    """Return the wanted contestants of a query (None: all) that this Spark has."""
+    names = [c.name for c in contestants_of(query, has_spark_4=has_spark_4())]
+    return [n for n in names if wanted is None or n in wanted]
+
+
+@contextmanager
+def session(partitions: int = 2) -> Iterator[SparkSession]:
+    """Give the suite's session, on RayDP with two executors of one core, with times in UTC."""
+    for module in (generator, queries):  # executors do not have this directory on their path
+        cloudpickle.register_pickle_by_value(module)
+    with streams(partitions, configs={"spark.sql.session.timeZone": "UTC"}) as spark:
+        yield spark
+
+
+def _make_input(root: Path, query: str, conf: NexmarkConf, events_per_batch: int, count: int) -> _Input:
+    made = list(generator.batches(conf, events_per_batch, count))
+    if query in CLOSES_BY_WATERMARK:
+        made.append(generator.closing_events(conf, events_per_batch * count))
+    directories, watermarks = list[Path](), list[int]()
+    # Of a join, the watermark is that of the side which is further behind.
+    latest = dict.fromkeys((generator.AUCTION, generator.BID) if query in ("q4", "q9") else (generator.BID,), 0)
+    for i, batch in enumerate(made):
+        directories.append(root / f"{i:06}")
+        generator.write_batch(batch, directories[-1], i, FILES)
+        for kind, before in latest.items():
+            times = batch.column("date_time").filter(pc.equal(batch.column("event_type"), kind)).cast(pa.int64())
+            latest[kind] = max(before, pc.max(times).as_py() or 0)
+        reached = min(latest.values()) // 1000 - WATERMARK_DELAY_MS
+        watermarks.append(reached if query in CLOSES_BY_WATERMARK else -1)
+    return _Input(made, directories, watermarks)
+
+
+def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Sequence[int]) -> list[pa.Table]:
+    """Return the expected output: batch by batch, or in one if the query emits what the watermark has closed.
+
+    ``times_ms`` are the processing times of the batches.
+    """
+    if query == "q12":
+        return list(expected.processing_time_counts(batches, times_ms))
+    each = {
+        "q8": expected.new_sellers,
+        "q18": expected.last_bids,
+        "q19": expected.top_bids,
+        "q20": expected.bids_of_category,
+    }
+    if query in each:
+        return list(each[query](batches))
+    return [{"q4": expected.winning_prices, "q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
+
+
+def _check(lane: Lane, given: _Input) -> None:
+    """Raise ``AssertionError`` unless a contestant gave the expected rows."""
+    query = lane.contestant.query
+    if query in CLOSES_BY_WATERMARK:
+        # The closing events themselves stay open.
+        must, gave = [check_of(expected_batches(query, given.batches[:-1], [])[0])], [lane.total]
+    else:
+        must = [check_of(rows) for rows in expected_batches(query, given.batches, lane.batch_times_ms())]
+        gave = [batch.check for batch in lane.data_batches]
+        if lane.total != sum(gave, Check()):
+            raise AssertionError(f"{lane.name} gave rows in batches without events.")
+    for i, (one, other) in enumerate(zip(gave, must, strict=True)):
+        if one != other:
+            where = "" if query in CLOSES_BY_WATERMARK else f" in batch {i}"
+            raise AssertionError(f"{lane.name} gave {one}{where}, not {other}.")

@@ -25,14 +25,84 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
-from . import arrow_processors, pandas_functions, processors
-from .events import OUTPUTS, SESSION_GAP, WINDOW, bids, timed
-from .generator import AUCTION, BID, NexmarkConf
-from .joins import q4_join, q4_native, q8_join, q8_native, q9_columns, q9_join, q9_native, q20_join, q20_native
+from .generator import AUCTION, AUCTION_TYPE, BID, PERSON, NexmarkConf
 
+WATERMARK_DELAY = "4 seconds"
+WATERMARK_DELAY_MS = 4000
+SESSION_GAP = WINDOW = "10 seconds"
+WINDOW_MS = 10_000
+
+OUTPUTS = {
+    "q4": ["category", "average_price", "auctions", "start_time", "end_time"],
+    "q8": ["id", "name", "start_time", "end_time"],
+    "q9": [
+        "id",
+        "item_name",
+        "description",
+        "initial_bid",
+        "reserve",
+        "date_time",
+        "expires",
+        "seller",
+        "category",
+        "extra",
+        "auction",
+        "bidder",
+        "price",
+        "bid_date_time",
+        "bid_extra",
+    ],
+    "q11": ["bidder", "bid_count", "start_time", "end_time"],
+    "q12": ["bidder", "bid_count", "start_time", "end_time"],
+    "q18": ["auction", "bidder", "price", "channel", "url", "date_time", "extra"],
+    "q19": ["auction", "bidder", "price", "channel", "url", "date_time", "extra", "rank_number"],
+    "q20": [
+        "auction",
+        "bidder",
+        "price",
+        "channel",
+        "url",
+        "bid_date_time",
+        "bid_extra",
+        "item_name",
+        "description",
+        "initial_bid",
+        "reserve",
+        "date_time",
+        "expires",
+        "seller",
+        "category",
+        "extra",
+    ],
+}
+Q20_CATEGORY = 10
+CLOSES_BY_WATERMARK = frozenset({"q4", "q9", "q11"})
+"""Queries that emit what the watermark has closed; the others emit what each batch has changed."""
+
+
+def bids(events: DataFrame) -> DataFrame:
+    """Return the bids among the events."""
+    return events.where(F.col("event_type") == BID).select("bid.*", "date_time")
+
+
+def auctions(events: DataFrame) -> DataFrame:
+    """Return the auctions among the events."""
+    return events.where(F.col("event_type") == AUCTION).select("auction.*", "date_time")
+
+
+def timed(events: DataFrame) -> DataFrame:
+    """Return the events with Nexmark's watermark."""
+    return events.withWatermark("date_time", WATERMARK_DELAY)
+
+
+TOP = 10
 Make = Callable[[DataFrame, NexmarkConf], DataFrame]
 
 
@@ -40,9 +110,7 @@ Make = Callable[[DataFrame, NexmarkConf], DataFrame]
 class NexmarkContestant:
     """One way to write a query: ``make`` from the stream of events, started with Spark's ``output_mode``.
 
-    ``needs_spark_4``: also where PySpark 3.5 has the interface, but fails with the Arrow of today
-    (``applyInPandasWithState``). ``is_slow``: it goes through Python key by key, and is left out where a run is to be
-    short.
+    ``needs_spark_4``: Spark 3.5 lacks a function that the query uses.
     """
 
     query: str
@@ -51,7 +119,6 @@ class NexmarkContestant:
     make: Make
     output_mode: str = "append"
     needs_spark_4: bool = False
-    is_slow: bool = False
 
 
 # q18: last bids
@@ -69,36 +136,6 @@ def q18_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     return _q18(bids(events).groupBy("bidder", "auction").agg(F.max(_last_bid()).alias("last")))
 
 
-def q18_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import StatefulProcessor, transform_with_state
-
-    processor = processors.last_bid(StatefulProcessor)
-    keys = ["bidder", "auction"]
-    return _of_us(
-        "q18",
-        transform_with_state(_in_us(bids(events)), keys, processor, processors.LAST_BID_OUTPUT, operator="last_bids"),
-    )
-
-
-def q18_spark_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from pyspark.sql.streaming import StatefulProcessor
-
-    grouped = _in_us(bids(events)).groupBy("bidder", "auction")
-    processor = processors.last_bid(StatefulProcessor)
-    return _of_us("q18", grouped.transformWithState(processor, processors.LAST_BID_OUTPUT, "Update", "none"))
-
-
-def q18_spark_pandas(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    grouped = _in_us(bids(events)).groupBy("bidder", "auction")
-    function = pandas_functions.WithNewArrow(pandas_functions.last_bid)
-    return _of_us(
-        "q18",
-        grouped.applyInPandasWithState(
-            function, processors.LAST_BID_OUTPUT, processors.LAST_BID, "update", "NoTimeout"
-        ),
-    )
-
-
 def _last_bid() -> Column:
     return F.struct("date_time", "price", "channel", "url", "extra")
 
@@ -114,42 +151,13 @@ def q19_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     from spark_bridge import aggregate
     from spark_bridge import functions as S
 
-    top = S.top_k(_RANKED, processors.TOP)
+    top = S.top_k(_RANKED, TOP)
     return _q19(aggregate(bids(events), by="auction", operator="top_bids", top=top))
 
 
 def q19_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     ranked = F.struct(*_RANKED)
-    return _q19(bids(events).groupBy("auction").agg(F.max_by(ranked, ranked, processors.TOP).alias("top")))
-
-
-def q19_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import StatefulProcessor, transform_with_state
-
-    processor = processors.top_bids(StatefulProcessor)
-    rows = _in_us(bids(events))
-    return _of_us(
-        "q19", transform_with_state(rows, "auction", processor, processors.TOP_BIDS_OUTPUT, operator="top_bids")
-    )
-
-
-def q19_spark_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from pyspark.sql.streaming import StatefulProcessor
-
-    processor = processors.top_bids(StatefulProcessor)
-    grouped = _in_us(bids(events)).groupBy("auction")
-    return _of_us("q19", grouped.transformWithState(processor, processors.TOP_BIDS_OUTPUT, "Update", "none"))
-
-
-def q19_spark_pandas(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    grouped = _in_us(bids(events)).groupBy("auction")
-    function = pandas_functions.WithNewArrow(pandas_functions.top_bids)
-    return _of_us(
-        "q19",
-        grouped.applyInPandasWithState(
-            function, processors.TOP_BIDS_OUTPUT, pandas_functions.TOP_STATE, "update", "NoTimeout"
-        ),
-    )
+    return _q19(bids(events).groupBy("auction").agg(F.max_by(ranked, ranked, TOP).alias("top")))
 
 
 _RANKED = ["price", "date_time", "bidder", "channel", "url", "extra"]
@@ -209,125 +217,212 @@ def _windows(df: DataFrame) -> DataFrame:
 # q9: winning bids
 
 
-def q9_arrow(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import transform_with_state_in_arrow
+# The queries that join streams. In q4 and q9 only bids up to the end of their auction count, and the joins know the
+# maximum duration of an auction. ``join`` applies ``best_bids`` to the bids on an auction that it has found together.
 
-    processor = arrow_processors.WinningBids()
-    rows = _auctions_and_bids(events)
+_AUCTION = [f.name for f in AUCTION_TYPE if f.name != "id"] + ["date_time"]
+_BID = ["bidder", "price", "bid_date_time", "bid_extra"]
+_BEST = ["low", "bid_date_time", "bidder", "bid_extra"]
+"""The least of these is the winning bid: that of the highest price, then the earliest, then the lowest."""
+
+
+def best_bids(auction: pa.Table, bid: pa.Table) -> pa.Table:
+    """Return the best bid on each auction with the auction; row i of both tables is a bid and its auction."""
+    in_time = pc.less_equal(bid["bid_date_time"], auction["expires"])
+    auction, bid = auction.filter(in_time), bid.filter(in_time)
+    ids, of_auctions = np.unique(auction["id"].to_numpy(), return_inverse=True)
+    low = -bid["price"].to_numpy()
+    lowest = np.full(len(ids), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, of_auctions, low)
+    at = np.flatnonzero(low == lowest[of_auctions])  # only bids of the highest price need to be sorted
+    contest = bid.append_column("low", pa.array(low)).take(pa.array(at)).append_column("of", pa.array(of_auctions[at]))
+    names = [name for name in ("of", *_BEST) if name in contest.column_names]
+    order = pc.sort_indices(contest, [(name, "ascending") for name in names]).to_numpy()
+    chosen = order[np.unique(of_auctions[at][order], return_index=True)[1]]
+    won = contest.take(pa.array(chosen)).drop_columns(["id", "of"])
+    return pa.table({**_columns(auction.take(pa.array(at[chosen]))), **_columns(won)})
+
+
+def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _matched(events: DataFrame, conf: NexmarkConf, of_auction: list[str], of_bid: list[str]) -> DataFrame:
+    """Return auctions with the best of the bids that were found together."""
+    from spark_bridge import join
+
+    auction, bid = auctions(timed(events)).select("id", *of_auction), _bids_by_id(events).select("id", *of_bid)
+    return join(
+        auction,
+        bid,
+        on="id",
+        within=("0 seconds", f"{longest_auction_ms(conf)} milliseconds"),
+        operator="matched",
+        apply=best_bids,
+        output=T.StructType([*auction.schema.fields, T.StructField("low", T.LongType()), *bid.schema.fields[1:]]),
+        event_time_column="date_time",
+    )
+
+
+def _bids_by_id(events: DataFrame) -> DataFrame:
+    return bids(timed(events)).select(
+        F.col("auction").alias("id"),
+        "bidder",
+        "price",
+        F.col("date_time").alias("bid_date_time"),
+        F.col("extra").alias("bid_extra"),
+    )
+
+
+def _matched_natively(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    """Return auctions with their bids. Spark drops bids only if it knows how long auctions last at most."""
+    right = _bids_by_id(events).withColumnRenamed("id", "auction")
+    return auctions(timed(events)).join(
+        right,
+        F.expr(
+            "id = auction and bid_date_time >= date_time and bid_date_time <= expires "
+            f"and bid_date_time <= date_time + interval {longest_auction_ms(conf)} milliseconds"
+        ),
+    )
+
+
+# q4: average of the winning prices
+
+
+def q4_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import aggregate
+    from spark_bridge import functions as S
+
+    matched = _matched(events, conf, ["category", "date_time", "expires"], ["price", "bid_date_time"])
+    keys = ["id", "category", "date_time"]
+    won = aggregate(matched, by=keys, operator="winning_prices", output_mode="append", low=S.min("low"))
+    by = ["category", S.window("date_time", WINDOW).alias("w")]
+    outputs = {"auctions": S.count(), "total": S.sum("low")}
+    sums = aggregate(won, by=by, operator="prices", output_mode="append", **outputs)
+    return _q4(sums.select("category", "w.start", "w.end", "auctions", -F.col("total")))
+
+
+def q4_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    won = _matched_natively(events, conf).groupBy("id", "category", "date_time").agg(F.max("price").alias("price"))
+    sums = won.groupBy("category", F.window("date_time", WINDOW).alias("w")).agg(
+        F.count(F.lit(1)).alias("auctions"), F.sum("price").alias("total")
+    )
+    return _q4(sums.select("category", "w.start", "w.end", "auctions", "total"))
+
+
+def _q4(sums: DataFrame) -> DataFrame:
+    named = sums.toDF("category", "start_time", "end_time", "auctions", "total")
+    return named.withColumn("average_price", F.expr("total div auctions")).select(*OUTPUTS["q4"])
+
+
+# q9: winning bids
+
+
+def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import aggregate
+    from spark_bridge import functions as S
+
+    bid = F.struct(*_BEST, *(c for c in _AUCTION if c != "date_time")).alias("bid")
+    rows = _matched(events, conf, _AUCTION, _BID).select("id", "date_time", bid)
+    best = aggregate(rows, by=["id", "date_time"], operator="winning_bids", output_mode="append", best=S.min("bid"))
+    return q9_columns(best.select("id", "date_time", "best.*").withColumn("price", -F.col("low")))
+
+
+def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    """Join and then aggregate, in one query."""
+    # Only one column may keep its watermark.
+    rows = _matched_natively(events, conf).withColumn("bid_us", F.expr("unix_micros(bid_date_time)"))
+    best = F.struct((-F.col("price")).alias("low"), F.col("bid_us"), F.col("bidder"), F.col("bid_extra"))
+    others = [c for c in _AUCTION if c != "date_time"]
+    found = rows.drop("bid_date_time").groupBy("id", "date_time")
+    rows = found.agg(F.min(best).alias("best"), *(F.first(c).alias(c) for c in others))
     return q9_columns(
-        transform_with_state_in_arrow(
-            rows,
+        rows.select(
             "id",
-            processor,
-            arrow_processors.WINNING_BID_OUTPUT,
-            operator="winning_bids",
-            output_mode="append",
-            time_mode="eventTime",
-        )
-    )
-
-
-def q9_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import StatefulProcessor, transform_with_state
-
-    processor = processors.winning_bid(StatefulProcessor)
-    rows = _in_us(_auctions_and_bids(events))
-    return _of_us(
-        "q9",
-        transform_with_state(
-            rows,
-            "id",
-            processor,
-            processors.WINNING_BID_OUTPUT,
-            operator="winning_bids",
-            output_mode="append",
-            time_mode="eventTime",
-        ),
-    )
-
-
-def q9_spark_rows(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from pyspark.sql.streaming import StatefulProcessor
-
-    processor = processors.winning_bid(StatefulProcessor)
-    grouped = _in_us(_auctions_and_bids(events)).groupBy("id")
-    return _of_us("q9", grouped.transformWithState(processor, processors.WINNING_BID_OUTPUT, "Append", "eventTime"))
-
-
-def q9_spark_pandas(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    grouped = _in_us(_auctions_and_bids(events)).groupBy("id")
-    function = pandas_functions.WithNewArrow(pandas_functions.winning_bid)
-    return _of_us(
-        "q9",
-        grouped.applyInPandasWithState(
-            function, processors.WINNING_BID_OUTPUT, pandas_functions.WINNING_STATE, "append", "EventTimeTimeout"
-        ),
-    )
-
-
-def _auctions_and_bids(events: DataFrame) -> DataFrame:
-    """Return auctions and bids by the auction's id; a row without ``expires`` is a bid."""
-    return (
-        timed(events)
-        .where(F.col("event_type").isin(AUCTION, BID))
-        .select(
-            F.coalesce("auction.id", "bid.auction").alias("id"),
             "date_time",
-            *(F.col(f"auction.{c}").alias(c) for c in arrow_processors.AUCTION if c != "date_time"),
-            "bid.bidder",
-            "bid.price",
-            F.col("bid.extra").alias("bid_extra"),
+            *others,
+            F.col("best.bidder").alias("bidder"),
+            (-F.col("best.low")).alias("price"),
+            F.timestamp_micros("best.bid_us").alias("bid_date_time"),
+            F.col("best.bid_extra").alias("bid_extra"),
         )
     )
 
 
-def _in_us(df: DataFrame) -> DataFrame:
-    """Return times as microseconds since 1970; the event time column stays too, for its watermark."""
-    df = df.withColumn("us", F.expr("unix_micros(date_time)"))
-    return (
-        df.withColumn("expires_us", F.expr("unix_micros(expires)")).drop("expires") if "expires" in df.columns else df
-    )
+def q9_columns(df: DataFrame) -> DataFrame:
+    """Return the output of q9 from rows that have the auction's id as ``id``."""
+    return df.withColumn("auction", F.col("id")).select(*OUTPUTS["q9"])
 
 
-def _of_us(query: str, df: DataFrame) -> DataFrame:
-    """Return the output of a query from that of its processor of rows."""
-    for column, name in (("us", "date_time"), ("expires_us", "expires"), ("bid_us", "bid_date_time")):
-        if column in df.columns:
-            df = df.withColumn(name, F.timestamp_micros(column))
-    if query == "q9":
-        return q9_columns(df)
-    return df.select(*OUTPUTS[query])
+# q8: people and their auctions
 
 
-_SPARK_ROWS = "Spark transformWithState"
-_SPARK_PANDAS = "Spark applyInPandasWithState"
+def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import join
+
+    people, sellers = _people_and_sellers(events)
+    return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
+
+
+def q8_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    people, sellers = _people_and_sellers(events)
+    return _q8(people.join(sellers, ["id", "w"], "left_semi"))
+
+
+def _people_and_sellers(events: DataFrame) -> tuple[DataFrame, DataFrame]:
+    of_window = F.window("date_time", WINDOW).alias("w")
+    people = timed(events).where(F.col("event_type") == PERSON).select("person.id", of_window, "person.name")
+    return people, auctions(timed(events)).select(F.col("seller").alias("id"), of_window)
+
+
+def _q8(df: DataFrame) -> DataFrame:
+    return df.select("id", "name", F.col("w.start").alias("start_time"), F.col("w.end").alias("end_time"))
+
+
+# q20: bids with their auctions
+
+
+def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import join
+
+    return join(*_bids_and_auctions(events), on="auction", operator="bids_of_category").select(*OUTPUTS["q20"])
+
+
+def q20_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    of_bids, of_auctions = _bids_and_auctions(events)
+    return of_bids.join(of_auctions, "auction").select(*OUTPUTS["q20"])
+
+
+def _bids_and_auctions(events: DataFrame) -> tuple[DataFrame, DataFrame]:
+    of_bids = bids(events).withColumnRenamed("date_time", "bid_date_time").withColumnRenamed("extra", "bid_extra")
+    of_auctions = auctions(events).where(F.col("category") == Q20_CATEGORY).withColumnRenamed("id", "auction")
+    return of_bids, of_auctions
+
+
+def longest_auction_ms(conf: NexmarkConf) -> int:
+    """Return how long an auction lasts at most, in milliseconds of event time."""
+    events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
+    start, end = conf.times(np.array([0, events_ahead], np.int64))
+    return int((end - start) // 1000 + 1) * 2
+
+
 CONTESTANTS = (
     NexmarkContestant("q4", "join", "join and aggregate", q4_join),
     NexmarkContestant("q4", "native", "Spark join and groupBy().agg()", q4_native),
     NexmarkContestant("q8", "join", "join", q8_join),
     NexmarkContestant("q8", "native", "Spark join", q8_native),
     NexmarkContestant("q9", "join", "join and aggregate", q9_join),
-    NexmarkContestant("q9", "arrow", "transform_with_state_in_arrow", q9_arrow),
-    NexmarkContestant("q9", "rows", "transform_with_state", q9_rows),
     NexmarkContestant("q9", "native", "Spark join and groupBy().agg()", q9_native),
-    NexmarkContestant("q9", "spark_rows", _SPARK_ROWS, q9_spark_rows, "append", True, True),
-    NexmarkContestant("q9", "spark_pandas", _SPARK_PANDAS, q9_spark_pandas, "append", True, True),
     NexmarkContestant("q11", "aggregate", "aggregate", q11_aggregate),
     NexmarkContestant("q11", "native", "Spark groupBy(session_window).agg()", q11_native),
     NexmarkContestant("q12", "aggregate", "aggregate", q12_aggregate),
     NexmarkContestant("q12", "native", "Spark groupBy(window).agg()", q12_native, "update"),
     NexmarkContestant("q18", "aggregate", "aggregate", q18_aggregate),
-    NexmarkContestant("q18", "rows", "transform_with_state", q18_rows),
     NexmarkContestant("q18", "native", "Spark groupBy().agg()", q18_native, "update"),
-    NexmarkContestant("q18", "spark_rows", _SPARK_ROWS, q18_spark_rows, "update", True, True),
-    NexmarkContestant("q18", "spark_pandas", _SPARK_PANDAS, q18_spark_pandas, "update", True, True),
     NexmarkContestant("q20", "join", "join", q20_join),
     NexmarkContestant("q20", "native", "Spark join", q20_native),
     NexmarkContestant("q19", "aggregate", "aggregate", q19_aggregate),
-    NexmarkContestant("q19", "rows", "transform_with_state", q19_rows),
     NexmarkContestant("q19", "native", "Spark groupBy().agg(max_by(..., 10))", q19_native, "update", True),
-    NexmarkContestant("q19", "spark_rows", _SPARK_ROWS, q19_spark_rows, "update", True, True),
-    NexmarkContestant("q19", "spark_pandas", _SPARK_PANDAS, q19_spark_pandas, "update", True, True),
 )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_machines.expected import Shape
+from benchmarks.on_machines.programs import OPERATOR, Shape
 from benchmarks.on_machines.running import RunningStream
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_environment, start_ray, start_ray_on
@@ -80,7 +80,6 @@ def process_time(lab: Lab) -> float:
 
 def check(checkpoint: str, shape: Shape) -> None:
     """Compare all keys of the last version. Raises ``RuntimeError`` if any differs."""
-    from benchmarks.on_machines.stream import OPERATOR
     from spark_bridge import state_table
     from tests.lab.auditor import committed
 
@@ -186,11 +185,11 @@ def broken_limits(found: dict[str, Any]) -> list[str]:
 def pictures(found: dict[str, Any]) -> dict[str, str]:
     """Return SVGs by name: batches and answers over time; executors, hosts and owners over time."""
     sys.path.append(str(RESULTS.parent))
-    from suite.ratios import Spread
-    from suite.svg import Line, lines
+    from suite.model import Spread
+    from suite.report import lines
 
-    def line(label: str, points: list[tuple[float, float]]) -> Line:
-        return Line(label, tuple((x, Spread(y, y, y)) for x, y in points))
+    def points_of(rows: list[Any]) -> list[tuple[float, Spread]]:
+        return [(x, Spread.of([y])) for x, y in rows]
 
     def steps(column: int) -> list[tuple[float, float]]:
         points: list[tuple[float, float]] = []
@@ -203,9 +202,9 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     marks = found["marks"]
     told = f"to 4 machines at {marks['four']:.0f} s, to 1 at {marks['one']:.0f} s"
     across = "seconds since the start"
-    times = [line("batches", [(x, y) for x, y in found["batches"]])]
-    times.append(line("slowest answers", [(x, y) for x, y in found["answers"]]))
-    counts = [line(name, steps(i)) for i, name in enumerate(("with executors", "hosts", "owning partitions"), 1)]
+    times = {"batches": points_of(found["batches"]), "slowest answers": points_of(found["answers"])}
+    names = ("with executors", "hosts", "owning partitions")
+    counts = {name: points_of(steps(i)) for i, name in enumerate(names, 1)}
     return {
         "elasticity-times": lines(f"{found['keys']:,} keys, {told}", "seconds", across, times, is_time=True),
         "elasticity-machines": lines(f"The same: {told}", "machines; hosts of all", across, counts, is_time=True),

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_machines.elasticity import RESULTS, check, within
-from benchmarks.on_machines.expected import Shape
+from benchmarks.on_machines.programs import Shape
 from benchmarks.on_machines.running import RunningStream
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_environment, start_ray, start_ray_on

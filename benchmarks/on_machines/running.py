@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.on_machines.expected import Shape
+from benchmarks.on_machines.programs import Shape
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_address, ray_environment
 
@@ -79,7 +79,7 @@ class RunningStream:
             reader.join()
 
     def _start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", f"benchmarks.on_machines.{name}", *arguments]
+        argv = [sys.executable, "-m", "benchmarks.on_machines.programs", name, *arguments]
         environment = ray_environment() | {"RAY_ADDRESS": ray_address(self._lab)}
         (self._lab.directory / "client.log").touch()
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}

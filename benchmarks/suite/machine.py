@@ -1,11 +1,15 @@
-"""Where a measurement was taken: the versions of the software, and the machine."""
+"""The surroundings of a measurement: versions, the machine, directories, and the Ray cluster of a benchmark."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -68,3 +72,39 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    """Give a directory for input and checkpoints."""
+    with tempfile.TemporaryDirectory(prefix="statestore-bench-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextmanager
+def own_ray(cpus: int, object_store_memory: int = 200 << 20) -> Iterator[None]:
+    """Start Ray on this machine alone, for ``init_spark`` to join; all of it ends afterwards.
+
+    ``object_store_memory`` is in bytes. A small value is enough, because streams have no objects; Ray's default is 30 %
+    of the memory.
+    """
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            namespace="statestore",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            include_dashboard=False,
+            object_store_memory=object_store_memory,
+            _temp_dir=directory,
+            # Executors and hosts run as they do without Ray, not with its niceness of 15.
+            _system_config={"worker_niceness": 0},
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)

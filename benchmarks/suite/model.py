@@ -1,20 +1,25 @@
-"""The measurements of a comparison, as plain data that goes to JSON and back.
+"""The data of the suite: measurements and their JSON, ratios and targets, and the definition of a comparison.
 
-A ``Result`` is what is kept of one comparison in ``results/<comparison>.json``: one ``Part`` for each environment that
-it ran in. A part has cases; a case is one piece of work that several contestants did in turns.
+A ``Result`` is what ``results/<comparison>.json`` keeps of one comparison: a ``Part`` for each environment that it ran
+in. A part has cases; a case is one piece of work that several contestants did in turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+if TYPE_CHECKING:
+    from suite.runner import Steps
+
+T = TypeVar("T")
 FORMAT = 1
 Size = dict[str, Any]
 """The sizes of a run: names of quantities, and their values."""
@@ -141,3 +146,277 @@ def _rounded(value: float) -> float:
 def _short_lists(text: str) -> str:
     """Return JSON text with each list of numbers on one line."""
     return NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
+# -- ratios and targets
+
+SLOWER = 1.5
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the least and the greatest of its values."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Return the spread of one value per turn."""
+        return Spread(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{amount(self.median)} ({amount(self.low)} to {amount(self.high)})"
+
+
+def amount(value: float) -> str:
+    """Return a figure in three digits."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit that the project has set itself.
+
+    - "ratio": how many times as fast ``contestant`` is as ``against``;
+    - "difference": its figure minus that of ``against``;
+    - "growth": its figure in ``case`` divided by that in the case ``since``;
+    - "value": its figure.
+
+    ``at_least`` says whether ``limit`` is the least or the most that is right.
+    """
+
+    what: str
+    case: str
+    contestant: str
+    limit: float
+    kind: Literal["ratio", "difference", "growth", "value"] = "ratio"
+    against: str = ""
+    since: str = ""
+    at_least: bool = False
+    environment: str = "venv"
+    unit: str = ""
+
+    @staticmethod
+    def times(what: str, case: str, contestant: str, limit: float, against: str, environment: str = "venv") -> Target:
+        """Return the target that a contestant is at least so many times as fast as another."""
+        return Target(what, case, contestant, limit, against=against, at_least=True, environment=environment)
+
+    @staticmethod
+    def at_most(
+        what: str, case: str, contestant: str, limit: float, unit: str = "", environment: str = "venv"
+    ) -> Target:
+        """Return the target that a contestant's figure is at most so large."""
+        return Target(what, case, contestant, limit, "value", unit=unit, environment=environment)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A target, its measured value (None: not measured), and whether that is enough."""
+
+    target: Target
+    found: Spread | None
+    reached: bool | None
+
+
+def ratio(case: Case, contestant: str, other: str) -> Spread:
+    """Return how many times as fast ``contestant`` is as ``other``, turn by turn."""
+    ours, theirs = case.figures(contestant), case.figures(other)
+    pairs = list(zip(ours, theirs, strict=False))
+    return Spread.of([o / t if case.more_is_better else t / o for o, t in pairs])
+
+
+def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
+    """Return the ratios of each of our contestants to each other one, in every case."""
+    for case in part.cases:
+        for ours in case.turns:
+            for other in case.turns:
+                if part.contestants[ours].is_ours and not part.contestants[other].is_ours:
+                    yield case, ours, other, ratio(case, ours, other)
+
+
+def judge(target: Target, part: Part | None) -> Judged:
+    """Judge by the median whether a target is reached."""
+    found = None if part is None else _found(target, part)
+    if found is None:
+        return Judged(target, None, None)
+    reached = found.median >= target.limit if target.at_least else found.median <= target.limit
+    return Judged(target, found, reached)
+
+
+def _found(target: Target, part: Part) -> Spread | None:
+    case = part.case(target.case)
+    if case is None or target.contestant not in case.turns:
+        return None
+    if target.kind == "value":
+        return Spread.of(case.figures(target.contestant))
+    if target.kind == "growth":
+        since = part.case(target.since)
+        if since is None or target.contestant not in since.turns:
+            return None
+        return _growth(since.figures(target.contestant), case.figures(target.contestant))
+    if target.against not in case.turns:
+        return None
+    if target.kind == "ratio":
+        return ratio(case, target.contestant, target.against)
+    pairs = zip(case.figures(target.contestant), case.figures(target.against), strict=False)
+    return Spread.of([ours - theirs for ours, theirs in pairs])
+
+
+def _growth(before: list[float], after: list[float]) -> Spread:
+    """Return ratios to the median of earlier turns, as these turns are not close in time."""
+    usual = statistics.median(before)
+    return Spread.of([value / usual for value in after])
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A ratio that has become worse than noise explains."""
+
+    comparison: str
+    environment: str
+    case: str
+    contestant: str
+    other: str
+    kept: Spread
+    now: Spread
+
+    @property
+    def times(self) -> float:
+        """Return how many times slower it is, relative to the other contestant."""
+        return self.kept.median / self.now.median
+
+
+def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
+    """Return what has become ``times`` slower than the kept result, relative to the contestant of the comparison.
+
+    A ratio is slower only if the new median is below all kept ratios, and all new ratios are below the kept median: a
+    difference within the spread of either run is noise. Parts that failed, are not kept, or had other sizes are
+    ignored.
+    """
+    found = []
+    for environment, part in now.parts.items():
+        old = kept.parts.get(environment)
+        if old is None or old.failure or part.failure or old.size != part.size:
+            continue
+        before = {(case.name, ours, other): spread for case, ours, other, spread in ratios(old)}
+        for case, ours, other, spread in ratios(part):
+            was = before.get((case.name, ours, other))
+            if was is not None and _is_slower(was, spread, times):
+                found.append(Slower(now.comparison, environment, case.name, ours, other, was, spread))
+    return found
+
+
+def in_both(first: list[Slower], second: list[Slower]) -> list[Slower]:
+    """Return what two runs found slower, as the second measured it: a busy moment does not come twice in one place."""
+    places = {(s.comparison, s.environment, s.case, s.contestant, s.other) for s in first}
+    return [s for s in second if (s.comparison, s.environment, s.case, s.contestant, s.other) in places]
+
+
+def _is_slower(kept: Spread, now: Spread, times: float) -> bool:
+    return now.median * times <= kept.median and now.median < kept.low and now.high < kept.median
+
+
+# -- the definition of a comparison
+
+VENV, VENV42 = "venv", "venv42"
+ENVIRONMENTS = {VENV: "Spark 3.5", VENV42: "Spark 4.2"}
+Kind = Literal["smoke", "full"]
+
+
+@dataclass
+class Measured:
+    """The measurements of ``run``. Notes are sentences for the report: how results were compared, cases left out."""
+
+    contestants: dict[str, Contestant] = field(default_factory=dict)
+    cases: list[Case] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a comparison's own, in place of one line for each case and contestant: its heading, and its lines."""
+
+    heading: Sequence[str]
+    lines: Callable[[Part], Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of the suite.
+
+    ``run`` gets a size and a place to report its steps to. It runs in its own process, with the interpreter of one of
+    ``environments``. It lets its contestants take turns, and raises unless their results are equal, before it returns a
+    figure.
+
+    ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is
+    how long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
+    ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all. ``table`` shows
+    the cases in the comparison's own way; a page of the docs can take the table from ``RESULTS.md`` by the marks around
+    it.
+    """
+
+    name: str
+    title: str
+    about: str
+    run: Callable[[Size, Steps], Measured]
+    sizes: Mapping[Kind, Size]
+    minutes: Mapping[Kind, float]
+    environments: tuple[str, ...] = (VENV,)
+    targets: tuple[Target, ...] = ()
+    in_smoke: bool = True
+    picture: Literal["bars", "lines", ""] = ""
+    x_label: str = ""
+    command: str = ""
+    table: Table | None = None
+
+    def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:
+        """Return the environments of a run: the wanted one if it has it; else all, or in a smoke run the first."""
+        if wanted is not None:
+            return [e for e in self.environments if e == wanted]
+        return list(self.environments if kind == "full" else self.environments[:1])
+
+    def size(self, kind: Kind, given: Mapping[str, str | list[str]]) -> Size:
+        """Return the quantities of a run of this kind, with given quantities (as text) in place of the usual ones.
+
+        Raises ``ValueError`` for a quantity that is unknown or cannot be read.
+        """
+        size = dict(self.sizes[kind])
+        for name, text in given.items():
+            if name not in size:
+                raise ValueError(f"{self.name} has no size {name!r}; it has {', '.join(size)}.")
+            size[name] = _read(name, size[name], text)
+        return size
+
+
+def _read(name: str, usual: Any, text: str | list[str]) -> Any:
+    """Read a value of the type of the usual one."""
+    if isinstance(usual, (list, tuple)):
+        kind = type(usual[0]) if usual else str
+        values = text if isinstance(text, list) else text.split(",")
+        return [_number(name, kind, value) for value in values]
+    if isinstance(text, list):
+        raise ValueError(f"--{name} takes one value, not {' '.join(text)!r}.")
+    if isinstance(usual, bool):
+        if text not in ("true", "false"):
+            raise ValueError(f"--{name} is true or false, not {text!r}.")
+        return text == "true"
+    return _number(name, type(usual), text)
+
+
+def _number(name: str, kind: type, text: str) -> Any:
+    try:
+        return kind(text.replace("_", "") if kind is not str else text)
+    except ValueError as error:
+        raise ValueError(f"--{name} takes a value like {kind.__name__}, not {text!r}.") from error
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Return the items in the order of a turn: each turn begins with another one."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from suite import svg
-from suite.comparison import ENVIRONMENTS, Comparison
-from suite.model import Case, Contestant, Part, Result
-from suite.ratios import Judged, Slower, Spread, judge, ratio
-from suite.svg import amount
-from suite.whole_run import WholeRun
+from suite.model import (
+    ENVIRONMENTS,
+    Case,
+    Comparison,
+    Contestant,
+    Judged,
+    Part,
+    Result,
+    Slower,
+    Spread,
+    amount,
+    judge,
+    ratio,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WHOLE_RUN = "whole-run.json"
 
 HEAD = """# Results
 
@@ -22,6 +40,8 @@ median of a contestant's turns, a ratio the median of the ratios turn by turn, w
 brackets. "Times as fast" is above 1 where ours is faster. No figure is given unless the results of all contestants
 were equal.
 """
+OURS, OTHERS, INK = "#1f6fb2", "#9aa5b1", "#24292f"
+MAX_LINEAR_RATIO = 30
 PIECES = (
     "The parts were measured at different times: each has its date and its commit. `make bench` makes all in one go."
 )
@@ -56,8 +76,8 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
 def in_words(slower: Sequence[Slower]) -> list[str]:
     """Return a sentence for each thing that has become slower."""
     return [
-        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {_spread(s.kept)} times as "
-        f"fast as {s.other}, and is {_spread(s.now)}: {s.times:.1f} times slower than kept."
+        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {s.kept} times as "
+        f"fast as {s.other}, and is {s.now}: {s.times:.1f} times slower than kept."
         for s in slower
     ]
 
@@ -81,7 +101,7 @@ def _limit(judged: Judged) -> str:
 
 
 def _found(judged: Judged) -> str:
-    return "not measured" if judged.found is None else f"{_spread(judged.found)}{_unit(judged)}"
+    return "not measured" if judged.found is None else f"{judged.found}{_unit(judged)}"
 
 
 def _unit(judged: Judged) -> str:
@@ -175,12 +195,12 @@ def _has_ours(part: Part, other: str) -> bool:
 def _against(part: Part, case: Case, name: str, other: str) -> str:
     if name == other or other not in case.turns or not part.contestants[name].is_ours:
         return ""
-    return _spread(ratio(case, name, other))
+    return str(ratio(case, name, other))
 
 
 def _settings(contestants: Mapping[str, Contestant]) -> str:
     rows = [
-        (name, c.label, ", ".join(f"`{k}={v}`" if v else f"`{k}`" for k, v in c.settings.items()) or "as it comes")
+        (name, c.label, ", ".join(f"`{k}={v}`" if v else f"`{k}`" for k, v in c.settings.items()) or "defaults")
         for name, c in contestants.items()
     ]
     return _table(("contestant", "what it is", "settings"), rows)
@@ -233,43 +253,111 @@ def _plot_name(comparison: Comparison, part: Part) -> str:
 
 
 def _picture(comparison: Comparison, part: Part) -> str:
+    """Return the plot of a part as SVG; "" if it has none."""
     where = f", {ENVIRONMENTS[part.environment]}" if len(comparison.environments) > 1 else ""
     title = f"{comparison.title}{where}"
     if comparison.picture == "lines":
-        return _lines(title, comparison, part)
+        cases = [case for case in part.cases if case.x is not None]
+        if len({case.x for case in cases}) < 2:
+            return ""
+        points: dict[str, list[tuple[float, Spread]]] = {}
+        for case in cases:
+            for name in case.turns:
+                label = f"{name}, {case.curve}" if case.curve else name
+                points.setdefault(label, []).append((case.x or 0.0, Spread.of(case.figures(name))))
+        return lines(title, cases[0].unit, comparison.x_label, points)
     # Figures of different units have no axis in common; the first is what the comparison is about.
-    units = [case.unit for case in part.cases]
-    if comparison.picture != "bars" or not units:
-        return ""
-    cases = [case for case in part.cases if case.unit == units[0]]
-    shown = [
-        svg.Bar(
-            case.name if len(cases) > 1 else "", name, Spread.of(case.figures(name)), part.contestants[name].is_ours
-        )
-        for case in cases
-        for name in case.turns
-    ]
-    return svg.bars(title, units[0], shown)
+    cases = [case for case in part.cases if case.unit == part.cases[0].unit]
+    return bars(title, cases, part.contestants) if comparison.picture == "bars" and cases else ""
 
 
-def _lines(title: str, comparison: Comparison, part: Part) -> str:
-    points: dict[str, list[tuple[float, Spread]]] = {}
-    cases = [case for case in part.cases if case.x is not None]
-    if len({case.x for case in cases}) < 2:
-        return ""
+def bars(title: str, cases: Sequence[Case], contestants: Mapping[str, Contestant]) -> str:
+    """Draw a horizontal bar with its spread for each contestant of each case, and return the SVG."""
+    figures = [(case, name, Spread.of(case.figures(name))) for case in cases for name in case.turns]
+    axes = _axes(title, 1.2 + 0.3 * (len(figures) + len(cases)))
+    place = 0.0
+    ticks, labels = [], []
     for case in cases:
+        if len(cases) > 1:
+            axes.text(0, place, f" {case.name}", transform=axes.get_yaxis_transform(), weight="bold", va="center")
+            place += 1
         for name in case.turns:
-            label = f"{name}, {case.curve}" if case.curve else name
-            points.setdefault(label, []).append((case.x or 0.0, Spread.of(case.figures(name))))
-    shown = [svg.Line(label, tuple(places)) for label, places in points.items()]
-    return svg.lines(title, cases[0].unit, comparison.x_label, shown)
+            s = Spread.of(case.figures(name))
+            axes.barh(place, s.median, color=OURS if contestants[name].is_ours else OTHERS)
+            axes.hlines(place, s.low, s.high, color=INK)
+            axes.annotate(
+                amount(s.median), (max(s.high, s.median), place), (5, 0), textcoords="offset points", va="center"
+            )
+            ticks.append(place)
+            labels.append(name)
+            place += 1
+    axes.set_yticks(ticks, labels)
+    axes.set_ylim(place - 0.4, -0.6)
+    axes.margins(x=0.12)
+    is_log = _scale(axes.set_xscale, [s for *_, s in figures])
+    axes.set_xlabel(_axis_label(cases[0].unit, is_log))
+    return _svg(axes)
+
+
+def lines(
+    title: str, unit: str, x_label: str, points: Mapping[str, Sequence[tuple[float, Spread]]], *, is_time: bool = False
+) -> str:
+    """Draw a line with spreads for each label over a logarithmic x axis, and return the SVG.
+
+    With ``is_time`` the x axis is linear from zero, and figures are single values without a spread.
+    """
+    axes = _axes(title, 4.0)
+    for label, places in points.items():
+        xs, spreads = zip(*sorted(places), strict=True)
+        (line,) = axes.plot(xs, [s.median for s in spreads], marker=None if is_time else "o", label=label)
+        if not is_time:
+            axes.vlines(xs, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color())
+    is_log = _scale(axes.set_yscale, [s for places in points.values() for _, s in places])
+    if is_time:
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xscale("log")
+        xs = sorted({x for places in points.values() for x, _ in places})
+        axes.set_xticks(xs, [amount(x) for x in xs])
+        axes.minorticks_off()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(unit if is_time and not is_log else _axis_label(unit, is_log))
+    axes.legend()
+    return _svg(axes)
+
+
+def _axes(title: str, height: float) -> Axes:
+    from matplotlib.figure import Figure  # only the parent of the suite draws, and the measured programs do not need it
+
+    axes: Axes = Figure(figsize=(9, height), layout="constrained").add_subplot()
+    axes.set_title(title, loc="left", weight="bold")
+    return axes
+
+
+def _scale(set_scale: Any, spreads: Sequence[Spread]) -> bool:
+    """Make an axis logarithmic if its figures differ more than 30 times; return whether it is."""
+    medians = [s.median for s in spreads]
+    is_log = min(s.low for s in spreads) > 0 and max(medians) > MAX_LINEAR_RATIO * min(medians)
+    if is_log:
+        set_scale("log")
+    return is_log
+
+
+def _axis_label(unit: str, is_log: bool) -> str:
+    return f"{unit}, medians, with minimum and maximum{'; logarithmic scale' if is_log else ''}"
+
+
+def _svg(axes: Axes) -> str:
+    """Return the figure as SVG with text as text. The same data gives the same bytes."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "statestore"}):
+        axes.figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
 # -- Markdown ------------------------------------------------------------------------------------
-
-
-def _spread(spread: Spread) -> str:
-    return f"{amount(spread.median)} ({amount(spread.low)} to {amount(spread.high)})"
 
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -279,3 +367,49 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+# -- the record of the last run of all comparisons
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run of all comparisons: its begin, commit and seconds, and the comparisons measured again afterwards.
+
+    ``again`` has names of comparisons with their environments, such as ``throughput on Spark 3.5``.
+    """
+
+    began: str
+    commit: str
+    seconds: float
+    again: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """Return the sentence about the run in ``RESULTS.md``."""
+        minutes = round(self.seconds / 60)
+        took = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+        again = f" Measured again since: {', '.join(self.again)}; each part has its date and commit." * bool(self.again)
+        return f"Made in one go on {self.began} (UTC), commit {self.commit}, in {took}.{again}"
+
+    @staticmethod
+    def load(directory: Path) -> WholeRun | None:
+        """Return the record; None if the kept results were not made in one go."""
+        path = directory / WHOLE_RUN
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text())
+        return WholeRun(**{**data, "again": tuple(data["again"])})
+
+    def save(self, directory: Path) -> None:
+        (directory / WHOLE_RUN).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def remove(directory: Path) -> None:
+        """Remove the record, because another run begins."""
+        (directory / WHOLE_RUN).unlink(missing_ok=True)
+
+    @staticmethod
+    def record_again(directory: Path, parts: Collection[str]) -> None:
+        """Add parts that have been measured again to the record, if there is one."""
+        if (run := WholeRun.load(directory)) is not None:
+            replace(run, again=tuple(dict.fromkeys((*run.again, *parts)))).save(directory)

@@ -49,20 +49,20 @@ def list_command(base: str, storage_option: Option = None, as_json: AsJson = Fal
     """
     from spark_bridge.session.savepoints import list_savepoints
 
-    found = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
+    savepoints = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
     if as_json:
-        typer.echo(json_line([_plain(info) for info in found]))
+        typer.echo(json_line([_plain(info) for info in savepoints]))
         return
     table = Table(box=None, padding=(0, 2))
     for heading in ("path", "query", "version", "rows", "bytes"):
         table.add_column(heading, overflow="fold")
-    for info in found:
-        made = info.metadata
-        if made is None:
+    for info in savepoints:
+        metadata = info.metadata
+        if metadata is None:
             table.add_row(info.path, f"damaged: {info.damage}")
         else:
-            name = made.query_name or made.query_id
-            table.add_row(info.path, name, str(made.version), f"{info.rows:,}", f"{info.size:,}")
+            name = metadata.query_name or metadata.query_id
+            table.add_row(info.path, name, str(metadata.version), f"{info.rows:,}", f"{info.size:,}")
     Console().print(table)
 
 
@@ -88,23 +88,24 @@ def describe(
             return SavepointInfo(path, None, str(error))
 
     info = or_exit(described)
-    made = info.metadata
+    metadata = info.metadata
     if as_json:
         typer.echo(json_line(_plain(info)))
-    elif made is None:
+    elif metadata is None:
         complain(str(info.damage))
-    if made is None:
+    if metadata is None:
         raise typer.Exit(FOUND)
     if as_json:
         return
     console = Console()
     console.print(
-        f"Savepoint {made.checkpoint_id} of query {made.query_name or made.query_id} at {info.path}", soft_wrap=True
+        f"Savepoint {metadata.checkpoint_id} of query {metadata.query_name or metadata.query_id} at {info.path}",
+        soft_wrap=True,
     )
     console.print(
-        f"State after batch {made.batch_id} (version {made.version}), {info.rows:,} rows, {info.size:,} bytes"
+        f"State after batch {metadata.batch_id} (version {metadata.version}), {info.rows:,} rows, {info.size:,} bytes"
     )
-    for operator in made.operators:
+    for operator in metadata.operators:
         for variable in operator.variables:
             console.print(
                 f"  {operator.name}/{variable.name}: {variable.rows:,} rows, {operator.num_partitions} partitions, "
@@ -170,16 +171,16 @@ def restore(
 
 def _plain(info: SavepointInfo) -> dict[str, Any]:
     """Return the description of a savepoint for people, without the names of its files."""
-    made = info.metadata
-    if made is None:
+    metadata = info.metadata
+    if metadata is None:
         return {"path": info.path, "damage": info.damage}
     return {
         "path": info.path,
-        "checkpoint_id": made.checkpoint_id,
-        "query_id": made.query_id,
-        "query_name": made.query_name,
-        "version": made.version,
-        "batch_id": made.batch_id,
+        "checkpoint_id": metadata.checkpoint_id,
+        "query_id": metadata.query_id,
+        "query_name": metadata.query_name,
+        "version": metadata.version,
+        "batch_id": metadata.batch_id,
         "rows": info.rows,
         "bytes": info.size,
         "operators": [
@@ -189,7 +190,7 @@ def _plain(info: SavepointInfo) -> dict[str, Any]:
                 "backend": o.backend,
                 "variables": [{"name": v.name, "rows": v.rows} for v in o.variables],
             }
-            for o in made.operators
+            for o in metadata.operators
         ],
     }
 
@@ -285,26 +286,26 @@ def files(
     with errors_explained():
         place = find_state(checkpoint, state_location, options_of(storage_option))
         versions = StateVersions.look(place, passes_over_damage=True)
-        found = stored_files(versions, version)
-    show(lambda: to_plain(found), lambda: _files_view(found), as_json=as_json)
+        files_in_use = stored_files(versions, version)
+    show(lambda: to_plain(files_in_use), lambda: _files_view(files_in_use), as_json=as_json)
     for what in versions.damages.values():
         complain(what)
     if versions.damages:
         raise typer.Exit(DAMAGED)
 
 
-def _files_view(found: list[StoredFile]) -> RenderableType:
+def _files_view(files: list[StoredFile]) -> RenderableType:
     def kept(file: StoredFile) -> str:
         most = 3
         more = len(file.kept_by) - most
         return ", ".join(file.kept_by[:most]) + (f" and {more} more" if more > 0 else "") or file.why
 
-    rows = ((f.path, f.kind, number(f.size), f.version, kept(f)) for f in found)
+    rows = ((f.path, f.kind, number(f.size), f.version, kept(f)) for f in files)
     sums: Counter[str] = Counter()
-    for file in found:
+    for file in files:
         sums[file.kind] += file.size
-    counts = Counter(file.kind for file in found)
-    unneeded = [file for file in found if not file.kept_by]
+    counts = Counter(file.kind for file in files)
+    unneeded = [file for file in files if not file.kept_by]
     return Group(
         filled(rows, "path", "kind", "bytes", "version", "kept by"),
         filled(((k, number(counts[k]), size(sums[k])) for k in sorted(sums)), "kind", "files", "size", title="All"),
@@ -337,13 +338,17 @@ def verify(
             # The newest manifest: without it, the files of each version are unknown.
             raise _unreadable(str(error), [], as_json) from error
         try:
-            found = _verified(versions, version, rows, as_json)
+            verification = _verified(versions, version, rows, as_json)
         except (DamagedFileError, VersionNotFoundError) as error:
             if not versions.damages:
                 raise
             raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
-    show(lambda: {**to_plain(found), "is_sound": found.is_sound}, lambda: _verified_view(found), as_json=as_json)
-    if not found.is_sound:
+    show(
+        lambda: {**to_plain(verification), "is_sound": verification.is_sound},
+        lambda: _verified_view(verification),
+        as_json=as_json,
+    )
+    if not verification.is_sound:
         raise typer.Exit(FOUND)
 
 
@@ -370,26 +375,31 @@ def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
     return typer.Exit(FOUND)
 
 
-def _verified_view(found: Verification) -> RenderableType:
+def _verified_view(verification: Verification) -> RenderableType:
     lines: list[Any] = [
         Text(d.what if d.partition is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
-        for d in found.damages
+        for d in verification.damages
     ]
-    read = f"Read {number(found.files)} files of version {found.version}, {size(found.nbytes)}"
-    if found.rows is not None:
-        read += f", {number(found.rows)} rows"
-    if found.is_sound:
+    read = f"Read {number(verification.files)} files of version {verification.version}, {size(verification.nbytes)}"
+    if verification.rows is not None:
+        read += f", {number(verification.rows)} rows"
+    if verification.is_sound:
         lines.append(Text(f"{read}: all are as they were written."))
-    elif found.lost:
+    elif verification.lost:
         lines.append(
-            Text(f"{read}. Version {found.version} cannot be loaded: {', '.join(found.lost)}.", style="bold red")
+            Text(
+                f"{read}. Version {verification.version} cannot be loaded: {', '.join(verification.lost)}.",
+                style="bold red",
+            )
         )
-    elif all(d.operator is None for d in found.damages):
+    elif all(d.operator is None for d in verification.damages):
         lines.append(
             Text(f"{read}: these match their checksums. Other versions or the query's start need the damaged files.")
         )
     else:
-        lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
+        lines.append(
+            Text(f"{read}. Version {verification.version} can still be loaded, by older snapshots and changelogs.")
+        )
     return Group(*lines)
 
 

@@ -83,10 +83,10 @@ def drain(
             _say({"node_id": node_id, "drained": False}, f"{node} takes hosts again.", as_json)
             return
         store.drain(node_id)
-        left = _await_none(namespace, coordinator, node_id, timeout)
-    plain = {"node_id": node_id, "drained": not left, "hosts_left": left}
-    if left:
-        _say(plain, f"{left} hosts are still on {node}; see statestore status.", as_json)
+        remaining_hosts = _await_none(namespace, coordinator, node_id, timeout)
+    plain = {"node_id": node_id, "drained": not remaining_hosts, "hosts_left": remaining_hosts}
+    if remaining_hosts:
+        _say(plain, f"{remaining_hosts} hosts are still on {node}; see statestore status.", as_json)
         raise typer.Exit(FOUND)
     _say(plain, f"No host is left on {node}; the machine may be removed.", as_json)
 
@@ -101,9 +101,9 @@ def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
     """Wait until a node has no hosts, or ``timeout`` seconds; return how many it has."""
     deadline = time.monotonic() + timeout
-    while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
+    while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
         time.sleep(DRAIN_POLL_SECONDS)
-    return left
+    return remaining_hosts
 
 
 def _named(node: str) -> str:
@@ -118,13 +118,15 @@ def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     Raises ``EnvironmentProblemError`` if none or several do.
     """
     alive = [n for n in nodes if n["Alive"]]
-    found = [n for n in alive if node in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])]
-    found = found or [n for n in alive if len(node) >= 6 and n["NodeID"].startswith(node)]
-    if len(found) != 1:
-        there = ", ".join(f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']}, {n['NodeID']})" for n in alive)
-        how_many = "Several nodes are" if found else "No living node of Ray is"
-        raise EnvironmentProblemError(f"{how_many} named {node!r}; give an address, a host name or an id of: {there}.")
-    return str(found[0]["NodeID"])
+    matches = [n for n in alive if node in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])]
+    matches = matches or [n for n in alive if len(node) >= 6 and n["NodeID"].startswith(node)]
+    if len(matches) != 1:
+        alive_nodes = ", ".join(f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']}, {n['NodeID']})" for n in alive)
+        how_many = "Several nodes are" if matches else "No living node of Ray is"
+        raise EnvironmentProblemError(
+            f"{how_many} named {node!r}; give an address, a host name or an id of: {alive_nodes}."
+        )
+    return str(matches[0]["NodeID"])
 
 
 def _hosts_on(namespace: str, name: str, node_id: str) -> int:
@@ -153,18 +155,16 @@ UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+)([smhdw])")
 
 app = typer.Typer(
-    name="token",
-    help="Issue, list and revoke tokens of clients and people outside.",
-    no_args_is_help=True,
+    name="token", help="Issue, list and revoke tokens of clients and people outside.", no_args_is_help=True
 )
 
 
 def seconds_of(duration: str) -> float:
     """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
-    found = _DURATION.fullmatch(duration.strip())
-    if found is None:
+    match = _DURATION.fullmatch(duration.strip())
+    if match is None:
         raise typer.BadParameter(f"{duration!r} is not a duration; write a number and s, m, h, d or w, such as 30d")
-    return float(int(found[1]) * UNIT_SECONDS[found[2]])
+    return float(int(match[1]) * UNIT_SECONDS[match[2]])
 
 
 @app.command()
@@ -421,10 +421,10 @@ def _serve_cluster(source: Source, place: _Place) -> None:
     calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call)
 
-    known = KnownCheckpoints()
+    checkpoints = KnownCheckpoints()
 
     def overview() -> Overview:
-        return cluster_overview(namespace, coordinator, UI_OVERVIEW_SECONDS, known)
+        return cluster_overview(namespace, coordinator, UI_OVERVIEW_SECONDS, checkpoints)
 
     def connect() -> QueryableStateClient:
         return QueryableStateClient.connect(namespace, coordinator, tls=source.tls, timeout=CLIENT_SECONDS)
@@ -507,20 +507,20 @@ def install(
 
     Example: statestore grafana install /var/lib/grafana/dashboards/ray
     """
-    given = os.environ.get(DIRECTORY_VARIABLE) if directory is None else str(directory)
-    if not given:
+    configured = os.environ.get(DIRECTORY_VARIABLE) if directory is None else str(directory)
+    if not configured:
         complain(
             f"Where does Grafana look? Name the directory, or set {DIRECTORY_VARIABLE} as for 'ray start': the "
             "directory must outlive Ray's session."
         )
         raise typer.Exit(FAILED)
-    if not Path(given).is_dir():
-        complain(f"{given} is not a directory. Create it, and give it to Grafana's provisioning of dashboards.")
+    if not Path(configured).is_dir():
+        complain(f"{configured} is not a directory. Create it, and give it to Grafana's provisioning of dashboards.")
         raise typer.Exit(FAILED)
     try:
-        path = written(Path(given))
+        path = written(Path(configured))
     except OSError as error:
-        complain(f"The dashboard could not be written to {given}: {error}")
+        complain(f"The dashboard could not be written to {configured}: {error}")
         raise typer.Exit(FAILED) from error
     typer.echo(json_line({"path": str(path)}) if as_json else f"Written: {path}")
 

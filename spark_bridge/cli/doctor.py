@@ -94,8 +94,8 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
         remedy = "Anyone who reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
         yield Check(CLUSTER_AREA, "ray-token", WARNING, "RAY_AUTH_MODE is disabled.", remedy)
     else:
-        found = "RAY_AUTH_MODE is not set and there is no token: a cluster that is started here makes one."
-        yield Check(CLUSTER_AREA, "ray-token", OK, found)
+        message = "RAY_AUTH_MODE is not set and there is no token: a cluster that is started here makes one."
+        yield Check(CLUSTER_AREA, "ray-token", OK, message)
 
 
 def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Iterator[Check]:
@@ -134,19 +134,19 @@ def _asked_nodes() -> list[dict[str, Any]]:
             asked[probe.options(scheduling_strategy=strategy).remote(PACKAGES)] = node["NodeManagerAddress"]
     # A first answer may wait for a process; the clock is read after that.
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_SECONDS)
-    found: list[dict[str, Any]] = []
+    nodes_info: list[dict[str, Any]] = []
     for answer, ip in asked.items():
         if answer not in ready:
-            found.append({"ip": ip, "failure": f"no answer within {NODE_SECONDS:.0f} s"})
+            nodes_info.append({"ip": ip, "failure": f"no answer within {NODE_SECONDS:.0f} s"})
             continue
         try:
             said = ray.get(answer)
         except ray.exceptions.RayError as error:
-            found.append({"ip": ip, "failure": str(error).splitlines()[0]})
+            nodes_info.append({"ip": ip, "failure": str(error).splitlines()[0]})
             continue
         strategy = NodeAffinitySchedulingStrategy(said["node_id"], soft=False)
-        found.append({"ip": ip, **said, "skew": _skew(probe, strategy)})
-    return found
+        nodes_info.append({"ip": ip, **said, "skew": _skew(probe, strategy)})
+    return nodes_info
 
 
 def said_of_node(packages: Sequence[str]) -> dict[str, Any]:
@@ -168,9 +168,9 @@ def _skew(probe: Any, strategy: Any) -> float:
     import ray
 
     begun = time.time()
-    there: float = ray.get(probe.options(scheduling_strategy=strategy).remote(()), timeout=NODE_SECONDS)["time"]
+    remote_time: float = ray.get(probe.options(scheduling_strategy=strategy).remote(()), timeout=NODE_SECONDS)["time"]
     ended = time.time()
-    return there - ended if there > ended else min(0.0, there - begun)
+    return remote_time - ended if remote_time > ended else min(0.0, remote_time - begun)
 
 
 def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
@@ -196,8 +196,10 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
             yield Check(CLUSTER_AREA, name, ERROR, "; ".join(other), "Install the same versions on all machines.")
         if abs(node["skew"]) > MAX_SKEW_SECONDS:
             wrong += 1
-            found = f"Its clock is {node['skew']:+.1f} s from this machine's."
-            yield Check(CLUSTER_AREA, f"clock of {node['ip']}", WARNING, found, "Let all machines follow NTP (chrony).")
+            message = f"Its clock is {node['skew']:+.1f} s from this machine's."
+            yield Check(
+                CLUSTER_AREA, f"clock of {node['ip']}", WARNING, message, "Let all machines follow NTP (chrony)."
+            )
     if not wrong:
         yield Check(CLUSTER_AREA, "nodes", OK, f"{count} nodes answer, with the versions and the time of this machine.")
 
@@ -281,7 +283,7 @@ def package_checks() -> Iterator[Check]:
         version = installed(needed.name)
         if version is None or not needed.specifier.contains(version, prereleases=True):
             wrong.append(f"{needed.name} {version or 'is missing'} (needed: {needed.specifier or 'any version'})")
-    known = ", ".join(f"{name} {installed(name)}" for name in (PACKAGE, "ray", "pyspark", "raydp", "pyarrow"))
+    versions = ", ".join(f"{name} {installed(name)}" for name in (PACKAGE, "ray", "pyspark", "raydp", "pyarrow"))
     if wrong:
         yield Check(
             MACHINE_AREA,
@@ -291,7 +293,7 @@ def package_checks() -> Iterator[Check]:
             f"Install them: pip install --upgrade '{PACKAGE}[cluster,spark]'.",
         )
     else:
-        yield Check(MACHINE_AREA, "packages", OK, known)
+        yield Check(MACHINE_AREA, "packages", OK, versions)
     yield from pair_checks(installed("pyspark") or "", installed("raydp") or "")
 
 
@@ -323,30 +325,30 @@ def java_check() -> Iterator[Check]:
     try:
         yield Check(MACHINE_AREA, "java", OK, f"Java at {ensure_java()}")
     except EnvironmentProblemError as error:
-        found, _, remedy = str(error).partition(". ")
-        yield Check(MACHINE_AREA, "java", ERROR, f"{found}.", remedy)
+        message, _, remedy = str(error).partition(". ")
+        yield Check(MACHINE_AREA, "java", ERROR, f"{message}.", remedy)
 
 
 def disk_check() -> Iterator[Check]:
     """Check whether the temporary directory has room."""
     where = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(where).free
-    found = f"{where} has {free / (1 << 30):.1f} GiB free."
+    message = f"{where} has {free / (1 << 30):.1f} GiB free."
     if free < MIN_FREE:
-        yield Check(MACHINE_AREA, "disk", WARNING, found, "Free some space, or let RAY_TMPDIR name a larger disk.")
+        yield Check(MACHINE_AREA, "disk", WARNING, message, "Free some space, or let RAY_TMPDIR name a larger disk.")
     else:
-        yield Check(MACHINE_AREA, "disk", OK, found)
+        yield Check(MACHINE_AREA, "disk", OK, message)
 
 
-def spark_checks(given: Mapping[str, str]) -> Iterator[Check]:
+def spark_checks(spark_settings: Mapping[str, str]) -> Iterator[Check]:
     """Check which settings of Spark harm stateful queries. ``given`` override those of spark-defaults.conf."""
     file = _defaults_file()
-    settings = {**({} if file is None else defaults_of(file.read_text(encoding="utf-8"))), **given}
+    settings = {**({} if file is None else defaults_of(file.read_text(encoding="utf-8"))), **spark_settings}
     wrong = list(_wrong_settings(settings))
     yield from wrong
     if not wrong:
-        found = "No setting of Spark harms state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
-        yield Check("spark", "settings", OK, found)
+        message = "No setting of Spark harms state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
+        yield Check("spark", "settings", OK, message)
 
 
 def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
@@ -382,13 +384,13 @@ def _defaults_file() -> Path | None:
 
 def defaults_of(text: str) -> dict[str, str]:
     """Return the settings of a spark-defaults.conf: a name, then white space or =, then the value."""
-    found = {}
+    defaults = {}
     for raw in text.splitlines():
         line = raw.strip()
         if line and not line.startswith("#"):
             name, *value = re.split(r"\s*=\s*|\s+", line, maxsplit=1)
-            found[name] = value[0].strip() if value else ""
-    return found
+            defaults[name] = value[0].strip() if value else ""
+    return defaults
 
 
 # Checks of storage: whether it creates files only if they are absent, shows written files at once, and how slow it is.
@@ -430,12 +432,12 @@ def storage_checks(
         if storage.is_local:
             with suppress(OSError):  # another doctor is using it
                 Path(storage.full_location(DOCTOR_PROBE).removeprefix("file://")).rmdir()
-    found = f"A file is durable after {seconds * 1000:.0f} ms."
+    message = f"A file is durable after {seconds * 1000:.0f} ms."
     if seconds > SLOW_WRITE_SECONDS:
         remedy = "Each batch waits for its changelogs and its manifest: look for a nearer or a faster storage."
-        yield Check(STORAGE_AREA, "latency", WARNING, found, remedy)
+        yield Check(STORAGE_AREA, "latency", WARNING, message, remedy)
     else:
-        yield Check(STORAGE_AREA, "latency", OK, found)
+        yield Check(STORAGE_AREA, "latency", OK, message)
 
 
 def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
@@ -491,7 +493,7 @@ def doctor(
     spark.hadoop.fs.s3a.endpoint=http://minio:9000; statestore doctor --no-cluster --conf spark.speculation=true --json
     """
     options, settings = options_of(storage_option), options_of(conf)
-    found = [
+    checks = [
         *checked("machine", "python", python_check),
         *checked("machine", "packages", package_checks),
         *checked("machine", "java", java_check),
@@ -499,21 +501,21 @@ def doctor(
         *checked("spark", "settings", partial(spark_checks, settings)),
     ]
     if checkpoint is not None:
-        found += checked("storage", "storage", partial(storage_checks, checkpoint, options))
+        checks += checked("storage", "storage", partial(storage_checks, checkpoint, options))
     if not no_cluster:
-        found += checked("cluster", "cluster", partial(cluster_checks, address, namespace, coordinator))
-    is_well = all(check.status != ERROR for check in found)
-    show(lambda: {"is_well": is_well, "checks": to_plain(found)}, lambda: _view(found), as_json=as_json)
+        checks += checked("cluster", "cluster", partial(cluster_checks, address, namespace, coordinator))
+    is_well = all(check.status != ERROR for check in checks)
+    show(lambda: {"is_well": is_well, "checks": to_plain(checks)}, lambda: _view(checks), as_json=as_json)
     if not is_well:
         raise typer.Exit(FOUND)
 
 
-def _view(found: list[Check]) -> RenderableType:
+def _view(checks: list[Check]) -> RenderableType:
     lines = []
-    for check in found:
+    for check in checks:
         lines.append(Text(f"{check.status:>7}  {check.area} {check.name}: {check.found}", _STYLES[check.status]))
         if check.remedy:
             lines.append(Text(f"         {check.remedy}"))
-    errors, warnings = (sum(check.status == status for check in found) for status in (ERROR, WARNING))
-    lines.append(Text(f"{len(found)} checks: {errors} errors, {warnings} warnings."))
+    errors, warnings = (sum(check.status == status for check in checks) for status in (ERROR, WARNING))
+    lines.append(Text(f"{len(checks)} checks: {errors} errors, {warnings} warnings."))
     return Group(*lines)

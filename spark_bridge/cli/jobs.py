@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 import requests
@@ -23,11 +23,9 @@ from ray.job_submission import JobSubmissionClient
 
 from spark_bridge.cli.output import FAILED, complain
 
-# Keeping a program running as a job of Ray: start it again when it fails, a bounded number of times, and report why.
-#
 # Ray starts a program that is submitted as a job on its head node, and reports how the program ended; Ray itself never
-# starts the program again. The doubling delay and the name of the limit are those of a Kubernetes Job
-# (``backoffLimit``). The cluster is called through ``Jobs``; clock and waits are handed in.
+# starts the program again, and systemd cannot see a driver on another machine. The doubling delay and the name of the
+# limit are those of a Kubernetes Job (``backoffLimit``). Output, logs and environments of jobs are Ray's own.
 
 
 T = TypeVar("T")
@@ -35,9 +33,16 @@ T = TypeVar("T")
 JOB_POLL_SECONDS = 1.0
 """Ray is asked once in this many seconds."""
 FIRST_RESTART_DELAY = 1.0
-LONGEST_RESTART_DELAY = 60.0
+MAX_RESTART_DELAY = 60.0
+HEALTHY_SECONDS = 600.0
+"""A run that took this long resets the count of consecutive failures."""
+CLUSTER_SECONDS = 600.0
+"""Timeout of a cluster that does not answer."""
+STOP_SECONDS_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+JOB_STOP_SECONDS = 30
+"""Ray kills a job this long after SIGTERM, unless the variable says otherwise; its own default is 3 s."""
 STOP_SLACK = 30.0
-"""So much longer than the program may take to end, a stop is waited for."""
+"""Seconds beyond it until the supervisor stops waiting for the end of the job."""
 
 JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED = "SUCCEEDED", "STOPPED", "FAILED"
 
@@ -74,45 +79,18 @@ class JobRun:
         return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
-class Jobs(Protocol):
-    """The jobs of one name in a Ray cluster: run 1, 2 and so on. Each method raises ``ClusterAwayError``."""
-
-    def newest(self) -> JobRun | None:
-        """Return the run with the highest number; None if the cluster knows none."""
-
-    def look(self, number: int) -> JobRun | None:
-        """Return a run; None if the cluster does not know it."""
-
-    def submit(self, number: int, command: str) -> None:
-        """Start a run, unless there is one of that number. Raises ``NotOursError`` if the cluster refuses."""
-
-    def stop(self, number: int) -> None:
-        """Ask a run to end."""
-
-    def follow(self, number: int) -> None:
-        """Print the output of a run, from its beginning, while everything else runs."""
-
-    def named(self, number: int) -> str:
-        """Return the id of a run that Ray's own commands use."""
-
-
 @dataclass(frozen=True)
 class Patience:
-    """Bounds of a supervisor: how often a program is started again, and how long the cluster is waited for.
-
-    After ``backoff_limit`` consecutive failures nothing is started again. A run that took ``healthy_after`` seconds
-    resets the count. ``cluster_timeout`` are the seconds without any answer of the cluster, ``stop_timeout`` those that
-    the program has to end when it is asked to.
-    """
+    """Bounds of a supervisor. After ``backoff_limit`` consecutive failures nothing is started again."""
 
     backoff_limit: int = 20
-    healthy_after: float = 600.0
-    cluster_timeout: float = 600.0
-    stop_timeout: float = 30.0
+    healthy_after: float = HEALTHY_SECONDS
+    cluster_timeout: float = CLUSTER_SECONDS
+    stop_timeout: float = JOB_STOP_SECONDS
 
     def delay(self, failures: int) -> float:
         """Return the seconds before the next start, after ``failures`` consecutive failures."""
-        return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
+        return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), MAX_RESTART_DELAY))
 
 
 class Stop:
@@ -142,7 +120,7 @@ class Supervisor:
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: RayJobs,
         command: str,
         patience: Patience,
         stop: Stop,
@@ -273,7 +251,7 @@ class Supervisor:
                     return NOT_REACHED
                 time.sleep(JOB_POLL_SECONDS / 4)
         except ClusterAwayError as error:
-            self._say(f"{name} may still run, for the cluster does not answer: {error} Later: ray job stop {name}")
+            self._say(f"{name} may still run, because the cluster does not answer: {error} Later: ray job stop {name}")
             return NOT_REACHED
         self._say(f"{name} has ended; its state is in the checkpoint location.")
         return 128 + sent
@@ -288,27 +266,23 @@ def why(run: JobRun | None) -> str:
         killed = -run.exit_code if run.exit_code < 0 else run.exit_code - 128
         if 0 < killed <= max(signal.Signals):
             name = signal.Signals(killed).name if killed in list(signal.Signals) else f"signal {killed}"
-            out_of_memory = " (manually, or by the system for want of memory)" if killed == signal.SIGKILL else ""
+            out_of_memory = " (manually, or by the system when memory ran out)" if killed == signal.SIGKILL else ""
             return f"the driver was killed by {name}{out_of_memory}"
         return f"the program has ended with exit code {run.exit_code}; its last lines say why"
-    told = {
+    reason = {
         "JOB_SUPERVISOR_ACTOR_DIED": "the driver's machine, or Ray's process that supervises the driver, has died",
         "RUNTIME_ENV_SETUP_FAILURE": "its environment could not be made",
         "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray has not started it in time",
         "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": "no node could take it",
     }.get(run.cause or "")
     said = f" (Ray: {first_line})" if first_line else ""
-    return f"{told or 'it failed'}{said}"
+    return f"{reason or 'it failed'}{said}"
 
 
 def _lasted(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-STOP_SECONDS_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
-"""How long Ray waits after SIGTERM before it kills a job; its own default is 3 s."""
 
 
 def run(
@@ -342,20 +316,9 @@ def run(
             "secrets.",
         ),
     ] = None,
-    python: Annotated[str | None, typer.Option(help="The Python on the head. Default: this one.")] = None,
     backoff_limit: Annotated[
         int, typer.Option(min=0, help="Consecutive failures after which nothing is started again.")
     ] = 20,
-    healthy_after: Annotated[
-        float, typer.Option(min=0.0, help="Seconds; a run that took at least this long ends the row of failures.")
-    ] = 600.0,
-    cluster_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for a cluster that does not answer.")
-    ] = 600.0,
-    stop_timeout: Annotated[
-        int, typer.Option(min=1, help="Seconds that the program has to end after SIGTERM, before it is killed.")
-    ] = 30,
-    output: Annotated[bool, typer.Option("--output/--no-output", help="Print the output of the program.")] = True,
 ) -> None:
     """Run the program of a stream as a job of Ray, and start it again whenever it fails.
 
@@ -367,24 +330,25 @@ def run(
     Exit codes: 0, the program ended by itself; 1, it failed too often in succession; 2, wrong arguments, or no cluster
     answers; 3, the job was stopped from outside; 130 or 143, SIGINT or SIGTERM came and the job has ended.
 
+    Ray's commands do the rest: ray job logs, ray job status, ray job stop.
+
     Examples: statestore run my_stream.py;
     statestore run my_stream.py --name clicks -- --input s3://bucket/clicks;
     statestore run my_stream.py --address http://head:8265 --working-dir . --env DB_PASSWORD
     """
-    pass
-
     name = name or program.stem
     try:
-        command = command_of(program, arguments or [], working_dir, python)
-        runtime_env = runtime_env_of(name, working_dir, env or [], stop_timeout)
+        command = command_of(program, arguments or [], working_dir)
+        runtime_env = runtime_env_of(name, working_dir, env or [])
+        stop_seconds = float(runtime_env["env_vars"][STOP_SECONDS_VARIABLE])
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(FAILED) from error
     stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    jobs = RayJobs(address, name, runtime_env, follows=output)
-    patience = Patience(backoff_limit, healthy_after, cluster_timeout, float(stop_timeout))
+    jobs = RayJobs(address, name, runtime_env)
+    patience = Patience(backoff_limit, cluster_timeout=CLUSTER_SECONDS, stop_timeout=stop_seconds)
     try:
         code = Supervisor(jobs, command, patience, stop, _say).run()
     except (ClusterAwayError, NotOursError) as error:
@@ -394,7 +358,7 @@ def run(
     raise typer.Exit(code)
 
 
-def command_of(program: Path, arguments: list[str], working_dir: Path | None, python: str | None) -> str:
+def command_of(program: Path, arguments: list[str], working_dir: Path | None) -> str:
     """Return the command line of the job, for the shell on the head.
 
     Without ``working_dir`` the program runs in the current directory: relative paths mean the same. Raises
@@ -402,18 +366,17 @@ def command_of(program: Path, arguments: list[str], working_dir: Path | None, py
     """
     if not program.is_file():
         raise ValueError(f"The program {program} does not exist (in {Path.cwd()}).")
-    words = [python or ("python" if working_dir else sys.executable)]
     if working_dir is None:
-        run_it = shlex.join([*words, str(program.resolve()), *arguments])
+        run_it = shlex.join([sys.executable, str(program.resolve()), *arguments])
         return f"cd {shlex.quote(str(Path.cwd()))} && exec {run_it}"
     try:
         inside = program.resolve().relative_to(working_dir.resolve())
     except ValueError as error:
         raise ValueError(f"The program {program} is not in --working-dir {working_dir}.") from error
-    return f"exec {shlex.join([*words, str(inside), *arguments])}"
+    return f"exec {shlex.join(['python', str(inside), *arguments])}"
 
 
-def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_timeout: int) -> dict[str, Any]:
+def runtime_env_of(name: str, working_dir: Path | None, env: list[str]) -> dict[str, Any]:
     """Return Ray's environment of the job.
 
     ``env`` has variables, each as ``NAME``, whose value is that of this process, or as ``NAME=VALUE``. Raises
@@ -421,7 +384,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise ValueError(f"--name {name!r}: use letters, digits, '_', '.' and '-', 100 at most.")
-    variables = {STOP_SECONDS_VARIABLE: str(stop_timeout)}
+    variables = {STOP_SECONDS_VARIABLE: str(JOB_STOP_SECONDS)}
     for pair in env:
         variable, equals, value = pair.partition("=")
         if not variable:
@@ -429,10 +392,10 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
         if not equals and variable not in os.environ:
             raise ValueError(f"--env {variable}: the environment of this command has no such variable; export it.")
         variables[variable] = value if equals else os.environ[variable]
-    made: dict[str, Any] = {"env_vars": variables}
+    runtime_env: dict[str, Any] = {"env_vars": variables}
     if working_dir is not None:
-        made["working_dir"] = os.fspath(working_dir)
-    return made
+        runtime_env["working_dir"] = os.fspath(working_dir)
+    return runtime_env
 
 
 def _say(text: str) -> None:
@@ -450,7 +413,6 @@ NAME_KEY = "statestore_run"
 COMMAND_KEY = "statestore_command"
 HTTP_TIMEOUTS = (10.0, 60.0)
 """To connect, and for each part of an answer: a cut cable sends none. A job's files are uploaded in between."""
-ASK_AGAIN_SECONDS = 2.0
 HTTP_OK, HTTP_NOT_FOUND = 200, 404
 SERVER_FAILED = "status code 5"
 
@@ -473,16 +435,16 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
 
 
 class RayJobs:
-    """The runs of one name. ``runtime_env`` is Ray's; ``follows``: whether output is printed.
+    """The runs of one name: run 1, 2 and so on. ``runtime_env`` is Ray's.
 
-    ``address`` is that of the cluster (``http://head:8265``, ``head:6379``), None for the one on this machine.
+    Every method but ``follow`` and ``named`` raises ``ClusterAwayError``. ``address`` is that of the cluster
+    (``http://head:8265``, ``head:6379``), None for the one on this machine.
     """
 
-    def __init__(self, address: str | None, name: str, runtime_env: dict[str, Any], *, follows: bool) -> None:
+    def __init__(self, address: str | None, name: str, runtime_env: dict[str, Any]) -> None:
         self._address = address
         self._name = name
         self._runtime_env = runtime_env
-        self._follows = follows
         self._connected: PatientClient | None = None
 
     def newest(self) -> JobRun | None:
@@ -527,21 +489,32 @@ class RayJobs:
         self._ask("POST", f"/api/jobs/{quote(self.named(number))}/stop")
 
     def follow(self, number: int) -> None:
-        """Print the output of a run, in a thread that ends with the run."""
-        if self._follows:
-            threading.Thread(target=self._print, args=(number,), name="statestore-output", daemon=True).start()
+        """Print the output of a run from its beginning, in a thread that ends with the run."""
+
+        async def print_lines() -> None:
+            async for lines in self._client().tail_job_logs(self.named(number)):
+                sys.stdout.write(lines)
+                sys.stdout.flush()
+
+        def print_output() -> None:
+            try:
+                asyncio.run(print_lines())
+            except Exception as error:  # noqa: BLE001 - the supervisor reports the outcome of the run
+                _say(f"The output of {self.named(number)} broke off ({error}): ray job logs -f {self.named(number)}")
+
+        threading.Thread(target=print_output, name="statestore-output", daemon=True).start()
 
     def named(self, number: int) -> str:
         """Return the id of a run that Ray's own commands use."""
         return f"{self._name}-{number}"
 
     def _is_ours(self, job: dict[str, Any]) -> bool:
-        made = job.get("metadata") or {}
-        return made.get(NAME_KEY) == self._name and self._number(job) is not None
+        metadata = job.get("metadata") or {}
+        return metadata.get(NAME_KEY) == self._name and self._number(job) is not None
 
     def _number(self, job: dict[str, Any]) -> int | None:
-        found = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", job.get("submission_id") or "")
-        return int(found[1]) if found else None
+        match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", job.get("submission_id") or "")
+        return int(match[1]) if match else None
 
     def _run(self, job: dict[str, Any]) -> JobRun:
         return JobRun(
@@ -571,29 +544,3 @@ class RayJobs:
     def _away(self, error: Exception) -> None:
         self._connected = None
         raise ClusterAwayError(f"{error}") from error
-
-    def _print(self, number: int) -> None:
-        """Print the output of a run. If the connection breaks, continue after the output that was printed."""
-        printed = 0
-        while True:
-            passed = 0
-
-            async def follow() -> None:
-                nonlocal passed, printed
-                async for lines in self._client().tail_job_logs(self.named(number)):
-                    fresh = lines[max(0, printed - passed) :]
-                    passed += len(lines)
-                    printed = max(printed, passed)
-                    sys.stdout.write(fresh)
-                    sys.stdout.flush()
-
-            try:
-                asyncio.run(follow())
-            except Exception:  # noqa: BLE001 - any error: the supervisor reports the outcome of the run
-                time.sleep(ASK_AGAIN_SECONDS)
-            try:
-                run = self.look(number)
-            except (ClusterAwayError, NotOursError):
-                return
-            if run is None or run.is_over:
-                return

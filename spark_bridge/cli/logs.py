@@ -60,10 +60,7 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
         actor
         for name in (COORDINATOR_ACTOR, HOST_ACTOR)
         for actor in list_actors(
-            address,
-            filters=[("class_name", "=", name), ("ray_namespace", "=", namespace)],
-            limit=10_000,
-            detail=True,
+            address, filters=[("class_name", "=", name), ("ray_namespace", "=", namespace)], limit=10_000, detail=True
         )
     ]
     jobs = {job.job_id: job for job in list_jobs(address, limit=10_000)}
@@ -102,8 +99,8 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
 
     if not actor.num_restarts or not actor.repr_name:
         return
-    found = list_logs(address, node_id=actor.node_id, glob_filter="worker-*.err")
-    names = [name for of in found.values() for name in of if not name.endswith(f"-{actor.pid}.err")]
+    files = list_logs(address, node_id=actor.node_id, glob_filter="worker-*.err")
+    names = [name for of in files.values() for name in of if not name.endswith(f"-{actor.pid}.err")]
     if len(names) > MAX_LOOKED_AT:
         missing.append(f"Only {MAX_LOOKED_AT} of {len(names)} logs were looked at for earlier ones of {actor.name}.")
     for name in names[:MAX_LOOKED_AT]:
@@ -182,12 +179,12 @@ def logs(
         overview = cluster_overview(namespace, coordinator)
         names, unknown = names_asked(overview, query)
         files, missing = log_files(namespace, coordinator, tail)
-        found = events_about(files, () if everything else names, missing)
-        if unknown and not found:
+        events = events_about(files, () if everything else names, missing)
+        if unknown and not events:
             raise LookupError(f"{unknown} No log of this namespace names it either.")
         if unknown:
             missing.append(unknown)
-    for event in found:
+    for event in events:
         if errors and event.level not in ("WARNING", "WARN", "ERROR", "CRITICAL"):
             continue
         if as_json:
@@ -207,9 +204,9 @@ def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...],
         return names_of(overview.query(asked)), ""
     except LookupError as error:
         lost = () if overview.coordinator is None else overview.coordinator.lost
-        found = [one for one in lost if asked in (None, one.query, one.run_id, one.query_id)]
-        if found and (asked is not None or len(found) == 1):
-            return tuple(dict.fromkeys(name for one in found for name in names_of(one))), ""
+        matches = [one for one in lost if asked in (None, one.query, one.run_id, one.query_id)]
+        if matches and (asked is not None or len(matches) == 1):
+            return tuple(dict.fromkeys(name for one in matches for name in names_of(one))), ""
         if asked is None:
             raise
         return (asked,), str(error.args[0])
@@ -218,8 +215,8 @@ def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...],
 def names_of(query: Query | LostDriver) -> tuple[str, ...]:
     """Return the strings that name a query in logs: its ids and locations, and its name as a word."""
     name = query.name if isinstance(query, Query) else query.query
-    given = (query.run_id, query.query_id, name, query.checkpoint_location, query.state_location)
-    return tuple(name for name in given if name)
+    identifiers = (query.run_id, query.query_id, name, query.checkpoint_location, query.state_location)
+    return tuple(name for name in identifiers if name)
 
 
 def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
@@ -228,31 +225,31 @@ def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[s
     Logs that cannot be read are added to ``missing``.
     """
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
-    found: list[LogEvent] = []
+    selected: list[LogEvent] = []
     for file in files:
         try:
             events = list(_events(file.source, file.read()))
         except (OSError, RuntimeError, ValueError) as error:
             missing.append(f"The log of the {file.source} cannot be read: {error}")
             continue
-        found += [event for event in events if not wanted or any(one.search(event.text) for one in wanted)]
-    return sorted(found, key=lambda event: event.time)
+        selected += [event for event in events if not wanted or any(one.search(event.text) for one in wanted)]
+    return sorted(selected, key=lambda event: event.time)
 
 
 def _events(source: str, lines: Iterable[str]) -> Iterator[LogEvent]:
     """Yield a log's events. A line without a time belongs to the one before; those before the first are left out."""
-    held: list[str] = []
+    lines_of_event: list[str] = []
     time = ""
     for line in lines:
         moment = _MOMENT.match(line)
         if moment is not None:
-            if held:
-                yield _event(source, time, held)
-            held, time = [line], moment[1].replace("T", " ").replace(",", ".")
-        elif held:
-            held.append(line)
-    if held:
-        yield _event(source, time, held)
+            if lines_of_event:
+                yield _event(source, time, lines_of_event)
+            lines_of_event, time = [line], moment[1].replace("T", " ").replace(",", ".")
+        elif lines_of_event:
+            lines_of_event.append(line)
+    if lines_of_event:
+        yield _event(source, time, lines_of_event)
 
 
 def _event(source: str, time: str, lines: list[str]) -> LogEvent:

@@ -71,23 +71,23 @@ def errors_explained() -> Iterator[None]:
 
 def table(*headings: str, title: str | None = None) -> Table:
     """Return an empty table."""
-    made = Table(title=None if title is None else Text(title), title_justify="left", box=None, padding=(0, 2))
+    new_table = Table(title=None if title is None else Text(title), title_justify="left", box=None, padding=(0, 2))
     for heading in headings:
-        made.add_column(heading, overflow="fold")
-    return made
+        new_table.add_column(heading, overflow="fold")
+    return new_table
 
 
-def add_row(made: Table, *cells: object) -> None:
+def add_row(to_table: Table, *cells: object) -> None:
     """Add cells as plain text: names may contain characters that rich takes for markup. None is an empty cell."""
-    made.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
+    to_table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
 
 
 def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None = None) -> Table:
     """Return a table of rows."""
-    made = table(*headings, title=title)
+    new_table = table(*headings, title=title)
     for row in rows:
-        add_row(made, *row)
-    return made
+        add_row(new_table, *row)
+    return new_table
 
 
 # Rows as they come: as tables for people, as CSV, or as one JSON object. Memory grows with a batch of rows.
@@ -145,15 +145,15 @@ def _print_csv(names: list[str], rows: Iterator[dict[str, Any]]) -> int:
 
 
 def _print_tables(names: list[str], rows: Iterator[dict[str, Any]]) -> int:
-    console, count, held = printer(), 0, list[list[str]]()
+    console, count, pending_rows = printer(), 0, list[list[str]]()
     for row in rows:
-        held.append([cell(value) for value in row.values()])
+        pending_rows.append([cell(value) for value in row.values()])
         count += 1
-        if len(held) == TABLE_ROWS:
-            console.print(filled(held, *names), highlight=False)
-            held = []
-    if held or not count:
-        console.print(filled(held, *names), highlight=False)
+        if len(pending_rows) == TABLE_ROWS:
+            console.print(filled(pending_rows, *names), highlight=False)
+            pending_rows = []
+    if pending_rows or not count:
+        console.print(filled(pending_rows, *names), highlight=False)
     return count
 
 

@@ -71,7 +71,7 @@ def status_view(overview: Overview) -> RenderableType:
 
 def queries_view(queries: Iterable[Query]) -> Table:
     """Return a row per query."""
-    made = table(
+    view = table(
         "query",
         "run",
         "operators (partitions)",
@@ -86,7 +86,7 @@ def queries_view(queries: Iterable[Query]) -> Table:
     for query in queries:
         last = query.checkpoints[-1] if query.checkpoints else None
         add_row(
-            made,
+            view,
             query.title,
             query.run_id if query.status == RUNNING else f"{query.run_id} ({query.status})",
             ", ".join(f"{o.name} ({o.num_partitions})" for o in query.operators),
@@ -97,12 +97,12 @@ def queries_view(queries: Iterable[Query]) -> Table:
             "" if last is None else moment(last.completed_ms or last.prepared_ms),
             query.epoch,
         )
-    return made
+    return view
 
 
 def hosts_view(hosts: Iterable[HostOverview]) -> Table:
     """Return a row per host."""
-    made = table(
+    view = table(
         "machine",
         "host",
         "query address",
@@ -116,22 +116,22 @@ def hosts_view(hosts: Iterable[HostOverview]) -> Table:
         title="Hosts",
     )
     for host in hosts:
-        held = sum(n for name, n in host.memory.items() if name != "host_memory")
+        used_bytes = sum(n for name, n in host.memory.items() if name != "host_memory")
         budget = host.memory.get("host_memory")
         add_row(
-            made,
+            view,
             host.machine,
             host.host_id,
             host.query_address,
             host.pid,
             host.partitions if host.answered else "no answer",
-            f"{size(held)} of {size(budget)}" if budget else "",
+            f"{size(used_bytes)} of {size(budget)}" if budget else "",
             number(host.counters.get("commits")),
             len(host.loading) or "",
             "" if host.heartbeat_ms is None else f"{duration(host.heartbeat_ms)} ago",
             duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
         )
-    return made
+    return view
 
 
 def faults_view(faults: Iterable[Fault]) -> RenderableType:
@@ -146,7 +146,7 @@ def faults_view(faults: Iterable[Fault]) -> RenderableType:
 
 def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
     """Return a row for each of the last checkpoints, the newest first, and the total cost of their requests."""
-    made = table(
+    view = table(
         "version",
         "batch",
         "id",
@@ -168,9 +168,9 @@ def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
     )
     shown = query.checkpoints[-most:]
     for one in reversed(shown):
-        add_row(made, *_cells(one))
+        add_row(view, *_cells(one))
     cost = cost_of(shown, prices)
-    return made if cost is None else Group(made, Text(cost))
+    return view if cost is None else Group(view, Text(cost))
 
 
 def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
@@ -188,17 +188,17 @@ def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
         for one in reversed(shown)
     )
     headings = ("version", "completed (UTC)", "requests", *KINDS.values(), "sent", "received", "cost")
-    made = filled(rows, *headings, title=f"Requests to storage of {query.title}")
-    return Group(made, Text(cost_of(shown, prices) or "Nothing is known of these checkpoints' requests by kind."))
+    view = filled(rows, *headings, title=f"Requests to storage of {query.title}")
+    return Group(view, Text(cost_of(shown, prices) or "Nothing is known of these checkpoints' requests by kind."))
 
 
 def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
     """Return the cost of the requests of checkpoints, in a sentence; None if they are not known."""
-    known = [one for one in checkpoints if one.storage]
-    if not known:
+    with_storage = [one for one in checkpoints if one.storage]
+    if not with_storage:
         return None
-    batch = sum(prices.dollars(one.storage) for one in known) / len(known)
-    times = [one.completed_ms for one in known if one.completed_ms is not None]
+    batch = sum(prices.dollars(one.storage) for one in with_storage) / len(with_storage)
+    times = [one.completed_ms for one in with_storage if one.completed_ms is not None]
     seconds = (times[-1] - times[0]) / 1000 / (len(times) - 1) if len(times) > 1 else 0.0
     pace = f", ${batch / seconds * MONTH_SECONDS:,.2f} a month at a batch in {seconds:.1f} s" if seconds > 0 else ""
     standard = " (those of S3 standard in us-east-1; --prices sets others)" if prices == STANDARD else ""
@@ -227,11 +227,11 @@ def _cells(one: Checkpoint) -> list[object]:
 
 def partitions_view(query: Query, operator: str | None) -> RenderableType:
     """Return a row per partition of the operators."""
-    made = []
+    views = []
     for of in query.operators:
         if operator in (None, of.name):
             skew = "" if of.skew is None else f", the largest has {of.skew:.1f} times the keys of the median one"
-            made.append(
+            views.append(
                 filled(
                     (
                         (
@@ -259,17 +259,14 @@ def partitions_view(query: Query, operator: str | None) -> RenderableType:
                     title=f"{of.name} of {query.title}: {of.num_partitions} partitions{skew}",
                 )
             )
-    return Group(*made)
+    return Group(*views)
 
 
 QueryArgument = Annotated[str | None, typer.Argument(help="Name, query id or run id; needed if there are several.")]
 
 
 @with_source
-def status(
-    source: Source,
-    as_json: AsJson = False,
-) -> None:
+def status(source: Source, as_json: AsJson = False) -> None:
     """Show the queries and the hosts, the problems, and the remedies.
 
     The exit code is 1 if there is an error among the faults.
@@ -277,25 +274,22 @@ def status(
     Examples: statestore status; statestore status --checkpoint s3://bucket/ck --json
     """
     with errors_explained():
-        found = source.looked_at()
+        overview = source.looked_at()
     source.damages.clear()  # they are faults
-    show(lambda: to_plain(found), lambda: status_view(found), as_json=as_json)
-    if any(fault.severity == ERROR for fault in found.faults):
+    show(lambda: to_plain(overview), lambda: status_view(overview), as_json=as_json)
+    if any(fault.severity == ERROR for fault in overview.faults):
         raise typer.Exit(FOUND)
 
 
 @with_source
-def queries(
-    source: Source,
-    as_json: AsJson = False,
-) -> None:
+def queries(source: Source, as_json: AsJson = False) -> None:
     """List the running queries, with their operators and versions.
 
     Example: statestore queries --json
     """
     with errors_explained():
-        found = source.looked_at()
-    show(lambda: to_plain(found.queries), lambda: queries_view(found.queries), as_json=as_json)
+        overview = source.looked_at()
+    show(lambda: to_plain(overview.queries), lambda: queries_view(overview.queries), as_json=as_json)
 
 
 @with_source
@@ -321,12 +315,13 @@ def checkpoints(
     """
     with errors_explained():
         by = Prices.parse(prices)
-        found = source.looked_at().query(query)
+        query_overview = source.looked_at().query(query)
     show(
         lambda: [
-            {**to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None} for c in found.checkpoints[-most:]
+            {**to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None}
+            for c in query_overview.checkpoints[-most:]
         ],
-        lambda: (requests_view if requests else checkpoints_view)(found, most, by),
+        lambda: (requests_view if requests else checkpoints_view)(query_overview, most, by),
         as_json=as_json,
     )
 
@@ -345,22 +340,21 @@ def partitions(
     Examples: statestore partitions clicks --operator user_totals; statestore partitions --checkpoint ck/
     """
     with errors_explained():
-        found = source.looked_at().query(query)
-        names = [o.name for o in found.operators]
+        query_overview = source.looked_at().query(query)
+        names = [o.name for o in query_overview.operators]
         if operator is not None and operator not in names:
-            raise LookupError(f"Query {found.title} has no operator {operator!r}; it has {', '.join(names) or 'none'}.")
+            raise LookupError(
+                f"Query {query_overview.title} has no operator {operator!r}; it has {', '.join(names) or 'none'}."
+            )
     show(
-        lambda: to_plain([o for o in found.operators if operator in (None, o.name)]),
-        lambda: partitions_view(found, operator),
+        lambda: to_plain([o for o in query_overview.operators if operator in (None, o.name)]),
+        lambda: partitions_view(query_overview, operator),
         as_json=as_json,
     )
 
 
 @with_source
-def hosts(
-    source: Source,
-    as_json: AsJson = False,
-) -> None:
+def hosts(source: Source, as_json: AsJson = False) -> None:
     """Show the hosts of a cluster: addresses, partitions, memory, loads in progress, and their last heartbeats.
 
     Example: statestore hosts --json
@@ -368,8 +362,8 @@ def hosts(
     if source.checkpoint is not None:
         raise typer.BadParameter("a checkpoint has no hosts; leave --checkpoint out to look at a cluster")
     with errors_explained():
-        found = source.looked_at()
-    show(lambda: to_plain(found.hosts), lambda: hosts_view(found.hosts), as_json=as_json)
+        overview = source.looked_at()
+    show(lambda: to_plain(overview.hosts), lambda: hosts_view(overview.hosts), as_json=as_json)
 
 
 # ``statestore top``: speed and delay of queries and hosts, live in the terminal, or once.
@@ -392,14 +386,14 @@ def top(
     """
     with errors_explained(), source.joined():
         if once or as_json or not sys.stdout.isatty():
-            found = source.overview()
+            overview = source.overview()
             source.damages.clear()  # they are faults
             if as_json:
-                plain = {"taken_ms": found.taken_ms, "queries": pace_of(found), "faults": found.faults}
+                plain = {"taken_ms": overview.taken_ms, "queries": pace_of(overview), "faults": overview.faults}
                 typer.echo(json_line(to_plain(plain)))
             else:
-                printer().print(top_view(found), highlight=False)
-            if any(fault.severity == ERROR for fault in found.faults):
+                printer().print(top_view(overview), highlight=False)
+            if any(fault.severity == ERROR for fault in overview.faults):
                 raise typer.Exit(FOUND)
             return
         with suppress(KeyboardInterrupt):

@@ -70,15 +70,15 @@ def reachable_coordinator(
     """
     from spark_bridge.session.ray_cluster import running_ray
 
-    known = address or running_ray()
-    if known is None:
+    ray_address = address or running_ray()
+    if ray_address is None:
         yield None
         return
     import ray
 
     from coordinator_actor.reference import RayCoordinatorPort
 
-    with joined_ray(known, namespace):
+    with joined_ray(ray_address, namespace):
         try:
             ray.get_actor(coordinator, namespace=namespace)
         except ValueError:
@@ -102,9 +102,9 @@ Option = Annotated[
 ]
 
 
-def options_of(given: list[str] | None) -> dict[str, str]:
+def options_of(assignments: list[str] | None) -> dict[str, str]:
     """Return the settings by name; raises ``typer.BadParameter`` for one without a value."""
-    pairs = [one.partition("=") for one in given or ()]
+    pairs = [one.partition("=") for one in assignments or ()]
     for name, equals, _ in pairs:
         if not equals:
             raise typer.BadParameter(f"{name!r} has no value; write name=value")
@@ -159,8 +159,8 @@ def tls_of(ca: str | None, certificate: str | None, key: str | None, server_name
     Raises ``typer.BadParameter`` for others without the authorities, and ``TlsError`` for a certificate or key alone.
     """
     if ca is None:
-        given = {"--tls-certificate": certificate, "--tls-key": key, "--tls-server-name": server_name}
-        if named := [option for option, value in given.items() if value is not None]:
+        options = {"--tls-certificate": certificate, "--tls-key": key, "--tls-server-name": server_name}
+        if named := [option for option, value in options.items() if value is not None]:
             raise typer.BadParameter(
                 f"{', '.join(named)} without the authorities of the hosts' certificates: give --tls-ca too."
             )
@@ -242,18 +242,18 @@ class Source:
 
         A cluster is asked without Ray if ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` name a host and a token.
         """
-        with ExitStack() as held:
-            yield held.enter_context(self._opened(held))
+        with ExitStack() as stack:
+            yield stack.enter_context(self._opened(stack))
 
-    def _opened(self, held: ExitStack) -> QueryableStateClient:
+    def _opened(self, stack: ExitStack) -> QueryableStateClient:
         if self.checkpoint is not None:
             from spark_bridge.state_data.checkpoint_client import client_of_path
 
             where = (self.checkpoint, self.state_location, self.options)
-            return held.enter_context(client_of_path(*where, progress=complain, damaged=self.damages.append))
+            return stack.enter_context(client_of_path(*where, progress=complain, damaged=self.damages.append))
         if from_environment(None, None)[0] is not None:
             return QueryableStateClient.connect(tls=self.tls)
-        held.enter_context(joined_ray(self.address, self.namespace))
+        stack.enter_context(joined_ray(self.address, self.namespace))
         return QueryableStateClient.connect(self.namespace, self.coordinator, tls=self.tls)
 
 
@@ -343,12 +343,12 @@ def key_of_words(words: Sequence[str], schema: pa.Schema) -> Any:
     if named is not None:
         return named
     if len(words) == 1:
-        given = _json(words[0])
-        nested = isinstance(given, dict | list)
-        if nested and not (len(schema) == 1 and pa.types.is_string(schema.types[0]) and isinstance(given, dict)):
-            return key_of_json(given, schema)
-        if given is None and words[0] == "null" and not pa.types.is_string(schema.types[0]):
-            return key_of_json(given, schema)
+        value = _json(words[0])
+        nested = isinstance(value, dict | list)
+        if nested and not (len(schema) == 1 and pa.types.is_string(schema.types[0]) and isinstance(value, dict)):
+            return key_of_json(value, schema)
+        if value is None and words[0] == "null" and not pa.types.is_string(schema.types[0]):
+            return key_of_json(value, schema)
         return key_of_text(words[0], schema)
     if len(words) != len(schema):
         wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)
@@ -364,23 +364,23 @@ def _by_name(words: Sequence[str], schema: pa.Schema) -> Any:
     pairs = [word.partition("=") for word in words]
     if len(words) != len(schema) or {name for name, _, _ in pairs} != set(schema.names):
         return None
-    given = {name: value for name, _, value in pairs}
-    made = [_value(given[field.name], field) for field in schema]
-    return made[0] if len(made) == 1 else tuple(made)
+    texts = {name: value for name, _, value in pairs}
+    values = [_value(texts[field.name], field) for field in schema]
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _value(text: str, field: pa.Field) -> Any:
     """Return a value of a column; ``null`` is null, except in string columns, and nested values are JSON."""
     if text == "null" and not pa.types.is_string(field.type):
         return None
-    given = _json(text) if pa.types.is_nested(field.type) else text
-    return from_json(given, field.type, f"Key column {field.name!r}")
+    value = _json(text) if pa.types.is_nested(field.type) else text
+    return from_json(value, field.type, f"Key column {field.name!r}")
 
 
 def bound_of(text: str | None) -> Any:
     """Return a bound of a scan from JSON, or from plain text. None means no bound."""
-    given = None if text is None else _json(text)
-    return text if given is None else given
+    value = None if text is None else _json(text)
+    return text if value is None else value
 
 
 def condition_of(text: str) -> tuple[Any, ...]:
@@ -388,16 +388,16 @@ def condition_of(text: str) -> tuple[Any, ...]:
 
     A value is JSON, or plain text. Raises ``RequestError``.
     """
-    found = _CONDITION.fullmatch(text)
-    if found is None:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
         raise RequestError(f"{text!r} is not a condition; write a column, an operator and a value, such as 'n > 10'.")
-    if found["null"]:
-        return found["column"], " ".join(found["null"].lower().split())
-    operator, written = found["operator"].lower(), found["value"].strip()
+    if match["null"]:
+        return match["column"], " ".join(match["null"].lower().split())
+    operator, written = match["operator"].lower(), match["value"].strip()
     value = _json(written)
     if operator == "in" and not isinstance(value, list):
         raise RequestError(f"{text!r}: after 'in' comes a JSON array, such as [1, 2].")
-    return found["column"], operator, written if value is None else value
+    return match["column"], operator, written if value is None else value
 
 
 def _json(text: str) -> Any:

@@ -60,16 +60,16 @@ def get(
     with errors_explained(), source.client() as client:
         asked = key_of_words(key, client.key_schema(operator, query, state))
         wanted = None if window is None else window_of_text(window)
-        found = client.get(operator, asked, query, state, window=wanted, version=version)
-    value = to_json(found)
+        values = client.get(operator, asked, query, state, window=wanted, version=version)
+    value = to_json(values)
     if as_json:
         typer.echo(json_line({"operator": operator, "key": to_json(asked), "value": value}))
-    elif found is None:
+    elif values is None:
         complain(f"Operator {operator} has nothing for this key.")
     else:
         for line in _lines(value):
             printer().print(line, markup=False, highlight=False, soft_wrap=True)
-    if found is None:
+    if values is None:
         raise typer.Exit(FOUND)
 
 
@@ -137,9 +137,9 @@ class _Limited:
         self.is_cut = False
 
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        left = self._limit - self._given
-        self.is_cut = bool(self._limit) and batch.num_rows > left
-        taken = batch.slice(0, left) if self._limit else batch
+        remaining = self._limit - self._given
+        self.is_cut = bool(self._limit) and batch.num_rows > remaining
+        taken = batch.slice(0, remaining) if self._limit else batch
         self._given += taken.num_rows
         return taken
 
@@ -163,8 +163,8 @@ def sql(
     text = sys.stdin.read() if statement == "-" else statement
     limits = SqlLimits(memory_bytes=sql_memory << 20)
     with errors_explained(), _sql_explained(limits), source.client() as client:
-        found = client.sql(text, version=version, limits=limits)
-        reader = found.to_arrow_reader()
+        result = client.sql(text, version=version, limits=limits)
+        reader = result.to_arrow_reader()
         print_rows(reader.schema, reader, PrintedForm.json if as_json else form)
 
 
@@ -213,9 +213,9 @@ def watch(
     statestore watch user_totals user=42 --changes 1 --checkpoint ck/
     """
     with errors_explained(), source.client() as client:
-        given = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
+        keys = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
         try:
-            watched = client.watch(operator, given, state=state, query=query, from_version=from_version, timeout=wait)
+            watched = client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
                 for number, row in enumerate(_changed(watched), 1):
                     typer.echo(json_line(row) if as_json else _line(row))
@@ -284,8 +284,8 @@ def diff(
         else:
             print_rows(rows.schema, counted(), PrintedForm.json if as_json else form, about)
     if not as_json:
-        told = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
-        text = f"Keys of {operator} from version {about['from_version']} to {about['to_version']}: {told}"
+        totals_text = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
+        text = f"Keys of {operator} from version {about['from_version']} to {about['to_version']}: {totals_text}"
         if form is PrintedForm.table:
             printer().print(text, markup=False, highlight=False)
         else:

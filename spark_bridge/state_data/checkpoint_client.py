@@ -78,8 +78,8 @@ class CheckpointClient(QueryableStateClient):
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the description of one operator, which no host holds."""
         self.reads.locate(operator, query)
-        (found,) = self.reads.describe(operator, query)["operators"]
-        return {**found, "hosts": []}
+        (description,) = self.reads.describe(operator, query)["operators"]
+        return {**description, "hosts": []}
 
     def watch(  # type: ignore[override]
         self,

@@ -7,43 +7,26 @@ same version.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import to_spark_type
-from backends.encoding.key_groups import key_groups, partition_range
-from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import VersionNotFoundError
-from coordinator_actor.reading.stored_files import opened_partition
-from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.aggregates.aggregator import is_aggregate_state
 from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.queryable.client.arguments import WhereCondition, comparisons, first_key_after
-from spark_bridge.queryable.protocol import Comparison
-from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, normalized_condition, pairs_of, scalar_of
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.state_data.state_sources import (
-    AnySource,
-    StateSource,
-    changes_source,
-    packed_pieces,
-    state_source,
-    unpacked_piece,
-    without_pieces,
-)
+from spark_bridge.state_data.state_sources import StateSource, changes_source, state_source
 from spark_bridge.state_format.layouts import MAP, ROWS, SESSIONS
-from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
 
 if TYPE_CHECKING:
@@ -76,10 +59,7 @@ METADATA_SCHEMA = pa.schema(
 
 
 def state_metadata_table(
-    checkpoint_location: str,
-    *,
-    state_location: str | None = None,
-    storage_options: Mapping[str, str] | None = None,
+    checkpoint_location: str, *, state_location: str | None = None, storage_options: Mapping[str, str] | None = None
 ) -> pa.Table:
     """Return a row per state variable of every operator, as of the last completed version.
 
@@ -92,8 +72,8 @@ def state_metadata_table(
 
 def metadata_of(versions: StateVersions) -> pa.Table:
     """Return the table of ``state_metadata_table``."""
-    there = versions.readable
-    oldest, newest = (there[0], there[-1]) if there else (0, versions.resolve(None))
+    readable = versions.readable
+    oldest, newest = (readable[0], readable[-1]) if readable else (0, versions.resolve(None))
     rows = []
     for operator, entry in sorted(versions.operators(newest).items()):
         schema = versions.schema(entry)
@@ -213,32 +193,28 @@ def state_place(
     return find_state(checkpoint_location, base, {**of_session, **(storage_options or {})})
 
 
-def _data_frame(spark: SparkSession, source: AnySource) -> DataFrame:
-    pieces = source.reading.pieces
+def _data_frame(spark: SparkSession, source: StateSource) -> DataFrame:
+    bare, packed = source.split()
     schema = spark_schema(source.schema)
-    if not pieces:
+    if not packed:
         return spark.createDataFrame([], schema)
     # Every partition has one row: the number of its piece.
-    numbers = spark.range(0, len(pieces), 1, len(pieces))
-    return map_in_arrow(numbers, _Task.of(source).run, f"state_of_{source.reading.operator}", schema)
+    numbers = spark.range(0, len(packed), 1, len(packed))
+    return map_in_arrow(numbers, _Task(bare, packed).run, f"state_of_{source.reading.operator}", schema)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Reads pieces in a PySpark worker. The pieces are packed, for a chain of many versions names many files."""
+    """Reads packed pieces in a PySpark worker."""
 
-    source: AnySource
+    source: StateSource
     packed: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, source: AnySource) -> _Task:
-        return cls(without_pieces(source), packed_pieces(source.reading.pieces))
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield from self.source.batches(unpacked_piece(self.packed[number]))
+                yield from self.source.packed_batches(self.packed[number])
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
@@ -249,142 +225,9 @@ def spark_schema(schema: pa.Schema) -> StructType:
     return StructType.fromJson({"type": "struct", "fields": fields})
 
 
-# Some rows and columns of a state variable in storage: conditions on keys leave out partitions and ranges of keys.
-
-
-MAX_SELECTED_KEYS = 10_000
-"""Conditions that this many keys can meet, or more, leave out no partition."""
-
-
-@dataclass(frozen=True)
-class SelectedSource:
-    """The rows of a source that meet all conditions, in the columns wanted; every batch has ``schema``.
-
-    ``groups`` are the key groups that can have such rows (None: all). Make one with ``selected``.
-    """
-
-    source: StateSource
-    selection: RowSelection
-    bounds: KeyBounds
-    groups: frozenset[int] | None
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return the columns."""
-        return self.selection.schema
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Return the partitions that can have such rows."""
-        return tuple(piece for piece in self.source.reading.pieces if self.may_have(piece))
-
-    def may_have(self, piece: Piece) -> bool:
-        """Return whether a partition can have such rows."""
-        return self.groups is None or not self.groups.isdisjoint(self._key_groups(piece))
-
-    def _key_groups(self, piece: Piece) -> range:
-        reading = self.source.reading
-        return range(*partition_range(piece.partition, reading.num_partitions, reading.key_groups))
-
-    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed."""
-        source = self.source
-        with opened_partition(source.reading.place, piece, open_storage=source.open_storage) as state:
-            view = PartitionView(piece.partition, state.reads, source.reading.version, None)
-            pairs = pairs_of(view, source.rows, self._key_groups(piece), self.bounds)
-            for batch in partition_rows(source.rows, pairs, piece.partition):
-                found = self.selection.rows(batch)
-                if found.num_rows:
-                    yield found
-
-
-def selected(
-    source: StateSource, columns: Sequence[str] | None = None, where: Sequence[WhereCondition] | None = None
-) -> SelectedSource:
-    """Return the rows of a source that meet all conditions (as in ``client.scan``), in some columns (None: all).
-
-    Raises ``RequestError`` naming a column that there is not, or a value that is not of a column's type.
-    """
-    output = source.rows.output
-    types = {field.name: field.type for field in output}
-    conditions = comparisons(where, types)
-    wanted = output.names if columns is None else list(columns)
-    selection = RowSelection.of(source.rows, wanted, conditions)
-    conditions = [normalized_condition(c, types[c.column]) for c in conditions]
-    groups = _groups(source, conditions)
-    bounds = key_bounds(source.rows, conditions)
-    if bounds is None:  # no key is in an empty range
-        return SelectedSource(source, selection, KeyBounds(), frozenset())
-    return SelectedSource(source, selection, bounds, groups)
-
-
-def key_bounds(rows: VariableRows, conditions: Sequence[Comparison]) -> KeyBounds | None:
-    """Return the range of keys outside which no row meets the conditions; None if no key is in the range.
-
-    Leading key columns in stored order that must be equal to one value bound the range, and the first one after them
-    by its comparisons. Columns of floats bound nothing: equal floats can be stored as different bytes.
-    """
-    prefix: list[pa.Scalar] = []
-    fields: list[pa.Field] = []
-    start = end = b""
-    for field in rows.key:
-        if pa.types.is_floating(field.type):
-            break
-        of_column = [c for c in conditions if c.column == field.name]
-        equal = [c for c in of_column if c.comparison == "="]
-        fields.append(field)
-        if equal:
-            prefix.append(scalar_of(field.name, equal[0].values[0], field.type))
-            continue
-        starts, ends = [], []
-        for condition in of_column:
-            if condition.comparison in ("<", "<=", ">", ">="):
-                at = _encoded(fields, [*prefix, scalar_of(field.name, condition.values[0], field.type)])
-                if condition.comparison[0] == ">":
-                    starts.append(at)
-                else:
-                    ends.append(at if condition.comparison == "<" else first_key_after(at) or b"")
-        start, end = max(starts, default=b""), min((e for e in ends if e), default=b"")
-        break
-    before = _encoded(fields[: len(prefix)], prefix) if prefix else b""
-    first = start or before
-    last = end or (first_key_after(before) if before else None)
-    if last is not None and last <= first:
-        return None
-    return KeyBounds(first or None, last)
-
-
-def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
-    """Return the first columns of a key as they are stored, without the key group."""
-    arrays = [pa.array([value], field.type) for field, value in zip(fields, values, strict=True)]
-    batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(fields)))
-    encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
-    return encoded[KEY_GROUP_BYTES:]
-
-
-def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[int] | None:
-    """Return the key groups of the keys that can meet the conditions; None if key columns are missing."""
-    key = source.rows.key
-    choices: list[list[object]] = []
-    many = 1
-    for field in key:
-        given = [c for c in conditions if c.column == field.name and c.comparison in ("=", "in")]
-        if not given or pa.types.is_floating(field.type):
-            return None
-        values = [scalar_of(field.name, value, field.type) for value in given[0].values]
-        many *= len(values)
-        if many > MAX_SELECTED_KEYS:
-            return None
-        choices.append(values)
-    keys = list(itertools.product(*choices))
-    columns = [pa.array([k[i] for k in keys], field.type) for i, field in enumerate(key)]
-    batch = pa.RecordBatch.from_arrays(columns, schema=key)
-    return frozenset(key_groups(batch, source.reading.key_groups).tolist())
-
-
 # State as Arrow tables, for pandas, Polars and the like, without Spark and Ray: only the storage is read.
 #
-# The counterparts with Spark are ``read_state`` and ``read_state_changes`` in ``spark_frames``.
+# The counterparts with Spark are ``read_state`` and ``read_state_changes``.
 
 
 T = TypeVar("T")
@@ -425,10 +268,8 @@ def state_batches(
     ``MissingFileError``; ``DamagedFileError``; ``InvalidStateStoreArgument`` naming operators and variables.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
-    return _reader(
-        lambda: state_source(place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns),
-        is_newest=version is None and as_of is None,
-    )
+    source = partial(state_source, place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+    return _reader(source, is_newest=version is None and as_of is None)
 
 
 def state_table(
@@ -445,20 +286,10 @@ def state_table(
 ) -> pa.Table:
     """Return all rows of ``state_batches`` as one table."""
 
-    def read() -> pa.Table:
-        return state_batches(
-            checkpoint_location,
-            operator,
-            state,
-            version,
-            as_of=as_of,
-            flatten=flatten,
-            state_columns=state_columns,
-            state_location=state_location,
-            storage_options=storage_options,
-        ).read_all()
-
-    return _again(read, is_newest=version is None and as_of is None)
+    place = find_state(checkpoint_location, state_location, storage_options)
+    source = partial(state_source, place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+    is_newest = version is None and as_of is None
+    return _again(lambda: _reader(source, is_newest=is_newest).read_all(), is_newest=is_newest)
 
 
 def state_changes_batches(
@@ -482,9 +313,8 @@ def state_changes_batches(
     version within a partition. Everything else is as in ``state_batches``.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
-    return _reader(
-        lambda: changes_source(place, operator, state, from_version, to_version, raw=state_columns), is_newest=False
-    )
+    source = partial(changes_source, place, operator, state, from_version, to_version, raw=state_columns)
+    return _reader(source, is_newest=False)
 
 
 def state_changes_table(
@@ -499,19 +329,12 @@ def state_changes_table(
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.Table:
     """Return all rows of ``state_changes_batches`` as one table."""
-    return state_changes_batches(
-        checkpoint_location,
-        operator,
-        state,
-        from_version=from_version,
-        to_version=to_version,
-        state_columns=state_columns,
-        state_location=state_location,
-        storage_options=storage_options,
-    ).read_all()
+    place = find_state(checkpoint_location, state_location, storage_options)
+    source = partial(changes_source, place, operator, state, from_version, to_version, raw=state_columns)
+    return _reader(source, is_newest=False).read_all()
 
 
-def _reader(source: Callable[[], AnySource], *, is_newest: bool) -> pa.RecordBatchReader:
+def _reader(source: Callable[[], StateSource], *, is_newest: bool) -> pa.RecordBatchReader:
     """Return the batches of all pieces.
 
     The first batch is read at once, so that errors are raised here, and a newest version that has been removed is
@@ -519,10 +342,10 @@ def _reader(source: Callable[[], AnySource], *, is_newest: bool) -> pa.RecordBat
     """
 
     def begin() -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-        made = source()
-        batches = (batch for piece in made.reading.pieces for batch in made.batches(piece))
+        opened = source()
+        batches = (batch for piece in opened.pieces for batch in opened.batches(piece))
         first = next(batches, None)
-        return made.schema, batches if first is None else chain([first], batches)
+        return opened.schema, batches if first is None else chain([first], batches)
 
     return pa.RecordBatchReader.from_batches(*_again(begin, is_newest=is_newest))
 

@@ -15,14 +15,7 @@ from ray.data.block import BlockMetadata
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.arguments import WhereCondition
-from spark_bridge.state_data.frames import selected
-from spark_bridge.state_data.state_sources import (
-    StateSource,
-    packed_pieces,
-    state_source,
-    unpacked_piece,
-    without_pieces,
-)
+from spark_bridge.state_data.state_sources import StateSource, selected, state_source
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -60,8 +53,8 @@ def read_state_dataset(
     if columns is not None and not columns:
         raise RequestError("columns=[] asks for no columns; name at least one, or leave it out.")
     datasource = StateDatasource(source, columns, where)
-    given = None if ray_remote_args is None else dict(ray_remote_args)
-    dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=given)
+    remote_args = None if ray_remote_args is None else dict(ray_remote_args)
+    dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=remote_args)
     if ray.available_resources().get("CPU", 0) < 1:
         log.warning(
             "No CPU of the Ray cluster is free: Ray Data waits until one is. Spark's executors keep theirs: start "
@@ -78,10 +71,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         chosen = selected(source, columns, where)
-        bare = without_pieces(source)
-        assert isinstance(bare, StateSource)
-        self._read = partial(_blocks, bare, None if columns is None else list(columns), list(where or ()))
-        self._packed = packed_pieces(chosen.pieces)
+        self._source, self._packed = chosen.split()
         self._schema = chosen.schema
 
     def get_name(self) -> str:
@@ -95,22 +85,21 @@ class StateDatasource(Datasource):  # type: ignore[misc]
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
         """Return a task for each partition that can have such rows; if none can, one task without rows."""
         metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        reads: list[Callable[[], Iterator[pa.Table]]] = [partial(self._read, packed) for packed in self._packed]
+        reads: list[Callable[[], Iterator[pa.Table]]] = [
+            partial(_blocks, self._source, packed) for packed in self._packed
+        ]
         nothing = partial(_no_rows, self._schema)
         return [ReadTask(read, metadata, schema=self._schema) for read in reads or [nothing]]
 
 
-def _blocks(
-    source: StateSource, columns: list[str] | None, where: list[WhereCondition], packed: bytes
-) -> Iterator[pa.Table]:
+def _blocks(source: StateSource, packed: bytes) -> Iterator[pa.Table]:
     """Yield the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
-    chosen = selected(source, columns, where)
     is_empty = True
-    for batch in chosen.batches(unpacked_piece(packed)):
+    for batch in source.packed_batches(packed):
         is_empty = False
         yield pa.Table.from_batches([batch])
     if is_empty:
-        yield from _no_rows(chosen.schema)
+        yield from _no_rows(source.schema)
 
 
 def _no_rows(schema: pa.Schema) -> Iterator[pa.Table]:

@@ -13,7 +13,7 @@ from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
-from spark_bridge.state_data.state_sources import AnySource, ChangesSource, StateSource, changes_source, state_source
+from spark_bridge.state_data.state_sources import StateSource, changes_source, state_source
 
 STORAGE_PREFIX = "storage."
 NAMES = (
@@ -86,47 +86,47 @@ class SourceOptions:
         Raises ``InvalidStateStoreArgument`` naming an option that is unknown, missing, of the wrong form, or that does
         not go with another one; ``MissingFileError`` if the checkpoint has no state.
         """
-        known = {name.lower(): name for name in NAMES} | _ALSO
-        given: dict[str, str] = {}
+        names = {name.lower(): name for name in NAMES} | _ALSO
+        texts: dict[str, str] = {}
         storage: dict[str, str] = {}
         for name, value in options.items():
             if name.lower().startswith(STORAGE_PREFIX):
                 storage[name[len(STORAGE_PREFIX) :]] = value
-            elif name.lower() in known:
-                given[known[name.lower()]] = value
+            elif name.lower() in names:
+                texts[names[name.lower()]] = value
             else:
                 raise InvalidStateStoreArgument(
                     f"The format ray_statestore has no option {name!r}; there are {', '.join(NAMES)}, and "
                     f"{STORAGE_PREFIX}NAME for settings of the storage."
                 )
         for name in ("path", "operator"):
-            if not given.get(name):
+            if not texts.get(name):
                 what = "load(checkpoint_location)" if name == "path" else "option('operator', name)"
                 raise InvalidStateStoreArgument(
                     f"[{REQUIRED}] '{name}' must be specified: the format ray_statestore needs {what}."
                 )
-        is_changes = _flag(given, "readChangeFeed", False)
-        _together(given, is_changes)
-        starting = given.get("startingVersion", STATE)
-        batch, version = _number(given, "batchId"), _number(given, "version")
-        most = _number(given, "maxVersionsPerTrigger")
+        is_changes = _flag(texts, "readChangeFeed", False)
+        _together(texts, is_changes)
+        starting = texts.get("startingVersion", STATE)
+        batch, version = _number(texts, "batchId"), _number(texts, "version")
+        most = _number(texts, "maxVersionsPerTrigger")
         if most == 0:
             raise invalid("maxVersionsPerTrigger", "it is 0, and must be 1 or more.")
-        timers = _flag(given, "readRegisteredTimers", False)
+        timers = _flag(texts, "readRegisteredTimers", False)
         return cls(
-            find_state(given["path"], given.get("stateLocation"), storage),
-            given["operator"],
-            TIMERS if timers else given.get("stateVarName"),
+            find_state(texts["path"], texts.get("stateLocation"), storage),
+            texts["operator"],
+            TIMERS if timers else texts.get("stateVarName"),
             version if batch is None else batch + 1,
-            _flag(given, "flattenCollectionTypes", True),
-            _flag(given, "stateColumns", False),
-            _number(given, "snapshotStartBatchId"),
+            _flag(texts, "flattenCollectionTypes", True),
+            _flag(texts, "stateColumns", False),
+            _number(texts, "snapshotStartBatchId"),
             is_changes,
-            _number(given, "changeStartBatchId") or 0,
-            _number(given, "changeEndBatchId"),
-            starting if starting in (STATE, EARLIEST, LATEST) else _number(given, "startingVersion") or 0,
+            _number(texts, "changeStartBatchId") or 0,
+            _number(texts, "changeEndBatchId"),
+            starting if starting in (STATE, EARLIEST, LATEST) else _number(texts, "startingVersion") or 0,
             most,
-            frozenset(given),
+            frozenset(texts),
         )
 
     def refuse(self, names: tuple[str, ...], where: str) -> None:
@@ -136,26 +136,26 @@ class SourceOptions:
             raise InvalidStateStoreArgument(f"{where} has no option {wrong[0]!r}: leave it out.")
 
 
-def _together(given: Mapping[str, str], is_changes: bool) -> None:
+def _together(texts: Mapping[str, str], is_changes: bool) -> None:
     """Raise ``InvalidStateStoreArgument`` for options that exclude each other."""
-    if "batchId" in given and "version" in given:
+    if "batchId" in texts and "version" in texts:
         raise _conflict("batchId", "version", "Both name the version to read")
-    if "stateVarName" in given and _flag(given, "readRegisteredTimers", False):
+    if "stateVarName" in texts and _flag(texts, "readRegisteredTimers", False):
         raise _conflict("stateVarName", "readRegisteredTimers", "The second reads timers, not that variable")
-    wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in given]
+    wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in texts]
     if wrong:
         raise _conflict(wrong[0], "readChangeFeed", f"readChangeFeed is {str(is_changes).lower()}")
 
 
-def _flag(given: Mapping[str, str], name: str, default: bool) -> bool:
-    text = given.get(name, str(default)).lower()
+def _flag(texts: Mapping[str, str], name: str, default: bool) -> bool:
+    text = texts.get(name, str(default)).lower()
     if text not in ("true", "false"):
-        raise invalid(name, f"it is {given[name]!r}, and must be true or false.")
+        raise invalid(name, f"it is {texts[name]!r}, and must be true or false.")
     return text == "true"
 
 
-def _number(given: Mapping[str, str], name: str) -> int | None:
-    text = given.get(name)
+def _number(texts: Mapping[str, str], name: str) -> int | None:
+    text = texts.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
@@ -180,7 +180,7 @@ def _conflict(first: str, second: str, why: str) -> InvalidStateStoreArgument:
     )
 
 
-def source_of(options: SourceOptions) -> AnySource:
+def source_of(options: SourceOptions) -> StateSource:
     """Return the rows, or the changes, that the options of a table name.
 
     Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning, ``VersionNotFoundError`` and
@@ -205,11 +205,11 @@ def _explained(options: SourceOptions) -> Iterator[None]:
         operators = versions.operators(versions.resolve(options.version))
         if options.operator not in operators:
             raise invalid("operator", str(error)) from error
-        there = [variable.name for variable in versions.schema(operators[options.operator]).in_use]
+        variables = [variable.name for variable in versions.schema(operators[options.operator]).in_use]
         if options.state is None:
             raise InvalidStateStoreArgument(
                 f"[{REQUIRED}] 'stateVarName' must be specified: operator {options.operator!r} has the state variables "
-                f"{', '.join(map(repr, there))}."
+                f"{', '.join(map(repr, variables))}."
             ) from error
         name = "readRegisteredTimers" if options.state == TIMERS else "stateVarName"
         raise invalid(name, str(error)) from error
@@ -229,7 +229,7 @@ def _rows_of(options: SourceOptions) -> StateSource:
     return _from_snapshots(source, options.snapshot + 1)
 
 
-def _changes_of(options: SourceOptions) -> ChangesSource:
+def _changes_of(options: SourceOptions) -> StateSource:
     if "changeStartBatchId" not in options.given:
         raise InvalidStateStoreArgument(f"[{REQUIRED}] 'changeStartBatchId' must be specified for a table of changes.")
     first, last = options.first_batch, options.last_batch
@@ -268,11 +268,11 @@ def _from_snapshot(piece: Piece, version: int) -> Piece:
     base = max((ref.version for ref in kept), default=0)
     behind = [ref.version for ref in whole.changelogs if ref.version > base]
     if len(behind) != whole.version - base and whole.rescaled is None:
-        there = ", ".join(str(ref.version - 1) for ref in whole.snapshots) or "none"
+        batches = ", ".join(str(ref.version - 1) for ref in whole.snapshots) or "none"
         raise invalid(
             "snapshotStartBatchId",
             f"it is {version - 1}, but partition {piece.partition} cannot be made of a snapshot of that batch or an "
-            f"earlier one; there are snapshots of the batches {there}.",
+            f"earlier one; there are snapshots of the batches {batches}.",
         )
     lineage = Lineage(whole.version, whole.changelogs, kept, whole.rescaled)
     return structs.replace(piece, lineage=lineage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,19 +21,10 @@ from pyspark.sql.datasource import (
 )
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
-from coordinator_actor.reading.stored_versions import Piece, StateVersions
+from coordinator_actor.reading.stored_versions import StateVersions
 from spark_bridge.exceptions import RequestError
-from spark_bridge.state_data.frames import selected
 from spark_bridge.state_data.source_options import EARLIEST, LATEST, OF_CHANGES, STATE, SourceOptions, source_of
-from spark_bridge.state_data.state_sources import (
-    AnySource,
-    StateSource,
-    changes_source,
-    inserts_source,
-    packed_pieces,
-    unpacked_piece,
-    without_pieces,
-)
+from spark_bridge.state_data.state_sources import StateSource, changes_source, selected, state_source, unpacked_piece
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -53,7 +43,7 @@ _COMPARISONS: dict[type, str] = {
 class StatePartition(InputPartition):  # type: ignore[misc]
     """One partition of the state, packed; of a stream with the source that reads it."""
 
-    def __init__(self, piece: bytes, source: AnySource | None = None) -> None:
+    def __init__(self, piece: bytes, source: StateSource | None = None) -> None:
         super().__init__(None)
         self.piece = piece
         self.source = source
@@ -62,15 +52,16 @@ class StatePartition(InputPartition):  # type: ignore[misc]
 class StateReader(DataSourceReader):  # type: ignore[misc]
     """Reads a table, a partition of the state in each of Spark's partitions."""
 
-    def __init__(self, source: AnySource, schema: pa.Schema) -> None:
-        self._source = without_pieces(source)
-        self._packed = packed_pieces(source.reading.pieces)
+    def __init__(self, source: StateSource, schema: pa.Schema) -> None:
+        self._source, self._packed = source.split()
         self._schema = schema
 
     def partitions(self) -> Sequence[StatePartition]:
-        """Return the partitions."""
-        packed, self._packed = self._packed, ()  # what is sent to executors with this reader
-        return [StatePartition(p) for p in packed]
+        """Return the partitions that can have rows that pass."""
+        packed, self._packed = self._packed, ()  # Spark sends this reader to executors
+        if not self._source.where:
+            return [StatePartition(p) for p in packed]
+        return [StatePartition(p) for p in packed if self._source.may_have(unpacked_piece(p))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition, on an executor.
@@ -78,47 +69,30 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
         If there is nothing to read, PySpark replaces our empty list by one partition.
         """
         if isinstance(partition, StatePartition):
-            yield from fitting(self._batches(unpacked_piece(partition.piece)), self._schema)
-
-    def _batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        return self._source.batches(piece)
+            yield from fitting(self._source.packed_batches(partition.piece), self._schema)
 
 
 class FilteringStateReader(StateReader):
     """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them again."""
-
-    def __init__(self, source: StateSource, schema: pa.Schema) -> None:
-        super().__init__(source, schema)
-        self._rows = replace(source, reading=replace(source.reading, pieces=()))
-        self._where: list[tuple[str, str, Any]] = []
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
         """Accept the conditions on key columns, and return all for Spark to apply.
 
         A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
         """
-        key = {f.name: f.type for f in self._rows.rows.key if not pa.types.is_floating(f.type)}
-        for given in filters:
-            condition = _condition(given, key)
-            if condition is not None and self._is_possible(condition):
-                self._where.append(condition)
+        key = {f.name: f.type for f in self._source.rows.key if not pa.types.is_floating(f.type)}
+        conditions = [condition for f in filters if (condition := _condition(f, key)) is not None]
+        if where := [condition for condition in conditions if self._is_possible(condition)]:
+            self._source = selected(self._source, None, where)
         yield from filters
 
     def _is_possible(self, condition: tuple[str, str, Any]) -> bool:
         """Return whether the value is one that the column can be compared with here; if not, Spark does it alone."""
         try:
-            selected(self._rows, None, [condition])
+            selected(self._source, None, [condition])
         except RequestError:
             return False
         return True
-
-    def partitions(self) -> Sequence[StatePartition]:
-        """Return the partitions that can have rows that pass."""
-        may_have = selected(self._rows, None, self._where).may_have
-        return [p for p in super().partitions() if may_have(unpacked_piece(p.piece))]
-
-    def _batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        return selected(self._rows, None, self._where).batches(piece)
 
 
 def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
@@ -129,7 +103,7 @@ def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
     """
     source = source_of(options)
     takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
-    if isinstance(source, StateSource) and takes_filters:
+    if source.form == "rows" and takes_filters:
         return FilteringStateReader(source, reader_schema(schema))
     return StateReader(source, reader_schema(schema))
 
@@ -157,14 +131,14 @@ def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _condition(given: Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
-    comparison = _COMPARISONS.get(type(given))
-    if comparison is None or len(given.attribute) != 1 or given.attribute[0] not in key:
+def _condition(spark_filter: Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
+    comparison = _COMPARISONS.get(type(spark_filter))
+    if comparison is None or len(spark_filter.attribute) != 1 or spark_filter.attribute[0] not in key:
         return None
-    values = given.value if comparison == "in" else (given.value,)
+    values = spark_filter.value if comparison == "in" else (spark_filter.value,)
     if any(value is None for value in values):
         return None
-    return given.attribute[0], comparison, given.value
+    return spark_filter.attribute[0], comparison, spark_filter.value
 
 
 # The stream of the format ``ray_statestore``: the changes of a state, version by version. For Spark 4.
@@ -200,8 +174,8 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         if starting == STATE:
             return {OFFSET_FIELD: BEFORE_STATE}
         if starting in (EARLIEST, LATEST):
-            there = versions.readable
-            return {OFFSET_FIELD: there[0] if there and starting == EARLIEST else self._completed(versions)}
+            readable = versions.readable
+            return {OFFSET_FIELD: readable[0] if readable and starting == EARLIEST else self._completed(versions)}
         assert isinstance(starting, int)
         return {OFFSET_FIELD: versions.resolve(starting)}
 
@@ -256,19 +230,19 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
                 "stream with a new checkpoint, and let the query that it reads keep more versions "
                 "(min_versions_to_retain)."
             ) from error
-        of_stream = without_pieces(source)
-        return [StatePartition(packed, of_stream) for packed in packed_pieces(source.reading.pieces)]
+        bare, pieces = source.split()
+        return [StatePartition(packed, bare) for packed in pieces]
 
-    def _source(self, begin: int, last: int) -> AnySource:
+    def _source(self, begin: int, last: int) -> StateSource:
         of = self._options
         if begin == BEFORE_STATE:
-            return inserts_source(of.place, of.operator, of.state, last, raw=of.state_columns)
+            return state_source(of.place, of.operator, of.state, last, raw=of.state_columns, inserts=True)
         return changes_source(of.place, of.operator, of.state, begin, last, raw=of.state_columns)
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
         """Yield the changes of one partition, on an executor."""
         assert partition.source is not None
-        return fitting(partition.source.batches(unpacked_piece(partition.piece)), self._schema)
+        return fitting(partition.source.packed_batches(partition.piece), self._schema)
 
     def _versions(self) -> StateVersions:
         return StateVersions.look(self._options.place)

@@ -90,8 +90,8 @@ def bootstrap_state(
     specs = declared(program)
     groups = _key_groups(key_groups)
     operators, targets = _operators(specs, num_partitions, backend, combine, groups, as_input=as_input)
-    given = rows if isinstance(rows, Mapping) else {_only(targets): rows}
-    names = {key: _name(key, targets) for key in given}
+    rows_by_target = rows if isinstance(rows, Mapping) else {_only(targets): rows}
+    names = {key: _name(key, targets) for key in rows_by_target}
     if len(set(names.values())) != len(names):
         raise InvalidStateStoreArgument(f"rows= names a state variable twice: {', '.join(map(repr, names))}.")
     functions = {name: _function(specs[name[0]], targets[name]) if as_input else None for name in names.values()}
@@ -108,7 +108,7 @@ def bootstrap_state(
     say(f"making state of {', '.join(sorted({repr(name[0]) for name in names.values()}))} at {checkpoint_location}")
 
     def jobs() -> Iterator[ReadJob]:
-        for key, source in given.items():
+        for key, source in rows_by_target.items():
             name = names[key]
             routing = Routing(name, functions[name], {name: targets[name]}, groups)
             yield from (ReadJob(one, routing) for one in sources_of(source))
@@ -149,13 +149,13 @@ def _operators(
         if as_input and aggregator is not None and ENDS_FAMILY not in v.families
     }
     combines = combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
-    made = []
+    operators = []
     for name, (spec, aggregator) in specs.items():
-        given = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(name, spec.num_partitions if given is None else given, groups)
+        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
+        n = check_partitions(name, spec.num_partitions if wanted_partitions is None else wanted_partitions, groups)
         targets = targets_of(name, schemas[name], fresh[name], n, combines, aggregator)
-        made.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
-    return made, {t.name: t for o in made for t in o.targets}
+        operators.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
+    return operators, {t.name: t for o in operators for t in o.targets}
 
 
 def _function(of_program: OfProgram, target: Target) -> Function:
@@ -171,30 +171,30 @@ def _function(of_program: OfProgram, target: Target) -> Function:
 
 
 def _only(targets: Mapping[OperatorVariable, Target]) -> OperatorVariable:
-    there = [name for name, target in targets.items() if target.pairs.rows.kind != TIMERS]
-    if len(there) != 1:
-        known = ", ".join(map(repr, targets)) or "none that can be given"
+    row_targets = [name for name, target in targets.items() if target.pairs.rows.kind != TIMERS]
+    if len(row_targets) != 1:
+        names = ", ".join(map(repr, targets)) or "none that can be given"
         raise InvalidStateStoreArgument(
-            f"The program has the state variables {known}: give rows as a mapping of them, as {{'operator': rows}}."
+            f"The program has the state variables {names}: give rows as a mapping of them, as {{'operator': rows}}."
         )
-    return there[0]
+    return row_targets[0]
 
 
 def _name(key: Any, targets: Mapping[OperatorVariable, Target]) -> OperatorVariable:
     name = target_name(key, targets)
     if name is None:
-        known = ", ".join(map(repr, targets)) or "none that can be given"
-        raise InvalidStateStoreArgument(f"rows= has rows for {key!r}; the program has the state variables {known}.")
+        names = ", ".join(map(repr, targets)) or "none that can be given"
+        raise InvalidStateStoreArgument(f"rows= has rows for {key!r}; the program has the state variables {names}.")
     return name
 
 
-def _key_groups(given: int | None) -> int:
-    if given is None:
+def _key_groups(key_groups: int | None) -> int:
+    if key_groups is None:
         spark = current_spark()
         if spark is None:
             return DEFAULT_KEY_GROUPS
         from spark_bridge.operators.map_in_arrow import configured_key_groups
 
-        given = configured_key_groups(spark)
-    check_num_groups(given)
-    return given
+        key_groups = configured_key_groups(spark)
+    check_num_groups(key_groups)
+    return key_groups

@@ -48,16 +48,16 @@ def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys:
     variable = schema.in_use[0]
     stored = family_of(variable)[1].key
     window = window_place(variable)
-    given = stored if window is None else stored.remove(window)
-    if not len(given):
+    key_columns = stored if window is None else stored.remove(window)
+    if not len(key_columns):
         raise InvalidStateStoreArgument(
             f"Operator {operator!r} has no key but its window, so its rows belong to no key: nothing was changed."
         )
-    codec = KeyCodec(operator, given, names_in_order(given, schema.key_columns), num_groups)
-    columns = codec.columns(keys(codec.schema) if callable(keys) else keys).select(given.names)
+    codec = KeyCodec(operator, key_columns, names_in_order(key_columns, schema.key_columns), num_groups)
+    columns = codec.columns(keys(codec.schema) if callable(keys) else keys).select(key_columns.names)
     if not columns.num_rows:
         raise InvalidStateStoreArgument("keys= is empty: nothing was changed. Give at least one key.")
-    columns = pa.RecordBatch.from_arrays(columns.columns, schema=given.remove_metadata())
+    columns = pa.RecordBatch.from_arrays(columns.columns, schema=key_columns.remove_metadata())
     return ForgottenKeys(columns, schema.families, num_groups, is_whole=window is None)
 
 

@@ -17,7 +17,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import Lineage
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
-from spark_bridge.state_data.state_sources import StateSource, packed_pieces, unpacked_piece
+from spark_bridge.state_data.state_sources import StateSource, packed_pieces
 from spark_bridge.state_format.layouts import (
     ENDS_FAMILY,
     EXPIRY_FAMILY,
@@ -58,7 +58,7 @@ class PartitionRows:
     columns: tuple[str, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        for batch in self.source.batches(unpacked_piece(self.packed)):
+        for batch in self.source.packed_batches(self.packed):
             yield batch.select(list(self.columns))
 
 
@@ -118,7 +118,7 @@ class RewrittenOperator:
         rows = self.rows(name)
         routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
         columns = tuple(PairsOfRows(rows).columns.names)
-        source = StateSource(replace(self.reading, pieces=()), rows, self.open_storage)
+        source = StateSource(replace(self.reading, pieces=()), rows, open_storage=self.open_storage)
         for packed in packed_pieces(pieces):
             yield ReadJob(PartitionRows(source, packed, columns), routing)
 
@@ -139,11 +139,7 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def rewritten_operators(
-    versions: StateVersions,
-    version: int,
-    operator: str | Sequence[str],
-    function: Functions,
-    open_storage: OpenStorage,
+    versions: StateVersions, version: int, operator: str | Sequence[str], function: Functions, open_storage: OpenStorage
 ) -> dict[str, RewrittenOperator]:
     """Return the operators that are rewritten, by name.
 
@@ -165,29 +161,29 @@ def rewritten_operators(
         of_operator = function
     else:
         of_operator = dict.fromkeys(names, function)
-    found = {}
+    rewritten = {}
     for name in names:
         reading = versions.reading(name, version)
-        found[name] = RewrittenOperator(reading, _functions(reading, of_operator[name]), open_storage)
-    return found
+        rewritten[name] = RewrittenOperator(reading, _functions(reading, of_operator[name]), open_storage)
+    return rewritten
 
 
-def _functions(reading: Reading, given: Any) -> dict[str, Function | None]:
-    there = reading.schema.in_use
-    if isinstance(given, Mapping):
-        for name, function in given.items():
+def _functions(reading: Reading, functions: Any) -> dict[str, Function | None]:
+    variables = reading.schema.in_use
+    if isinstance(functions, Mapping):
+        for name, function in functions.items():
             _check_function(reading, reading.schema.variable(name), function)
-        if not given:
+        if not functions:
             raise InvalidStateStoreArgument(f"function= names no state variable of operator {reading.operator!r}.")
-        return dict(given)
-    own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != TIMERS]
+        return dict(functions)
+    own = [v for v in variables if v.name == DEFAULT_FAMILY] or [v for v in variables if v.kind != TIMERS]
     if len(own) != 1:
         raise InvalidStateStoreArgument(
-            f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there)}: give a "
-            "function for each one to rewrite, as function={'name': function}."
+            f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in variables)}: "
+            "give a function for each one to rewrite, as function={'name': function}."
         )
-    _check_function(reading, own[0], given)
-    return {own[0].name: given}
+    _check_function(reading, own[0], functions)
+    return {own[0].name: functions}
 
 
 def _check_function(reading: Reading, variable: StateVariable, function: Any) -> None:
@@ -205,7 +201,7 @@ def _check_function(reading: Reading, variable: StateVariable, function: Any) ->
 
 
 def inferred_variable(
-    owner: str, source: VariableRows, made: pa.Schema, key_columns: Sequence[str], name: str
+    owner: str, source: VariableRows, columns_made: pa.Schema, key_columns: Sequence[str], name: str
 ) -> tuple[StateVariable, tuple[str, ...]]:
     """Return the variable ``name`` with rows of the columns ``made``, of the kind of ``source``, and its key columns.
 
@@ -219,7 +215,7 @@ def inferred_variable(
             f"The rows of {owner} are also kept by time: give program=, the DataFrame of the query that continues."
         )
     shown = _shown(source)
-    columns = {f.name: f for f in made if f.name not in DERIVED or f.name in shown or f.name in key_columns}
+    columns = {f.name: f for f in columns_made if f.name not in DERIVED or f.name in shown or f.name in key_columns}
     missing = [name for name in key_columns if name not in columns]
     if missing:
         raise InvalidStateStoreArgument(
@@ -272,12 +268,12 @@ def _families(
     return {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
 
 
-def _field(given: pa.Field, before: pa.Schema) -> pa.Field:
-    kind = normalized_type(given.name, given.type)
-    at = before.get_field_index(given.name)
+def _field(new_field: pa.Field, before: pa.Schema) -> pa.Field:
+    kind = normalized_type(new_field.name, new_field.type)
+    at = before.get_field_index(new_field.name)
     if at >= 0 and before.field(at).type == kind:
         return before.field(at)
-    return pa.field(given.name, kind)
+    return pa.field(new_field.name, kind)
 
 
 # The operators of a rewritten state without a program: their columns are those of the first new rows.
@@ -323,18 +319,18 @@ def inferred_operators(
             for target, columns in made_columns.items():
                 name = _checked_name(target, variable, kept)
                 rows = old.rows(variable)
-                given = key.get(name[0]) if isinstance(key, Mapping) else key
-                by = [rows.key.field(i).name for i in rows.key_order] if given is None else list(given)
+                key_names = key.get(name[0]) if isinstance(key, Mapping) else key
+                by = [rows.key.field(i).name for i in rows.key_order] if key_names is None else list(key_names)
                 owner = f"operator {name[0]!r}" if name[0] == operator else f"the new operator {name[0]!r}"
-                made, key_columns = inferred_variable(owner, rows, columns, by, name[1])
+                inferred, key_columns = inferred_variable(owner, rows, columns, by, name[1])
                 earlier = variables.setdefault(name[0], {}).get(name[1])
-                if earlier is not None and (earlier[0] != made or earlier[1] != key_columns):
+                if earlier is not None and (earlier[0] != inferred or earlier[1] != key_columns):
                     raise InvalidStateStoreArgument(
                         f"Two functions gave rows of different columns to {owner}: {earlier[0].families} and "
-                        f"{made.families}. Make them the same, or give program=."
+                        f"{inferred.families}. Make them the same, or give program=."
                     )
-                variables[name[0]][name[1]] = made, key_columns, old
-    found = {}
+                variables[name[0]][name[1]] = inferred, key_columns, old
+    operators = {}
     for operator in [*rewritten, *(name for name in variables if name not in rewritten)]:
         of_operator = variables.get(operator, {})
         own = rewritten.get(operator)
@@ -352,8 +348,8 @@ def inferred_operators(
         _check_same_key(operator, fresh, copied)
         # Settings are those of the operator that the rows come from.
         schema = OperatorSchema((*copied, *fresh), orders.pop(), source.reading.schema.settings)
-        found[operator] = Fresh(schema, fresh, source.reading.num_partitions, source.reading.pieces[0].backend)
-    return found
+        operators[operator] = Fresh(schema, fresh, source.reading.num_partitions, source.reading.pieces[0].backend)
+    return operators
 
 
 def _checked_name(target: Any, variable: str, kept: Collection[str]) -> OperatorVariable:

@@ -68,18 +68,17 @@ class CutRows:
     runs: dict[OperatorVariable, list[tuple[RunName, Any]]] = field(default_factory=dict)
     counts: RowCounts = field(default_factory=RowCounts)
 
-    def add(self, name: RunName, run: Any) -> None:
-        """Add a run."""
+    def record_run(self, name: RunName, run: Any) -> None:
         self.runs.setdefault(name.name, []).append((name, run))
 
-    def of(self, partition: NewPartition) -> dict[OperatorVariable, list[Any]]:
+    def take_runs_of(self, partition: NewPartition) -> dict[OperatorVariable, list[Any]]:
         """Return the runs that have rows of a partition. Those that no later partition needs are held no more."""
-        number, found = partition.meta.partition, {}
+        number, runs_by_target = partition.meta.partition, {}
         for target in partition.targets:
             runs = self.runs.get(target.name, [])
-            found[target.name] = [run for name, run in runs if name.first <= number <= name.last]
+            runs_by_target[target.name] = [run for name, run in runs if name.first <= number <= name.last]
             self.runs[target.name] = [(name, run) for name, run in runs if name.last > number]
-        return found
+        return runs_by_target
 
 
 class Workers(Protocol):
@@ -118,9 +117,9 @@ class RayWorkers:
         task = ray.remote(_columns).options(**self._args)
         say(f"reading the first rows of operator {jobs[0].routing.name[0]!r}")
         for job in jobs:
-            found: TargetColumns | None = _result(task.remote(job.source, job.routing))
-            if found is not None:
-                return found
+            columns: TargetColumns | None = _result(task.remote(job.source, job.routing))
+            if columns is not None:
+                return columns
         return None
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
@@ -129,9 +128,9 @@ class RayWorkers:
         task = ray.remote(_cut).options(num_returns="streaming", **self._args)
         cut, running, number, most, is_full = CutRows(), deque[Any](), 0, self._most(), _has_no_cpu()
         put: dict[int, tuple[Routing, Any]] = {}  # a function may hold much: once for all its tasks
-        left = iter(jobs)
+        remaining_jobs = iter(jobs)
         while True:
-            while len(running) < most and (job := next(left, None)) is not None:
+            while len(running) < most and (job := next(remaining_jobs, None)) is not None:
                 if id(job.routing) not in put:
                     put[id(job.routing)] = job.routing, ray.put(job.routing)
                 running.append(task.remote(job.source, put[id(job.routing)][1]))
@@ -157,14 +156,14 @@ class RayWorkers:
         last = None
         for ref in self._references(stream, say, done):
             if names:
-                cut.add(names.popleft(), ref)
+                cut.record_run(names.popleft(), ref)
                 last = ref
                 continue
-            given = _result(ref)
-            if isinstance(given, RowCounts):
-                cut.counts.add(given)
+            result = _result(ref)
+            if isinstance(result, RowCounts):
+                cut.counts.merge(result)
                 return
-            names.extend(given)
+            names.extend(result)
         _result(last)  # the error of the task was taken for a run
         raise RuntimeError(f"A task of the first stage ended before its counts, after {last}.")
 
@@ -190,20 +189,20 @@ class RayWorkers:
         task = ray.remote(_build).options(**self._args)
         built: dict[int, BuiltPartition] = {}
         running: dict[Any, int] = {}
-        left, told, most, is_full = deque(enumerate(partitions)), 0, self._most(), _has_no_cpu()
+        waiting, reported, most, is_full = deque(enumerate(partitions)), 0, self._most(), _has_no_cpu()
         try:
-            while left or running:
-                while left and len(running) < most:
-                    number, partition = left.popleft()
-                    running[task.remote(partition, cut.of(partition))] = number
+            while waiting or running:
+                while waiting and len(running) < most:
+                    number, partition = waiting.popleft()
+                    running[task.remote(partition, cut.take_runs_of(partition))] = number
                 ready, _ = ray.wait(list(running), timeout=WORKER_WAIT_SECONDS, fetch_local=False)
                 for ref in ready:
                     built[running[ref]] = _result(ref)
                     del running[ref]
-                if not ready or len(built) * 10 // len(partitions) > told * 10 // len(partitions):
+                if not ready or len(built) * 10 // len(partitions) > reported * 10 // len(partitions):
                     why = _CPU if is_full and not built else ""
                     say(f"built {len(built)} of {len(partitions)} partitions{why}")
-                    told = len(built)
+                    reported = len(built)
         except BaseException:
             _await_end(list(running), say)
             raise
@@ -219,9 +218,11 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
 
     if running:
         say(f"waiting for {len(running)} tasks to end")
-        _, left = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
-        if left:
-            log.warning("%d tasks are still running: remove files that they write from now on manually", len(left))
+        _, unfinished = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
+        if unfinished:
+            log.warning(
+                "%d tasks are still running: remove files that they write from now on manually", len(unfinished)
+            )
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
@@ -444,10 +445,10 @@ def new_query_id() -> str:
     return str(uuid.uuid4())
 
 
-def session_options(given: Mapping[str, str] | None) -> dict[str, str]:
+def session_options(storage_options: Mapping[str, str] | None) -> dict[str, str]:
     """Return the storage settings of the Spark session, if there is one, with those that were given."""
     spark = current_spark()
-    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
+    return {**({} if spark is None else storage_settings(spark)), **(storage_options or {})}
 
 
 def session_state_location() -> str | None:

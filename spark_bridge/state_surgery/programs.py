@@ -110,15 +110,15 @@ def declared(program: Program) -> dict[str, OfProgram]:
     if hasattr(program, "_jdf"):
         from spark_bridge.operators.map_in_arrow import declared_in
 
-        found = [OfProgram(one.spec, one.aggregator) for one in declared_in(program)]
+        declarations = [OfProgram(one.spec, one.aggregator) for one in declared_in(program)]
     else:
-        found = [OfProgram(spec, None) for spec in program]
-    if not found or not all(isinstance(one.spec, OperatorSpec) for one in found):
+        declarations = [OfProgram(spec, None) for spec in program]
+    if not declarations or not all(isinstance(one.spec, OperatorSpec) for one in declarations):
         raise InvalidStateStoreArgument(
             "program= must be the DataFrame of a query with stateful operators of this project, as aggregate(...) "
             "returns it, and it has none."
         )
-    return {one.spec.name: one for one in found}
+    return {one.spec.name: one for one in declarations}
 
 
 def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> OperatorSchema:
@@ -151,7 +151,7 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
 
 
 def combining(
-    given: Combining | Mapping[Any, Combining] | None,
+    functions: Combining | Mapping[Any, Combining] | None,
     names: Sequence[OperatorVariable],
     default: Mapping[OperatorVariable, Combining],
 ) -> dict[OperatorVariable, Combining]:
@@ -159,18 +159,18 @@ def combining(
 
     Raises ``InvalidStateStoreArgument`` for a mapping that names something else.
     """
-    if given is None:
+    if functions is None:
         return dict(default)
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, given)
-    found = dict(default)
-    for target, how in given.items():
+    if not isinstance(functions, Mapping):
+        return dict.fromkeys(names, functions)
+    combines = dict(default)
+    for target, how in functions.items():
         of_target = [n for n in names if target in (n, n[0])]
         if not of_target:
-            known = ", ".join(map(repr, names))
-            raise InvalidStateStoreArgument(f"combine= names {target!r}, which gets no rows: there are {known}.")
-        found.update(dict.fromkeys(of_target, how))
-    return found
+            listed = ", ".join(map(repr, names))
+            raise InvalidStateStoreArgument(f"combine= names {target!r}, which gets no rows: there are {listed}.")
+        combines.update(dict.fromkeys(of_target, how))
+    return combines
 
 
 def targets_of(
@@ -265,16 +265,16 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
 
 def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
     """Yield sources of ``SOURCE_BYTES`` at least, but for the last one."""
-    held: list[PackedRows] = []
+    pending: list[PackedRows] = []
     size = 0
     for part in parts:
-        held.append(part)
+        pending.append(part)
         size += len(part)
         if size >= SOURCE_BYTES:
-            yield GivenRows(tuple(held))
-            held, size = [], 0
-    if held:
-        yield GivenRows(tuple(held))
+            yield GivenRows(tuple(pending))
+            pending, size = [], 0
+    if pending:
+        yield GivenRows(tuple(pending))
 
 
 def _of_table(table: pa.Table) -> Iterator[GivenRows]:

@@ -84,9 +84,9 @@ def planned_rewrite(
         fresh = {}
         for name, (spec, _) in specs.items():
             if name not in kept:
-                held = rewritten[name].staying if name in rewritten else None
-                schema = schema_to_write(spec, held)
-                copied = {v.identity for v in held.variables} if held else set()
+                staying_schema = rewritten[name].staying if name in rewritten else None
+                schema = schema_to_write(spec, staying_schema)
+                copied = {v.identity for v in staying_schema.variables} if staying_schema else set()
                 variables = tuple(v for v in schema.in_use if v.identity not in copied)
                 fresh[name] = Fresh(schema, variables, spec.num_partitions, spec.backend)
     operators = [
@@ -95,8 +95,10 @@ def planned_rewrite(
     names = [(name, v.name) for name, one in fresh.items() for v in one.variables]
     combines = combining(combine, names, {})
     for name, one in fresh.items():
-        given = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(name, one.num_partitions if given is None else given, versions.key_groups)
+        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
+        n = check_partitions(
+            name, one.num_partitions if wanted_partitions is None else wanted_partitions, versions.key_groups
+        )
         aggregator = specs[name].aggregator if specs else None
         targets = targets_of(name, one.schema, one.variables, n, combines, aggregator)
         copied_state = rewritten[name].copied_state if name in rewritten else None

@@ -40,18 +40,18 @@ DERIVED = (KEY_GROUP, PARTITION)
 """Columns of stored rows that follow from the key: they may be present, and are ignored."""
 
 
-def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
+def conformed(new_rows: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
     """Return rows in the columns of ``pairs.columns``; ``owner`` names their purpose in messages.
 
     ``given`` is a ``pa.RecordBatch`` or ``pa.Table``. Raises ``InvalidStateStoreArgument`` for anything else, for
     columns that are missing or too many, for values that a column's type cannot have, and for nulls where none may be.
     """
     columns = pairs.columns
-    if not isinstance(given, (pa.RecordBatch, pa.Table)):
+    if not isinstance(new_rows, (pa.RecordBatch, pa.Table)):
         raise InvalidStateStoreArgument(
-            f"The rows of {owner} came as {type(given).__name__}: they must be a pyarrow RecordBatch or Table."
+            f"The rows of {owner} came as {type(new_rows).__name__}: they must be a pyarrow RecordBatch or Table."
         )
-    names = [name for name in given.schema.names if name not in DERIVED or name in columns.names]
+    names = [name for name in new_rows.schema.names if name not in DERIVED or name in columns.names]
     missing = [name for name in columns.names if name not in names]
     extra = [name for name in names if name not in columns.names]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -65,7 +65,7 @@ def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
             f"The rows of {owner} came {' and '.join(said)}: they need the columns "
             f"{', '.join(f'{f.name} ({f.type})' for f in columns)}."
         )
-    arrays = [_column(given, field, owner) for field in columns]
+    arrays = [_column(new_rows, field, owner) for field in columns]
     bare = pa.schema([pa.field(f.name, f.type) for f in columns])
     rows = pa.RecordBatch.from_arrays(arrays, schema=bare)
     wrong = pairs.without_length(rows)
@@ -77,8 +77,8 @@ def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
     return rows
 
 
-def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa.Array:
-    column = given.column(field.name)
+def _column(new_rows: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa.Array:
+    column = new_rows.column(field.name)
     try:
         array = cast_without_loss(column, field.type)
         check_same(column, array)
@@ -169,15 +169,15 @@ class RowCounts:
         self.samples: dict[tuple[str, OperatorVariable], pa.Table] = {}
         """By "before" or "after", and variable."""
 
-    def note(self, what: str, name: OperatorVariable, rows: pa.RecordBatch) -> None:
+    def count_rows(self, what: str, name: OperatorVariable, rows: pa.RecordBatch) -> None:
         """Count rows; ``what`` is "before" or "after"."""
         counts = self.read if what == "before" else self.made
         counts[name] = counts.get(name, 0) + rows.num_rows
-        held = self.samples.get((what, name))
-        if rows.num_rows and (held is None or held.num_rows < SAMPLE_ROWS):
+        sample = self.samples.get((what, name))
+        if rows.num_rows and (sample is None or sample.num_rows < SAMPLE_ROWS):
             self._sample(what, name, pa.Table.from_batches([rows.slice(0, SAMPLE_ROWS)]))
 
-    def add(self, other: RowCounts) -> None:
+    def merge(self, other: RowCounts) -> None:
         """Add the counts of another task."""
         for mine, theirs in ((self.read, other.read), (self.made, other.made)):
             for name, rows in theirs.items():
@@ -186,10 +186,10 @@ class RowCounts:
             self._sample(what, name, table)
 
     def _sample(self, what: str, name: OperatorVariable, table: pa.Table) -> None:
-        held = self.samples.get((what, name))
-        if held is not None and held.schema != table.schema:
+        sample = self.samples.get((what, name))
+        if sample is not None and sample.schema != table.schema:
             return
-        parts = [table] if held is None else [held, table]
+        parts = [table] if sample is None else [sample, table]
         both = pa.concat_tables(parts).slice(0, SAMPLE_ROWS)
         # A copy as a new table: a slice would hold the buffers of the whole batch.
         self.samples[what, name] = unpacked_rows(packed(both.schema, both.to_batches())).read_all().combine_chunks()
@@ -207,9 +207,9 @@ class Routing:
     def columns(self, batches: Iterator[pa.RecordBatch]) -> TargetColumns | None:
         """Return the columns of the function's first output that has rows; None if it never has any."""
         for batch in batches:
-            made = batch if self.function is None else self.function(batch)
-            if made is not None:
-                return {key: rows.schema for key, rows in self._by_target(made) if rows is not None}
+            output = batch if self.function is None else self.function(batch)
+            if output is not None:
+                return {key: rows.schema for key, rows in self._by_target(output) if rows is not None}
         return None
 
     def cut(self, batches: Iterator[pa.RecordBatch], counts: RowCounts) -> Iterator[dict[RunName, PackedRows]]:
@@ -217,9 +217,9 @@ class Routing:
         pending: dict[OperatorVariable, list[pa.RecordBatch]] = {}
         size = 0
         for batch in batches:
-            counts.note("before", self.name, batch)
+            counts.count_rows("before", self.name, batch)
             for name, rows in self._made(batch):
-                counts.note("after", name, rows)
+                counts.count_rows("after", name, rows)
                 pending.setdefault(name, []).append(rows)
                 size += rows.nbytes
             if size >= FLUSH_BYTES:
@@ -228,12 +228,12 @@ class Routing:
         if pending:
             yield self._runs(pending)
 
-    def _by_target(self, made: Any) -> list[tuple[Any, Any]]:
-        return list(made.items()) if isinstance(made, Mapping) else [(self.name, made)]
+    def _by_target(self, output: Any) -> list[tuple[Any, Any]]:
+        return list(output.items()) if isinstance(output, Mapping) else [(self.name, output)]
 
     def _made(self, batch: pa.RecordBatch) -> Iterator[tuple[OperatorVariable, pa.RecordBatch]]:
-        made = batch if self.function is None else self.function(batch)
-        for key, rows in [] if made is None else self._by_target(made):
+        output = batch if self.function is None else self.function(batch)
+        for key, rows in [] if output is None else self._by_target(output):
             if rows is None:
                 continue
             target = self._target(key)
@@ -244,10 +244,10 @@ class Routing:
     def _target(self, key: Any) -> Target:
         name = target_name(key, self.targets)
         if name is None:
-            known = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
+            listed = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
             raise InvalidStateStoreArgument(
                 f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which takes none: it can "
-                f"give rows to {known}. Without program=, these are the ones that it gave its first rows to."
+                f"give rows to {listed}. Without program=, these are the ones that it gave its first rows to."
             )
         return self.targets[name]
 
@@ -317,10 +317,10 @@ def packed(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> PackedRows:
     # Once without bytes: a buffer that grows would be copied each time.
     counted = pa.MockOutputStream()
     _write(counted, schema, batches)
-    made = pa.allocate_buffer(counted.size())
-    with pa.FixedSizeBufferWriter(made) as sink:
+    buffer = pa.allocate_buffer(counted.size())
+    with pa.FixedSizeBufferWriter(buffer) as sink:
         _write(sink, schema, batches)
-    return np.frombuffer(made, np.uint8)
+    return np.frombuffer(buffer, np.uint8)
 
 
 def _write(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
@@ -472,8 +472,8 @@ def _combined(
             f"(and {several.num_rows - 1} more such rows in some key groups): give combine=, a function that makes one "
             "row of the rows of each key."
         )
-    made = target.combine(pa.Table.from_batches([several]))
-    combined = conformed(made, target.pairs, target.in_words)
+    output = target.combine(pa.Table.from_batches([several]))
+    combined = conformed(output, target.pairs, target.in_words)
     new_keys = target.pairs.keys(combined, num_groups)
     before, after = pc.unique(keys.filter(repeated)), pc.unique(new_keys)
     if len(after) != len(new_keys) or not pc.all(pc.is_in(new_keys, value_set=before)).as_py():

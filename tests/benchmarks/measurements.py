@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from suite.comparison import Comparison, Measured
-from suite.model import Case, Contestant, Part, Result, Size
-from suite.progress import Steps
-from suite.ratios import Target
+from suite.model import Case, Comparison, Contestant, Measured, Part, Result, Size, Target
+from suite.runner import Steps
 
+SVG = "{http://www.w3.org/2000/svg}"
 CONTESTANTS = {
     "native": Contestant("Spark's own", {"provider": "RocksDB", "changelog": "true"}),
     "ours": Contestant("aggregate", {}, is_ours=True),
@@ -60,3 +60,7 @@ def comparison(name: str = "totals", *targets: Target, picture: str = "bars") ->
         picture=picture,  # type: ignore[arg-type]
         x_label="keys",
     )
+
+
+def texts(picture: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]

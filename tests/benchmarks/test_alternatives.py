@@ -11,23 +11,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from alternatives import given as g
-from alternatives import running as running_module
 from alternatives import turns
-from alternatives.contestants import ALTERNATIVES, Alternative, Group
-from alternatives.courses import Courses, rotated
-from alternatives.cpu_time import Used, moment, seconds_between
-from alternatives.environments import REQUIREMENTS, SPARK
-from alternatives.results import Results, are_counted, check
-from alternatives.running import ContestantError, Running, in_short
-from alternatives.turns import Course, Sizes, slices_of
+from alternatives.contestants import ALTERNATIVES, REQUIREMENTS, SPARK, Alternative, Group
+from alternatives.turns import (
+    ContestantError,
+    Course,
+    Courses,
+    Results,
+    Running,
+    Sizes,
+    Used,
+    are_counted,
+    check,
+    in_short,
+    moment,
+    seconds_between,
+    slices_of,
+)
 from comparisons import COMPARISONS
 from comparisons.alternatives import _cases, chosen
 from suite import report
-from suite.model import Contestant, Part
-from suite.progress import Steps
+from suite.model import Contestant, Part, rotated
+from suite.runner import Steps
 
-PROGRAMS = Path(running_module.PROGRAMS)
+PROGRAMS = Path(turns.PROGRAMS)
 GROUP = Group("tests", "counting_program", "tests", "none")
 
 
@@ -35,14 +42,14 @@ GROUP = Group("tests", "counting_program", "tests", "none")
 
 
 def rows_of(directory: Path, slices: int) -> list[tuple[int, int]]:
-    lines = [line for i in range(slices) for line in (directory / g.name_of(i)).read_text().splitlines()]
+    lines = [line for i in range(slices) for line in (directory / turns.name_of(i)).read_text().splitlines()]
     return [(row["user"], row["amount"]) for row in map(json.loads, lines)]
 
 
 def test_expected_totals_are_those_of_the_rows(tmp_path: Path) -> None:
-    made = g.make(tmp_path / "given", rows=500, keys=40, slices=3)
+    made = turns.make(tmp_path / "given", rows=500, keys=40, slices=3)
     for slices in (1, 3):
-        totals: g.Totals = {}
+        totals: turns.Totals = {}
         for user, amount in rows_of(tmp_path / "given", slices):
             n, spent = totals.get(user, (0, 0))
             totals[user] = (n + 1, spent + amount)
@@ -53,24 +60,24 @@ def test_expected_totals_are_those_of_the_rows(tmp_path: Path) -> None:
 
 def test_the_same_sizes_give_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        g.make(tmp_path / name, rows=100, keys=10, slices=2)
+        turns.make(tmp_path / name, rows=100, keys=10, slices=2)
     for i in range(2):
-        assert (tmp_path / "a" / g.name_of(i)).read_bytes() == (tmp_path / "b" / g.name_of(i)).read_bytes()
+        assert (tmp_path / "a" / turns.name_of(i)).read_bytes() == (tmp_path / "b" / turns.name_of(i)).read_bytes()
 
 
 def test_files_have_the_times_of_their_batches(tmp_path: Path) -> None:
-    g.make(tmp_path / "given", rows=1, keys=2, slices=g.SLICES + 1)
-    times = [(tmp_path / "given" / g.name_of(i)).stat().st_mtime for i in (0, g.SLICES - 1, g.SLICES)]
+    turns.make(tmp_path / "given", rows=1, keys=2, slices=turns.SLICES + 1)
+    times = [(tmp_path / "given" / turns.name_of(i)).stat().st_mtime for i in (0, turns.SLICES - 1, turns.SLICES)]
     assert times[0] == times[1] < times[2]
 
 
 def test_slices_are_fed_in_order(tmp_path: Path) -> None:
-    made = g.make(tmp_path / "given", rows=5, keys=2, slices=4)
+    made = turns.make(tmp_path / "given", rows=5, keys=2, slices=4)
     inbox = tmp_path / "input"
     inbox.mkdir()
     made.feed(inbox, 1, 2)
-    assert sorted(path.name for path in inbox.iterdir()) == [g.name_of(1), g.name_of(2)]
-    names = [g.name_of(i) for i in range(200)]
+    assert sorted(path.name for path in inbox.iterdir()) == [turns.name_of(1), turns.name_of(2)]
+    names = [turns.name_of(i) for i in range(200)]
     assert sorted(names) == names, "some read files in the order of their names"
 
 
@@ -105,7 +112,7 @@ def test_waiting_for_results_ends(tmp_path: Path) -> None:
         ({1: (2, 30), 2: (1, 5), 9: (1, 1)}, "user 9: \\(1, 1\\), not None"),
     ],
 )
-def test_a_wrong_total_is_seen(found: g.Totals, words: str) -> None:
+def test_a_wrong_total_is_seen(found: turns.Totals, words: str) -> None:
     expected = {1: (2, 30), 2: (1, 5)}
     check("engine", dict(expected), expected)
     with pytest.raises(AssertionError, match=words):
@@ -119,8 +126,8 @@ def test_a_wrong_total_is_seen(found: g.Totals, words: str) -> None:
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of these tests is among those of the contestants."""
     monkeypatch.setattr(turns, "GRACE", 0.2)
-    monkeypatch.setattr(running_module, "PROGRAMS", Path(__file__).parent)
-    monkeypatch.setattr(running_module, "BENCHMARKS", PROGRAMS)  # on its path: it imports protocol
+    monkeypatch.setattr(turns, "PROGRAMS", Path(__file__).parent)
+    monkeypatch.setattr(turns, "BENCHMARKS", PROGRAMS)  # on its path: it imports protocol
 
 
 def alternative(told: str, goes_on: bool = False, is_ours: bool = True) -> Alternative:
@@ -129,7 +136,7 @@ def alternative(told: str, goes_on: bool = False, is_ours: bool = True) -> Alter
 
 
 def courses(tmp_path: Path) -> Courses:
-    made = g.make(tmp_path / "given", rows=2_000, keys=50, slices=2)
+    made = turns.make(tmp_path / "given", rows=2_000, keys=50, slices=2)
     sizes = Sizes(turns=2, events=2, checkpoint_seconds=1.0, share=1.0)
     return Courses(tmp_path, {"tests": Path(sys.executable)}, made, sizes, Steps())
 
@@ -143,7 +150,7 @@ def test_a_contestant_is_started_again_from_its_state(tmp_path: Path, programs: 
 
 
 def test_one_that_takes_all_at_once_is_fed_twice(tmp_path: Path, programs: None) -> None:
-    made = g.make(tmp_path / "given", rows=200, keys=50, slices=4 * g.SLICES)
+    made = turns.make(tmp_path / "given", rows=200, keys=50, slices=4 * turns.SLICES)
     sizes = Sizes(turns=2, events=1, checkpoint_seconds=1.0, share=0.25)
     all_of_them = Courses(tmp_path, {"tests": Path(sys.executable)}, made, sizes, Steps())
     hasty = replace(alternative("hasty"), pace="slow", fed_twice=True)
@@ -254,7 +261,7 @@ def test_every_contestant_has_a_program() -> None:
 
 def test_an_unknown_contestant_is_refused() -> None:
     assert [a.name for a in chosen(["bytewax", "aggregate"])] == ["bytewax", "aggregate"]
-    with pytest.raises(ValueError, match="There is no contestant storm; there are aggregate, "):
+    with pytest.raises(ValueError, match="Unknown contestant storm; the contestants are aggregate, "):
         chosen(["storm"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench
 import pytest
 from comparisons import COMPARISONS
-from suite.comparison import ENVIRONMENTS, VENV, VENV42, Comparison
+from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison
 
 from tests.benchmarks.measurements import comparison
 
@@ -23,7 +23,7 @@ def test_sizes_are_taken_with_the_comparison() -> None:
     [
         (["--keys", "5"], "sizes are given with the one comparison"),
         (["growth", "latency", "--keys", "5"], "sizes are given with the one comparison"),
-        (["grwth"], "There is no comparison grwth; there are throughput, "),
+        (["grwth"], "Unknown comparison grwth; the comparisons are throughput, "),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

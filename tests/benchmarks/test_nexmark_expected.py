@@ -8,11 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from nexmark import expected
-from nexmark.compare import expected_batches
-from nexmark.events import OUTPUTS
 from nexmark.generator import AUCTION, AUCTION_TYPE, BID, BID_TYPE, PERSON, SCHEMA, NexmarkConf, events
-from nexmark.joins import best_bids
-from nexmark.lanes import Check, check_of
+from nexmark.lanes import Check, check_of, expected_batches
+from nexmark.queries import OUTPUTS, best_bids
 
 START = dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc)
 

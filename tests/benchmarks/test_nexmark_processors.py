@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from nexmark import arrow_processors, expected, processors
+from nexmark import expected
 from nexmark.generator import AUCTION, BID, NexmarkConf, batches, bids_of, closing_events
 
 from backends.encoding.operator_schema import OperatorSchema
@@ -23,6 +23,8 @@ from spark_bridge.stateful.process_task import ProcessLogic, ProcessorState, Tas
 from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import EventTime, Logic
+from tests.benchmarks import nexmark_arrow_processors as arrow_processors
+from tests.benchmarks import nexmark_processors as processors
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import OperatorRun
 
@@ -44,7 +46,7 @@ CONFS = [
 
 
 def auctions_and_bids(events: pa.RecordBatch, *, in_us: bool) -> pa.RecordBatch:
-    """What ``queries._auctions_and_bids`` makes of events."""
+    """Auctions and bids by the auction's id; a row without ``expires`` is a bid."""
     events = events.filter(pc.is_in(events.column("event_type"), pa.array([AUCTION, BID], pa.int32())))
     auction, bid = (dict(zip((c := events.column(n)).type.names, c.flatten(), strict=True)) for n in ("auction", "bid"))
     columns = {**auction, "bidder": bid["bidder"], "price": bid["price"], "bid_extra": bid["extra"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from comparisons.object_storage import dollars_a_month
-from played_stream import Shape, played_stream
+from played import Shape, played_cluster
 from s3_proxy import kind_of, proxy_before
 
 from backends.exceptions import MissingFileError
@@ -59,10 +59,14 @@ def test_the_proxy_counts_requests_and_resets_its_counts_when_they_are_read(
 
 @pytest.mark.thorough  # otherwise: make bench-smoke, which plays the same stream
 def test_a_played_stream_completes_versions_takes_snapshots_and_removes_files(tmp_path: Path) -> None:
-    with played_stream(tmp_path / "hosts", str(tmp_path / "ck"), Shape(hosts=2, partitions=3, keys=5, retain=2)) as s:
-        assert len(s.run(41)) == 41
-        assert all(host.describe()["storage_requests"]["put"] >= 41 for host in s.hosts)  # type: ignore[index]
-        assert [host.cache.instance(s.registration.run_id, "op0", 0) is not None for host in s.hosts].count(True) == 1
+    shape = Shape(hosts=2, partitions=3, keys=5, retain=2)
+    with played_cluster(tmp_path / "hosts", 2) as cluster:
+        stream = cluster.start(str(tmp_path / "ck"), shape)
+        assert len(stream.run(41)) == 41
+        described = [player.order("describe") for player in cluster.players]
+        assert all(host["storage_requests"]["put"] >= 41 for host in described)
+        owned = [i["partition"] for host in described for i in host["instances"]]
+        assert sorted(owned) == [0, 1, 2]
     state = tmp_path / "ck" / "statestore"
     versions = {int(p.name.split("-")[0]) for p in state.rglob("*.changelog*")}
     assert max(versions) == 41 and min(versions) > 1

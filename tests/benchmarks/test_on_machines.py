@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))  # the modules there name each other by their packages
 
 from benchmarks.on_machines import elasticity, recovery
-from benchmarks.on_machines.expected import STEP, Shape
+from benchmarks.on_machines.programs import STEP, Shape
 
 SHAPE = Shape(keys=100, rows=7)
 KEYS = np.arange(100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from suite.ratios import Spread, Target, in_both, judge, ratio, slower
+from suite.model import Spread, Target, in_both, judge, ratio, slower
 
 from tests.benchmarks.measurements import case, failed, part, result
 

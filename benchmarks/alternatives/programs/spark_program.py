@@ -1,4 +1,4 @@
-"""PySpark's own ways and ours, on either line of Spark. The queries are those of ``stateful_queries``.
+"""PySpark's own ways and ours, on either line of Spark. The queries are those of ``totals``.
 
 Ours run on RayDP as ``init_spark`` starts Spark, with two executors of one core and two hosts; Spark's own run on
 ``local[2]``. A session is used for all contestants of one kind; the state of each is in its query's checkpoint.
@@ -13,10 +13,9 @@ from typing import Any
 
 import lanes
 import protocol
-from alternatives.given import SLICES
+from alternatives.turns import SLICES
 from pyspark.sql import DataFrame, SparkSession
-from stateful_queries import CONTESTANTS, ON_ROCKSDB
-from workloads import Workload
+from totals import CONTESTANTS, ON_ROCKSDB, Workload
 
 from spark_bridge.session.ray_cluster import ensure_java
 

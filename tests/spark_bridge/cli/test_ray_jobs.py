@@ -61,7 +61,7 @@ def job(number: int, name: str = "clicks", **more: Any) -> dict[str, Any]:
 
 
 def jobs(dashboard: Dashboard) -> RayJobs:
-    return RayJobs(dashboard.url, "clicks", {}, follows=False)
+    return RayJobs(dashboard.url, "clicks", {})
 
 
 def test_the_newest_run_of_a_name_is_that_with_the_highest_number(dashboard: Dashboard) -> None:
@@ -101,6 +101,6 @@ def test_failing_or_missing_dashboard_counts_as_no_cluster(dashboard: Dashboard)
     dashboard.answers["GET", "/api/jobs/clicks-1"] = (503, "later")
     with pytest.raises(ClusterAwayError, match="503"):
         jobs(dashboard).look(1)
-    gone = RayJobs("http://127.0.0.1:1", "clicks", {}, follows=False)
+    gone = RayJobs("http://127.0.0.1:1", "clicks", {})
     with pytest.raises(ClusterAwayError, match=r"127\.0\.0\.1:1"):
         gone.newest()

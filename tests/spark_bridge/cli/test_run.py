@@ -31,44 +31,45 @@ REPOSITORY = Path(__file__).parents[3]
 def test_the_program_runs_where_the_command_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my stream.py").touch()
-    command = command_of(Path("my stream.py"), ["--in", "a b"], None, None)
+    command = command_of(Path("my stream.py"), ["--in", "a b"], None)
     assert command == f"cd {tmp_path} && exec {sys.executable} '{tmp_path}/my stream.py' --in 'a b'"
 
 
 def test_a_directory_that_is_sent_has_the_program(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "s.py").touch()
-    assert command_of(tmp_path / "jobs" / "s.py", [], tmp_path, None) == "exec python jobs/s.py"
-    assert runtime_env_of("s", tmp_path, ["A=b=c"], 5) == {
+    assert command_of(tmp_path / "jobs" / "s.py", [], tmp_path) == "exec python jobs/s.py"
+    assert runtime_env_of("s", tmp_path, ["A=b=c", "RAY_JOB_STOP_WAIT_TIME_S=5"]) == {
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "5", "A": "b=c"},
         "working_dir": str(tmp_path),
     }
     with pytest.raises(ValueError, match="is not in --working-dir"):
-        command_of(tmp_path / "jobs" / "s.py", [], tmp_path / "else", None)
+        command_of(tmp_path / "jobs" / "s.py", [], tmp_path / "else")
 
 
 def test_invalid_options_are_rejected_before_a_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"The program .*gone.py does not exist"):
-        command_of(tmp_path / "gone.py", [], None, None)
+        command_of(tmp_path / "gone.py", [], None)
     with pytest.raises(ValueError, match="--name 'a/b'"):
-        runtime_env_of("a/b", None, [], 5)
+        runtime_env_of("a/b", None, [])
     with pytest.raises(ValueError, match="--env: the name before") as raised:
-        runtime_env_of("a", None, ["=secret"], 5)
+        runtime_env_of("a", None, ["=secret"])
     assert "secret" not in str(raised.value)
 
 
 def test_a_variable_may_be_inherited_so_that_no_process_list_has_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASSWORD", "a=b c")
     monkeypatch.delenv("ABSENT", raising=False)
-    made = runtime_env_of("s", None, ["DB_PASSWORD", "EMPTY="], 5)["env_vars"]
+    made = runtime_env_of("s", None, ["DB_PASSWORD", "EMPTY="])["env_vars"]
     assert (made["DB_PASSWORD"], made["EMPTY"]) == ("a=b c", "")
     with pytest.raises(ValueError, match="--env ABSENT: the environment of this command has no such variable"):
-        runtime_env_of("s", None, ["ABSENT"], 5)
+        runtime_env_of("s", None, ["ABSENT"])
 
 
 def test_missing_cluster_has_its_own_message_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    argv = ["run", str(PROGRAM), "--cluster-timeout", "0", "--address", f"http://127.0.0.1:{free_ports(1)[0]}"]
+    monkeypatch.setattr("spark_bridge.cli.jobs.CLUSTER_SECONDS", 0.0)
+    argv = ["run", str(PROGRAM), "--address", f"http://127.0.0.1:{free_ports(1)[0]}"]
     done = CliRunner().invoke(app, argv)
     assert done.exit_code == NOT_REACHED, done.output
     assert "No cluster answers" in done.stderr

@@ -204,7 +204,7 @@ def test_a_signal_between_two_starts_starts_nothing_more() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (JobRun(1, JOB_FAILED, exit_code=137), "killed by SIGKILL (manually, or by the system for want of memory)"),
+        (JobRun(1, JOB_FAILED, exit_code=137), "killed by SIGKILL (manually, or by the system when memory ran out)"),
         (JobRun(1, JOB_FAILED, exit_code=1), "exit code 1"),
         (JobRun(1, JOB_FAILED, exit_code=250), "exit code 250"),
         (JobRun(1, JOB_FAILED, cause="JOB_SUPERVISOR_ACTOR_DIED", message="Job supervisor died: x"), "machine"),

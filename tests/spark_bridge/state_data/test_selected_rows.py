@@ -11,8 +11,8 @@ import pytest
 
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError
-from spark_bridge.state_data.frames import SelectedSource, selected, state_changes_table, state_table
-from spark_bridge.state_data.state_sources import inserts_source, state_source
+from spark_bridge.state_data.frames import state_changes_table, state_table
+from spark_bridge.state_data.state_sources import StateSource, selected, state_source
 from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.variable_operations import random_batch
@@ -30,7 +30,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
     made.close()
 
 
-def rows_of(source: SelectedSource) -> list[Any]:
+def rows_of(source: StateSource) -> list[Any]:
     found = [batch for piece in source.pieces for batch in source.batches(piece)]
     return sorted(map(repr, pa.Table.from_batches(found, source.schema).to_pylist()))
 
@@ -91,7 +91,7 @@ def test_columns_are_those_wanted(worked: Flow) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rows_of_a_version_as_inserts_are_its_changes_from_nothing(worked: Flow, name: str) -> None:
     """A stream that begins with them has the columns of what follows, and the values as the changes would show them."""
-    source = inserts_source(find_state(worked.location), "op", name, 1)
+    source = state_source(find_state(worked.location), "op", name, 1, inserts=True)
     found = [batch for piece in source.reading.pieces for batch in source.batches(piece)]
     table = pa.Table.from_batches(found, source.schema)
     expected = state_changes_table(worked.location, "op", name, from_version=0, to_version=1)

@@ -20,10 +20,10 @@ class OwnWorkers:
         for source, routing in jobs:
             for runs in routing.cut(source.batches(), cut.counts):
                 for name, run in runs.items():
-                    cut.add(name, run)
+                    cut.record_run(name, run)
         return cut
 
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
     ) -> list[BuiltPartition]:
-        return [partition.build(cut.of(partition)) for partition in partitions]
+        return [partition.build(cut.take_runs_of(partition)) for partition in partitions]

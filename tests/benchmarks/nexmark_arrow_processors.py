@@ -25,7 +25,11 @@ Longs = npt.NDArray[np.int64]
 
 
 class WinningBids(ArrowStatefulProcessor):
-    """Do for many keys at once what ``processors.winning_bid`` does, with the same state and the same rules."""
+    """Keep the highest bid made while an auction was open, and emit it when the watermark reaches the auction's end.
+
+    Of bids of one price the earliest wins, then the bidder with the lower id, then the lesser extra. A bid that comes
+    before its auction waits until no auction can come that was open at its time.
+    """
 
     def init(self, handle: Any) -> None:
         handle.declare_state(STATE)

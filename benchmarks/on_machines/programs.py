@@ -1,8 +1,18 @@
-"""The stream, on machine 0: ``python -m benchmarks.on_machines.stream ADDRESS CHECKPOINT EXECUTORS KEYS ROWS``.
+"""The stream and its client, on machine 0 of the lab.
+
+    python -m benchmarks.on_machines.programs stream ADDRESS CHECKPOINT EXECUTORS KEYS ROWS
+    python -m benchmarks.on_machines.programs client CHECKPOINT KEYS ROWS
+
+The stream:
 
 Prints what happens as JSON, one event a line, with the seconds since 1970: batches that Spark has committed, where
 executors and hosts are and who owns what, and which machines Ray takes for alive. Takes commands from standard input:
 ``executors N`` asks for so many, ``drain ADDRESS`` lets the hosts of a machine go, ``end ADDRESS`` ends its executors.
+
+The client asks for 100 random keys again and again, and prints for each answer, as JSON, the time of the request, its
+duration in seconds, and its version. If an answer does not match the state of its keys at exactly one version, or is
+older than the version that Spark had committed at the time of the request, it is an event ``wrong``; an error is an
+event ``late``.
 """
 
 from __future__ import annotations
@@ -13,15 +23,19 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pyspark.sql.functions import col
 
-from benchmarks.on_machines.expected import STEP
-from spark_bridge import aggregate, init_spark
+from spark_bridge import QueryableStateClient, aggregate, init_spark
 from spark_bridge import functions as S
+from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.executors import executor_cores, executor_places
+from tests.lab.auditor import committed
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +48,46 @@ CONFIGS = {
     "spark.log.level": "ERROR",
     "spark.sql.shuffle.partitions": str(PARTITIONS),
 }
+
+
+# -- the state of every key at every version, known without the stream
+#
+# Row ``n`` is of key ``n * STEP % keys``: each key comes once in ``keys`` rows. A batch has ``rows`` rows, and version
+# ``v`` consists of rows 0 to ``v * rows - 1``.
+
+STEP = 618_033
+"""Shares no factor with a power of ten."""
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many keys the state has, a power of ten, and how many rows a batch."""
+
+    keys: int
+    rows: int
+
+    def firsts(self, keys: Integers) -> Integers:
+        """Return the number of each key's first row."""
+        return keys * pow(STEP, -1, self.keys) % self.keys
+
+    def totals(self, keys: Integers, version: int) -> tuple[Integers, Integers]:
+        """Return how many rows each key has at a version, and the sum of their numbers."""
+        first = self.firsts(keys)
+        count = np.maximum(0, -((first - version * self.rows) // self.keys))
+        return count, count * first + self.keys * (count * (count - 1) // 2)
+
+    def version_of(self, keys: Integers, counts: Integers, sums: Integers, versions: range) -> int | None:
+        """Return the newest version of ``versions`` that gives the keys these counts and sums; None if none does."""
+        for version in reversed(versions):
+            expected = self.totals(keys, version)
+            if (expected[0] == counts).all() and (expected[1] == sums).all():
+                return version
+        return None
+
+
+# -- the stream
 
 
 def say(event: str, **what: Any) -> None:
@@ -117,7 +171,7 @@ def obey(spark: Any, words: list[str]) -> None:
     say("done", command=" ".join(words))
 
 
-def main(address: str, checkpoint: str, executors: int, keys: int, rows: int) -> None:
+def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: int) -> None:
     """Run the stream until standard input ends."""
     spark = init_spark("machines", executors, 1, "768m", ray_address=address, configs=CONFIGS)
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
@@ -132,5 +186,38 @@ def main(address: str, checkpoint: str, executors: int, keys: int, rows: int) ->
         obey(spark, line.split())
 
 
+# -- the client
+
+PAUSE = 0.1
+AT_ONCE = 100
+
+
+def ask(client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint: str) -> dict[str, object]:
+    """Ask once; return the event."""
+    least, began, at = committed(checkpoint), time.perf_counter(), time.time()
+    try:
+        rows = client.get_many(OPERATOR, keys)
+    except QueryableStateError as error:
+        return {"event": "late", "at": at, "seconds": time.perf_counter() - began, "error": repr(error)[:200]}
+    seconds = time.perf_counter() - began
+    counts, sums = (rows.column(name).fill_null(0).to_numpy() for name in ("n", "s"))
+    version = shape.version_of(keys, counts, sums, range(least, committed(checkpoint) + 1))
+    return {"event": "wrong" if version is None else "answer", "at": at, "seconds": seconds, "version": version}
+
+
+def run_client(checkpoint: str, keys: int, rows: int) -> None:
+    """Ask until the process is killed."""
+    draws = np.random.default_rng(1)
+    with QueryableStateClient.connect(timeout=60) as client:
+        while True:
+            drawn = draws.choice(keys, AT_ONCE, replace=False)
+            print(json.dumps(ask(client, Shape(keys, rows), drawn, checkpoint)), flush=True)
+            time.sleep(PAUSE)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(word) for word in sys.argv[3:6]))
+    program, *words = sys.argv[1:]
+    if program == "stream":
+        run_stream(words[0], words[1], *(int(word) for word in words[2:]))
+    else:
+        run_client(words[0], int(words[1]), int(words[2]))
