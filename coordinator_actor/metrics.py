@@ -400,9 +400,9 @@ class QueryMetrics:
         sink.set("statestore_query_running", 1, query=query)
         sink.set("statestore_epoch", run.manifests.epoch, query=query)
         sink.set("statestore_completed_version", run.versions.completed, query=query)
-        began = run.spark.began(run.versions.completed, run.batch.pending)
+        began = run.spark.began(run.versions.completed, run.machine.pending)
         sink.set("statestore_batch_seconds", 0 if began is None else max(0.0, now - began), query=query)
-        watermark_ms = run.times.watermark_ms
+        watermark_ms = run.spark_logs.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
         failed = run.stats.counts()["failed"]

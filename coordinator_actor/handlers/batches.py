@@ -9,15 +9,12 @@ from msgspec.structs import replace
 
 from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
-from backends.formats.manifest import Lineage, PartitionEntry
-from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from backends.formats.manifest import Lineage
 from coordinator_actor.exceptions import (
     BatchHeldError,
     CoordinatorError,
     InvalidRequestError,
-    LineageError,
     StaleBatchError,
-    StaleOwnerError,
     UnknownRunError,
 )
 from coordinator_actor.handlers.locations import Locations
@@ -35,7 +32,6 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 from coordinator_actor.run.holds import UPLOAD
-from coordinator_actor.run.owners import Assignment
 from coordinator_actor.run.state import QueryState
 
 # Completes the versions whose batches Spark has committed. The lock of the run is held in all calls.
@@ -112,27 +108,15 @@ class Batches:
         with run.lock:
             run.lifetime.require_current()
             self._require_host(request.host_id, request.incarnation)
-            if batch_id < run.batch.highest_opened:
-                raise StaleBatchError(
-                    f"A task of batch {batch_id} is too late: "
-                    f"batch {run.batch.highest_opened} of run {run.run_id} has begun."
-                )
+            run.machine.require_newest(batch_id)
             advance(self._runs, run, batch_id, is_own=True)
-            if run.savepoint_hold.holds(batch_id):
-                raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
-                    f"{run.savepoint_hold.batch_id}."
-                )
-            hold = run.rewriting.at(self._registries.clock())
-            if hold is not None and hold.holds(batch_id):
-                raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} rewrites files of its versions."
-                )
-            is_new = batch_id > run.batch.highest_opened
+            now = self._registries.clock()
+            run.machine.require_not_held(batch_id, now)
+            is_new = batch_id > run.machine.highest_opened
             waiting = [task for task in request.waiting if run.has_partition(*task)]
             assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
-            run.batch.begin(batch_id)
-            run.history.begun(batch_id + 1, self._registries.clock())
+            run.machine.open_batch(batch_id, now)
+            run.history.begun(batch_id + 1, now)
             is_news = request.assignment != assignment.number
             return BatchGrant(
                 version=batch_id,
@@ -142,7 +126,7 @@ class Batches:
                 heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
                 hosts=assignment.hosts if is_news else (),
                 owners=dict(assignment.owners) if is_news else {},
-                times=run.times.at(batch_id),
+                times=run.spark_logs.times_for_tasks(batch_id),
             )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
@@ -153,13 +137,13 @@ class Batches:
         # Without the lock of the run, which may be held over storage. Read the version first: the chain keeps it.
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
-        is_begun = run.may_be_committed(completed)
+        is_begun = run.machine.may_be_committed(completed)
         return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_begun=is_begun)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         run = self._runs.get(run_id)
         run.lifetime.require_served()
-        announced = run.announcements.to(host_id)
+        announced = run.announcement_to(host_id)
         if announced is None:
             raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
         return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
@@ -169,7 +153,7 @@ class Batches:
         with run.lock:
             run.require_partition(operator, partition)
             versions = run.versions
-            if use == UPLOAD and run.rewriting.at(self._registries.clock()) is not None:
+            if use == UPLOAD and run.machine.rewriting.at(self._registries.clock()) is not None:
                 raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are being rewritten.")
             if version > versions.completed:
                 raise InvalidRequestError(
@@ -243,34 +227,32 @@ class Batches:
                 if current is None or current.find(message.operator, message.partition) is None:
                     run.assignment.report((message.operator, message.partition), host_id)
             assignment = assigned(self._registries, run)
-            answers: dict[int, Acknowledged | Refused] = {}
-            changes: dict[TaskKey, PartitionEntry] = {}
-            taken: list[Acknowledge] = []
-            version = run.batch.highest_opened + 1
-            for i, message in enumerate(messages):
+            answers: list[Acknowledged | Refused | None] = []
+            accepted: list[Acknowledge] = []
+            for message in messages:
+                task = (message.operator, message.partition)
                 try:
-                    known = _checked(run, message, assignment)
+                    run.require_partition(*task)
+                    answer = run.machine.check_acknowledgement(message, assignment.owner(*task))
+                    run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
+                    answers.append(answer)
                 except (CoordinatorError, StateStoreError) as error:
-                    answers[i] = Refused(type(error).__name__, str(error))
+                    answers.append(_refused(error))
                     continue
-                version = message.version
-                if known is None:
-                    changes[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
-                    taken.append(message)
-                else:
-                    answers[i] = known
-            accepted: Acknowledged | Refused
-            now = self._registries.clock()
-            try:
-                durations = {(m.operator, m.partition): m.duration for m in messages}
-                stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
-                stages = {task: stage for task, stage in stages.items() if task in changes}
-                manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
-                accepted = Acknowledged(version, manifest_id)
-                run.history.acknowledged(version, taken, now)
-            except (CoordinatorError, StateStoreError) as error:
-                accepted = Refused(type(error).__name__, str(error))
-            return tuple(answers.get(i, accepted) for i in range(len(messages)))
+                if answer is None:
+                    accepted.append(message)
+            outcome = self._accept(run, accepted) if accepted else Acknowledged(0, None)
+            return tuple(outcome if answer is None else answer for answer in answers)
+
+    def _accept(self, run: QueryState, messages: Sequence[Acknowledge]) -> Acknowledged | Refused:
+        """Take checked changes of one version. They all have one answer."""
+        version, now = messages[0].version, self._registries.clock()
+        try:
+            manifest_id = run.acknowledge(messages)
+        except (CoordinatorError, StateStoreError) as error:
+            return _refused(error)
+        run.history.acknowledged(version, messages, now)
+        return Acknowledged(version, manifest_id)
 
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         moved = {}
@@ -290,7 +272,7 @@ class Batches:
 
     def _rebalance(self, run: QueryState) -> int:
         before = run.assignment.current
-        if before is None or run.batch.highest_opened >= run.versions.completed:
+        if before is None or run.machine.highest_opened >= run.versions.completed:
             return 0
         after = assigned(self._registries, run, rebalance=True)
         run.announce()
@@ -301,40 +283,8 @@ class Batches:
             self._registries.hosts.require(host_id, incarnation)
 
 
-def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged | None:
-    """Raise an error unless the changes may be taken.
-
-    Return the earlier answer if they were taken before, and that answer was lost; else None.
-    """
-    task = (message.operator, message.partition)
-    run.require_partition(*task)
-    owner = assignment.owner(*task)
-    if owner.host_id != message.host_id:
-        raise StaleOwnerError(
-            f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."
-        )
-    versions, batch = run.versions, run.batch
-    if message.version - 1 == versions.completed:
-        # The batch may have been opened before a restart of the coordinator, and the host has yet to report it.
-        batch.opened(versions.completed)
-    if message.version != batch.highest_opened + 1 or message.version <= versions.completed:
-        raise StaleBatchError(
-            f"Version {message.version} of run {run.run_id} cannot be committed: batch {batch.highest_opened} is the "
-            f"newest one opened, version {versions.completed} the last completed one."
-        )
-    base = versions.head(message.version - 1, *task)
-    if message.base != base:
-        raise LineageError(
-            f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with "
-            f"{base}."
-        )
-    run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
-    prepared = versions.chain.get(message.version)
-    if prepared is None or prepared.run_id != run.run_id:
-        return None
-    if not batch.is_taken(message.version, task, PartitionEntry(message.attempt, message.file)):
-        return None
-    return Acknowledged(message.version, prepared.id if batch.is_named(task) else None)
+def _refused(error: Exception) -> Refused:
+    return Refused(type(error).__name__, str(error))
 
 
 # Lookups of one query in the state of another: the version that a batch reads, and its location.

@@ -162,17 +162,17 @@ class Hosts:
         for run in of_session:
             said = lease.hand_over.exchanged.get(run.run_id, "")
             if run.run_id not in held or said == run.last_exchange:
-                run.rewriting.note_clean(host_id)
+                run.machine.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
         for run_id, run in known.items():
-            announced = None if run_id in over else run.announcements.to(host_id)
+            announced = None if run_id in over else run.announcement_to(host_id)
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
             if announced is not None and (
-                held[run_id] < announced.version or is_over or run.rewriting.is_to_be_told(now)
+                held[run_id] < announced.version or is_over or run.machine.rewriting.is_to_be_told(now)
             ):
                 completed.append(announced)
         # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
@@ -260,7 +260,7 @@ class Hosts:
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Record the batches that a host has opened and acknowledged, after a restart of the coordinator."""
-    run.batch.opened(report.opened.get(run.run_id, -1))
+    run.machine.note_opened(report.opened.get(run.run_id, -1))
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
         task = (message.operator, message.partition)
@@ -268,14 +268,13 @@ def _take_report(run: QueryState, report: HostReport, now: float) -> None:
             continue
         run.assignment.report(task, message.host_id, overrides=True)
         if message.version not in known:
-            known[message.version] = run.batch.acknowledged(message.version)
+            known[message.version] = run.machine.acknowledged(message.version)
         entry = PartitionEntry(message.attempt, message.file)
-        is_news = task not in known[message.version] or run.batch.is_newer(task, message.stage)
+        is_news = task not in known[message.version] or run.machine.is_newer(task, message.stage)
         # A known acknowledgement may still lack the stage of its task.
         is_same = known[message.version].get(task) == entry
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
-            stages = {} if message.stage is None else {task: message.stage}
-            run.acknowledge(message.version, {task: entry}, stages=stages)
+            run.acknowledge([message])
             if is_news:
                 run.history.acknowledged(message.version, [message], now)
 

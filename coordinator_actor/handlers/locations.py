@@ -215,7 +215,7 @@ class Figures:
 
 
 def _described(run: QueryState) -> dict[str, Any]:
-    registration, versions, pending = run.registration, run.versions, run.batch.pending
+    registration, versions, pending = run.registration, run.versions, run.machine.pending
     records = run.history.records()
     began = run.spark.began(versions.completed, pending)
     return {
@@ -238,7 +238,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "backends": {o.name: o.backend for o in registration.operators},
         "schemas": {o.name: o.schema for o in registration.operators},
         "schema_history": {o.name: schema_history(versions.chain, o.name) for o in registration.operators},
-        "watermark_rose_at": run.times.rose_at,
+        "watermark_rose_at": run.spark_logs.rose_at,
         "input": None if run.spark.pace is None else to_builtins(run.spark.pace),
-        "batch_times": None if run.times.last is None else to_builtins(run.times.last),
+        "batch_times": None if run.spark_logs.last_times is None else to_builtins(run.spark_logs.last_times),
     }

@@ -187,7 +187,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
         if held.planned and run.lock.acquire(blocking=False):
             try:
                 before = held.current
-                is_idle = run.lifetime.is_current and run.batch.highest_opened < run.versions.completed
+                is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
                 if is_idle and assigned(registries, run, moves=True) is not before:
                     run.announce()
             finally:
@@ -208,7 +208,7 @@ def _spread(registries: Registries, run: QueryState) -> bool:
     if has_copies or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
         return False
     try:
-        is_untouched = run.batch.highest_opened < 0
+        is_untouched = run.machine.highest_opened < 0
         if is_untouched:
             assigned(registries, run, rebalance=True)
         return is_untouched
@@ -232,7 +232,7 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 def gives(run: QueryState, host_id: str) -> bool:
     """Return whether partitions of a host are to move, or have moved and the host knows no later version yet."""
-    held, announced = run.assignment, run.announcements.to(host_id)
+    held, announced = run.assignment, run.announcement_to(host_id)
     with held.lock:
         current = held.current
         if announced is not None and held.given.get(host_id, -1) >= announced.version:
@@ -252,7 +252,7 @@ def needed_by(run: QueryState) -> set[str]:
     owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
     completed = run.versions.completed
     asked = {host_id for host_id, at in given.items() if at >= completed}
-    return owning | asked if run.batch.highest_opened >= completed else owning
+    return owning | asked if run.machine.highest_opened >= completed else owning
 
 
 def _may_be_completed(current: Assignment, reports: int, waiting: Collection[TaskKey], *, reporting: bool) -> bool:

@@ -60,7 +60,7 @@ class Queries:
         with registering:
             known = self._runs.find(registration.run_id)
             if known is not None:
-                known.lifetime.seen(self._registries.clock())
+                known.lifetime.driver_seen = self._registries.clock()
                 return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
             trace = spans.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
@@ -139,7 +139,7 @@ class Queries:
             with other.lock:
                 if other.lifetime.is_current:
                     try:
-                        other.batch.wait_no_more()
+                        other.name_repeats()
                     except FencedError:
                         log.info("Run %s was already replaced in another cluster", other.run_id)
 
@@ -163,7 +163,7 @@ class Queries:
         """Renew the lease of a run. Return whether the run is known: registered, or permanently over."""
         run = self._runs.find(run_id)
         if run is not None and not run.lifetime.ended:
-            run.lifetime.seen(self._registries.clock())
+            run.lifetime.driver_seen = self._registries.clock()
             self._registries.needed()
         return run is not None or self._runs.is_over_for_good(run_id)
 
@@ -180,9 +180,9 @@ class Queries:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
                 catch_up(self._runs, run)
                 if not is_stopping:
-                    run.savepoint_hold.end_recorded()
+                    run.end_recorded_hold()
             finally:  # failing storage must not hide the batch
-                run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
+                run.spark.record_heartbeat(is_at_work, run.versions.completed, self._registries.clock())
                 run.spark.pace = pace
         return True
 
@@ -231,7 +231,7 @@ class Queries:
             if run.lifetime.is_current:
                 self._finish(run)
                 self._runs.stop(run)
-            run.lifetime.seen(self._registries.clock())
+            run.lifetime.driver_seen = self._registries.clock()
             return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
 
     def _take_up_ended(self, registration: QueryRegistration) -> RegisteredQuery:
@@ -285,7 +285,7 @@ class Queries:
                     current = run.versions.chain.get(completed)
                     is_same = known is not None and current is not None and known.version == current.version
                     if run.last_exchange != exchange or (is_same and known != current):
-                        run.rewriting.exchanged(self._registries.clock())
+                        run.machine.rewriting.exchanged(self._registries.clock())
         if run.looked_at is not None:
             run.looked_at = began
         return RegisteredQuery(None, newest.epoch, run.versions.completed)

@@ -327,7 +327,7 @@ class RunRegistry:
         """Replace the runs on a state, and return them. The lock is held."""
         replaced = self.at_location(location)
         for other in replaced:
-            other.lifetime.retire(run_id)
+            other.lifetime.retired_by = run_id
             if other.lifetime.stopped_at is not None:  # its driver has already reported its end
                 del self.by_id[other.run_id]
                 self._over[other.run_id] = f"replaced by {run_id}"
@@ -342,7 +342,7 @@ class RunRegistry:
     def end(self, run: QueryState, why: str) -> None:
         """End a run: nothing of it is active or pending any more, and it can no longer be read."""
         was_running = run.lifetime.is_current
-        run.lifetime.end()
+        run.lifetime.ended = True
         with self._lock:
             at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
             self._ended[run.run_id] = OverRun(run.registration, at, why, was_running)
@@ -362,7 +362,7 @@ class RunRegistry:
     def _end_work(self, run: QueryState, why: str) -> None:
         with self._lock:
             self._instances.deactivate(run.run_id)
-        run.batch.checkpoints.cancel_all("the query has ended")
+        run.machine.checkpoints.cancel_all("the query has ended")
         with self._lock:
             savepoints = self._savepoints.pop(run.run_id, None)
             if savepoints is not None:

@@ -28,13 +28,13 @@ class Rewritings:
         run = self._runs.running(query, or_ended=seconds <= 0)
         with run.lock:
             if seconds <= 0:
-                run.rewriting.end(holder)
+                run.machine.rewriting.end(holder)
                 self._announce_owners(run)
                 return self._held(run, None, "no holder holds the query")
             run.lifetime.require_current()
             # The message may have waited for the lock until the hold was over.
             now = self._registries.clock()
-            known = run.rewriting.at(now)
+            known = run.machine.rewriting.at(now)
             if hold and (known is None or known.id != hold):
                 raise self._lapsed(run)
             if known is not None and known.holder != holder:
@@ -42,20 +42,20 @@ class Rewritings:
                     f"The files of run {run.run_id} are already being rewritten by {known.holder}; "
                     "retry when that is done."
                 )
-            if run.savepoint_hold.batch_id is not None:
+            if run.machine.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
                     f"Run {run.run_id} stops with a savepoint: its files cannot be rewritten now. Do it after "
                     "the stop, with the checkpoint location."
                 )
-            held = known if hold and known is not None else run.rewriting.begin(holder, now, seconds)
+            held = known if hold and known is not None else run.machine.rewriting.begin(holder, now, seconds)
             catch_up(self._runs, run)
             # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
             first = None if batches is False else held.batch_id
             if batches and waits_for is None and first is None:
-                first = run.next_batch_to_hold
+                first = run.machine.next_batch_to_hold
             # Requests to storage may have taken long: the hold starts now.
-            held = run.rewriting.renew(held, self._registries.clock(), seconds, first)
+            held = run.machine.rewriting.renew(held, self._registries.clock(), seconds, first)
             waits_for = waits_for or _worked_on(run, held)
             if waits_for is None:
                 run.name_snapshots()
@@ -69,7 +69,7 @@ class Rewritings:
                 return  # the message was repeated
             record = run.manifests.record(path)
             now = self._registries.clock()
-            held = run.rewriting.at(now)
+            held = run.machine.rewriting.at(now)
             if held is None or held.id != hold:
                 raise self._lapsed(run)
             is_quiet = not self._copied(run, now) and not _worked_on(run, held)
@@ -84,9 +84,9 @@ class Rewritings:
             try:
                 run.adopt_rewritten(path, record)
             except StorageError:
-                run.lifetime.end()
+                run.lifetime.ended = True
             else:
-                run.rewriting.exchanged(now)
+                run.machine.rewriting.exchanged(now)
                 return
         # The manifest may exist, or may appear later: then the exchange counts, and the program that has asked for it
         # removes the old files, which this run would continue with. A new claim of the state settles it.
@@ -128,7 +128,9 @@ class Rewritings:
     def _held(self, run: QueryState, hold: Hold | None, waits_for: str | None) -> HeldQuery:
         with self._registries.lock:
             hosts = self._registries.hosts.nodes_of_session(run.registration.session_id)
-        untold = tuple(host_id for host_id in hosts if run.last_exchange and not run.rewriting.is_clean(host_id))
+        untold = tuple(
+            host_id for host_id in hosts if run.last_exchange and not run.machine.rewriting.is_clean(host_id)
+        )
         held_by = "" if hold is None else hold.id
         return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold, held_by)
 

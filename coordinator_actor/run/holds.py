@@ -13,7 +13,6 @@ from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.durable.records import SavepointRecords
 
 TOLD_SECONDS = 60.0
 """For this many seconds the version whose files were exchanged is announced to hosts again: an answer to a heartbeat
@@ -100,41 +99,20 @@ class RewritingHold:
 # Holds a run's batches while the run is being stopped with a savepoint.
 
 
+@dataclass(frozen=True)
 class SavepointHold:
-    """The hold of one run. The lock of the run guards writes; its record in storage outlives the coordinator.
+    """The hold of one run; its record in storage outlives the coordinator.
 
     ``batch_id`` is the first batch that must wait; None if no batch must. ``record_id`` is the savepoint whose record
     holds the run, if an earlier coordinator has begun the hold.
     """
 
-    def __init__(self, records: SavepointRecords) -> None:
-        self._records = records
-        self.batch_id: int | None = None
-        self.record_id: int | None = None
+    batch_id: int | None = None
+    record_id: int | None = None
 
     def holds(self, batch_id: int) -> bool:
         """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
-
-    def begin(self, batch_id: int) -> None:
-        """Hold the tasks of a batch."""
-        self.batch_id, self.record_id = batch_id, None
-
-    def take_over(self, run_id: str) -> None:
-        """Take over a hold that an earlier coordinator has begun and not ended, if there is one."""
-        hold = self._records.hold_of(run_id)
-        if hold is not None:
-            self.batch_id, self.record_id = hold.version, hold.checkpoint_id
-
-    def end(self) -> None:
-        """Release all batches."""
-        self.batch_id, self.record_id = None, None
-
-    def end_recorded(self) -> None:
-        """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""
-        if self.record_id is not None:
-            self._records.release(self.record_id)
-            self.end()
 
 
 # The partitions of a run whose files are being read or written: retention must not remove these files.

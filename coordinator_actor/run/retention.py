@@ -29,7 +29,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
     with run.lock:
-        if run.rewriting.at(now) is not None:
+        if run.machine.rewriting.at(now) is not None:
             return []
     # Before each plan: readers of storage record their look-ups without a message to the coordinator. The version of a
     # record is the newest completed one. A plan that was begun before the record was written keeps that version.
@@ -46,7 +46,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
             run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
         recorded, unnamed = versions.recorded, [s for found in versions.unnamed.values() for s in found]
-        if recorded is None or recorded.oldest == 0 or run.rewriting.at(now) is not None:
+        if recorded is None or recorded.oldest == 0 or run.machine.rewriting.at(now) is not None:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)
@@ -86,7 +86,7 @@ def tidy_records(run: QueryState) -> None:
     manifests = run.manifests
     with run.lock:
         run.lifetime.require_current()
-        folds, held = manifests.folds.due(run.versions.completed_chain), run.savepoint_hold.record_id
+        folds, held = manifests.folds.due(run.versions.completed_chain), run.machine.savepoint_hold.record_id
         oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
     if run.lifetime.records_are_due:

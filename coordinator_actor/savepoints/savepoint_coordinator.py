@@ -39,6 +39,7 @@ from coordinator_actor.exceptions import (
     SavepointFailedError,
 )
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.run.holds import SavepointHold
 from coordinator_actor.run.owners import Assignment
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
@@ -63,7 +64,7 @@ class SavepointCoordinator(CheckpointCoordinator):
     savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger`` notifies the tasks of a new
     savepoint; ``timeout`` and ``clock`` are those of a ``CheckpointCoordinator``.
 
-    ``_futures_lock`` guards the futures and paths. It is never held together with the lock of ``PendingCheckpoints``.
+    ``_futures_lock`` guards the futures and paths. It is never held together with ``_lock`` of the base class.
     """
 
     def __init__(
@@ -260,9 +261,9 @@ class RunSavepoints:
                 raise InvalidRequestError(f"Run {run.run_id} is already being stopped with a savepoint.")
             # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
             begun = run.commits.last_begun()
-            version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
-            held = run.savepoint_hold.batch_id
-            if held is not None and held > run.batch.highest_opened:
+            version = max(run.versions.completed, run.machine.highest_opened + 1, 0 if begun is None else begun + 1)
+            held = run.machine.savepoint_hold.batch_id
+            if held is not None and held > run.machine.highest_opened:
                 version = held  # an earlier coordinator has not allowed any batch after this version
         if version == 0:
             raise InvalidRequestError(
@@ -270,7 +271,7 @@ class RunSavepoints:
                 "wait for one."
             )
         if stop:
-            run.savepoint_hold.begin(version)
+            run.machine.savepoint_hold = SavepointHold(version)
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests = {**self.requests, request_id: future}
         if stop:
@@ -419,7 +420,7 @@ class RunSavepoints:
                 )
                 return
         self._stopping, self._stopping_id = None, None
-        self._run.savepoint_hold.end()
+        self._run.machine.savepoint_hold = SavepointHold()
 
     def shutdown(self, why: str) -> None:
         """Make all pending savepoints fail: the run is over."""

@@ -130,9 +130,9 @@ def test_a_caller_that_waited_for_a_failed_completion_tries_it_with_its_own_stat
 def waiting(coord: CheckpointCoordinator) -> bool:
     """Wait until a thread waits for a completion."""
     deadline = time.monotonic() + PATIENCE
-    while not coord._pending._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    while not coord._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
         time.sleep(0.001)
-    return bool(coord._pending._completion_ended._waiters)  # type: ignore[attr-defined]
+    return bool(coord._completion_ended._waiters)  # type: ignore[attr-defined]
 
 
 def test_shutdown_releases_callers_that_wait_for_a_completion(world: World) -> None:
