@@ -20,7 +20,7 @@ from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.coordinator_port import MESSAGES, Arguments, CoordinatorPort
+from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches, Lookups
 from coordinator_actor.handlers.hosts import Hosts, Instances
@@ -35,8 +35,6 @@ from coordinator_actor.savepoints.savepoint_coordinator import InBackground, Run
 from coordinator_actor.threads import Apart, in_place
 
 log = logging.getLogger(__name__)
-
-_ARGUMENTS = {message: Arguments(getattr(CoordinatorPort, message)) for message in MESSAGES}
 
 
 class Coordinator(CoordinatorPort):
@@ -98,8 +96,8 @@ class Coordinator(CoordinatorPort):
 
         An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for an id that is neither that nor a string.
         """
-        args_taken, kwargs_taken = _ARGUMENTS[method].take(args, kwargs)
-        return self._answers[method](*args_taken, **kwargs_taken)
+        by_place, by_name = with_string_ids(method, args, kwargs)
+        return self._answers[method](*by_place, **by_name)
 
     def expire(self, stood_still: float = 0.0) -> None:
         """Drop hosts and runs with expired leases, plan moves, warn of slow batches, fail overdue savepoints.

@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any, Protocol
 
 from backends import spans
 from backends.background_loop import BackgroundLoop
-from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, PARAMETERS, CoordinatorPort, Group
 from coordinator_actor.exceptions import QueryBusyError
 
 # Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
@@ -132,8 +131,6 @@ def _settle(future: Future[Any], work: Work) -> None:
 REGISTRATION_THREADS = 32
 """A registration waits for a second if the storage of a query hangs."""
 
-_NAMES = {method: list(signature(getattr(CoordinatorPort, method)).parameters)[1:] for method in GROUPS}
-
 
 class Dispatcher:
     """Answers messages in the threads of their groups."""
@@ -160,11 +157,11 @@ class Dispatcher:
 
 def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the run or query name that a message is about; the message's own name if it is about none."""
-    given = {**dict(zip(_NAMES[method], args, strict=False)), **kwargs}
+    arguments = {**dict(zip(PARAMETERS[method], args, strict=False)), **kwargs}
     for name in ("run_id", "query"):
-        if given.get(name) is not None:
-            return str(given[name])
-    record = next((given[name] for name in ("registration", "request", "message") if name in given), None)
+        if arguments.get(name) is not None:
+            return str(arguments[name])
+    record = next((arguments[name] for name in ("registration", "request", "message") if name in arguments), None)
     return method if record is None else str(record.run_id)
 
 

@@ -17,7 +17,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.actor import StateStoreCoordinator
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.coordinator_port import GROUPS, MESSAGES, Arguments, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
 from coordinator_actor.handlers.batches import Batches, Lookups
 from coordinator_actor.handlers.hosts import Hosts, Instances
@@ -121,8 +121,8 @@ def test_a_value_that_is_neither_string_nor_uuid_is_refused(message: str) -> Non
             with pytest.raises(
                 InvalidRequestError, match=f"{name} of {message} must be a string or a uuid.UUID, not 5"
             ):
-                Arguments(declared).take((), {name: 5})
-            assert Arguments(declared).take((), {name: RUN}) == ([], {name: str(RUN)})
+                with_string_ids(message, (), {name: 5})
+            assert with_string_ids(message, (), {name: RUN}) == ([], {name: str(RUN)})
 
 
 def test_records_have_strings_and_several_ids_are_not_a_string(started: Coordinator) -> None:
