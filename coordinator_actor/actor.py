@@ -134,7 +134,7 @@ class RayMetrics:
         assert isinstance(metric, Gauge), name
         metric.set(value, {**self._own, **labels})
 
-    def add(self, name: str, more: float, **labels: str) -> None:
+    def increase(self, name: str, more: float, **labels: str) -> None:
         metric = self._metric(name)
         assert isinstance(metric, Counter), name
         if more:  # Ray refuses to add 0
@@ -146,18 +146,18 @@ class RayMetrics:
         metric.observe(value, {**self._own, **labels})
 
     def _metric(self, name: str) -> Counter | Gauge | Histogram:
-        made = self._made.get(name)
-        if made is None:
+        metric = self._made.get(name)
+        if metric is None:
             declared = METRICS[name]
             labels = tuple(dict.fromkeys((*self._own, *declared.labels)))
             if declared.kind == COUNTER:
-                made = Counter(name, declared.help, labels)
+                metric = Counter(name, declared.help, labels)
             elif declared.kind == GAUGE:
-                made = Gauge(name, declared.help, labels)
+                metric = Gauge(name, declared.help, labels)
             else:
-                made = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
-            self._made[name] = made
-        return made
+                metric = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
+            self._made[name] = metric
+        return metric
 
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class StateStoreCoordinator:
         """Publish how long a message took, including its time in the queue, and whether a version is prepared."""
         self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
         if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
-            self._acknowledgements.add("statestore_prepared_versions_total", 1)
+            self._acknowledgements.increase("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"

@@ -111,8 +111,8 @@ class Coordinator(CoordinatorPort):
         with self.registries.lock:
             self.registries.prolong(stood_still, now)
             self._hosts.expire(now)
-            gone = self._queries.overdue(now)
-        self._queries.forget(gone)
+            overdue = self._queries.overdue(now)
+        self._queries.forget(overdue)
         for run in self.registries.runs.current():
             plan_moves(self.registries, run)
             self._look_at(run)

@@ -130,10 +130,10 @@ def message(group: Group, *strings: str, **others: Converter) -> Callable[[Messa
         _CONVERTERS[name] = {**dict.fromkeys(strings, _string), **others}
 
         @wraps(declared)
-        def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
+        def send_message(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
             return self.call(name, *args, **kwargs)
 
-        return cast(MessageMethod, send)
+        return cast(MessageMethod, send_message)
 
     return declare
 

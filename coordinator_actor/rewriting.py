@@ -113,17 +113,17 @@ class ForgottenKeys:
             return SortedPairs.empty()
         if not len(pairs):
             return pairs
-        found = self.among(schema, pairs.keys)
-        if not found.any():
+        is_forgotten = self.among(schema, pairs.keys)
+        if not is_forgotten.any():
             return pairs
-        keep = pa.array(~found)
+        keep = pa.array(~is_forgotten)
         return SortedPairs(pairs.keys.filter(keep), pairs.values.filter(keep))
 
     def among(self, schema: StateSchema, keys: pa.BinaryArray) -> npt.NDArray[np.bool_]:
         """Return for each stored key of a column family whether it belongs to one of the keys."""
         columns = decode_keys(keys, schema.key)
-        found = pc.is_in(_encoded(columns.select(self._names)), self._encoded)
-        return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+        is_among = pc.is_in(_encoded(columns.select(self._names)), self._encoded)
+        return np.asarray(is_among.to_numpy(zero_copy_only=False), np.bool_)
 
 
 def _encoded(columns: pa.RecordBatch) -> pa.BinaryArray:
@@ -197,7 +197,7 @@ class Rewriting:
     def missing(self, sizes: Mapping[str, int]) -> list[str]:
         """Return the written files that a listing does not show, or shows with other sizes."""
         files = [*self._changelogs.values(), *(ref.file for ref in self._snapshots.values())]
-        files += [f.file for held in self._descriptors.values() for f in held.files if f.file is not None]
+        files += [f.file for descriptor in self._descriptors.values() for f in descriptor.files if f.file is not None]
         return sorted({file.stored_in for file in files if not file.is_in(sizes)})
 
     def obsolete(self, paths: Iterable[str], versions: StateVersions) -> Iterator[str]:
@@ -271,16 +271,18 @@ class Rewriting:
         group = _Group(self._storage, self._changelogs)
         for segment, partitions in affected.items():
             for version in range(segment.first, segment.last + 1):
-                held = chain[version].operators[self._operator].partitions
-                names = {p: held.head(p) for p in sorted(partitions) if p in held}
+                entries = chain[version].operators[self._operator].partitions
+                names = {p: entries.head(p) for p in sorted(partitions) if p in entries}
                 names = {p: name for p, name in names.items() if name not in self._changelogs}
-                left = {p: held[p] for p, name in names.items() if loaded.needs(version, name)}
+                left = {p: entries[p] for p, name in names.items() if loaded.needs(version, name)}
                 for (p, entry), data in zip(left.items(), self._read_all(left.values()), strict=True):
                     base = self._base(versions, new, segment.layout, p, version)
-                    group.add(entry.changelog.path, self._filtered(segment.layout, p, data, base))
+                    group.add_changelog(entry.changelog.path, self._filtered(segment.layout, p, data, base))
                 for p in names.keys() - left.keys():
                     if names[p] in heads:
-                        group.add(names[p], self._empty(segment.layout, p, chain[version], held[p].attempt))
+                        group.add_changelog(
+                            names[p], self._empty(segment.layout, p, chain[version], entries[p].attempt)
+                        )
                 new[version] = group.names(version).of(chain[version])
         group.close()
 
@@ -332,18 +334,18 @@ class Rewriting:
             parts = self._storage.read_together(refs)
             for ref in refs:
                 data = parts.get(ref.path) or self._storage.read(ref)
-                group.add(ref.path, GroupMember(read_changelog_meta(data), ref.path, data))
+                group.add_changelog(ref.path, GroupMember(read_changelog_meta(data), ref.path, data))
         group.close()
 
     def _parts_of_others(self, versions: StateVersions, loaded: LoadedFiles) -> Iterator[FileRef]:
         """Yield the changelogs in shared objects that readable versions need and that were not rewritten."""
         for version, manifest in versions.chain.items():
             for operator in manifest.operators.values():
-                held = operator.partitions
-                for p in held:
-                    name = held.head(p)
-                    if name not in self._changelogs and loaded.needs(version, name) and held.stored_in(p) != name:
-                        yield held[p].changelog
+                partitions = operator.partitions
+                for p in partitions:
+                    name = partitions.head(p)
+                    if name not in self._changelogs and loaded.needs(version, name) and partitions.stored_in(p) != name:
+                        yield partitions[p].changelog
 
     def _index_has_keys(self, path: str) -> bool:
         """Return whether an object of changelogs, even of attempts that do not count, may have rows of the keys.
@@ -367,10 +369,10 @@ class Rewriting:
             if (named.layout, named.partition) in partitions:
                 of_partition.setdefault((named.layout, named.partition), []).append(named)
         due = []
-        for key, found in of_partition.items():
-            found.sort(key=lambda one: (one.ref.version, one.ref.file.path))
-            first = [one for one in found if one.ref.version <= loaded.oldest][-1:] or found[:1]
-            newest = found[-1:] if key not in self._built else []
+        for key, snapshots in of_partition.items():
+            snapshots.sort(key=lambda one: (one.ref.version, one.ref.file.path))
+            first = [one for one in snapshots if one.ref.version <= loaded.oldest][-1:] or snapshots[:1]
+            newest = snapshots[-1:] if key not in self._built else []
             due += list({one.ref.file.path: one for one in (*first, *newest)}.values())
         return [one for one in due if one.ref.file.path not in self._snapshots]
 
@@ -378,8 +380,8 @@ class Rewriting:
         record = RewrittenFiles(max(versions.chain), self._changelogs, {})
         new = {version: record.of(manifest) for version, manifest in versions.chain.items()}
         with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
-            made = pool.map(lambda one: self._rebuilt(versions, new, one), due)
-            for i, (one, (stored, removed)) in enumerate(zip(due, made, strict=True)):
+            rebuilt = pool.map(lambda one: self._rebuilt(versions, new, one), due)
+            for i, (one, (stored, removed)) in enumerate(zip(due, rebuilt, strict=True)):
                 self._take(one.ref, stored)
                 key = one.layout, one.partition
                 self._built[key] = max(one.ref.version, self._built.get(key, -1))
@@ -430,24 +432,24 @@ class Rewriting:
             if (one.layout, one.partition) not in rewritten and one.descriptor is not None
         }
         accounted: dict[str, int] = {}
-        for one, held in others.values():
-            for file in _shared_files(one.ref, held):
+        for one, content in others.values():
+            for file in _shared_files(one.ref, content):
                 accounted[file.stored_in] = accounted.get(file.stored_in, 0) + file.size
         for path, nbytes in accounted.items():
             if path not in self._has_keys:
                 self._has_keys[path] = self._sizes.get(path, -1) != nbytes
-        for path, (one, held) in others.items():
-            files = _shared_files(one.ref, held)
+        for path, (one, content) in others.items():
+            files = _shared_files(one.ref, content)
             if path not in self._snapshots and any(self._has_keys[file.stored_in] for file in files):
-                self._take(one.ref, self._moved(held))
+                self._take(one.ref, self._moved(content))
 
-    def _moved(self, held: SnapshotDescriptor) -> snapshot.StoredSnapshot:
+    def _moved(self, content: SnapshotDescriptor) -> snapshot.StoredSnapshot:
         """Rewrite a snapshot's descriptor, and its files that share an object with others."""
-        beside = {f.name: f.file for f in held.files if f.file is not None and f.file.within is not None}
+        beside = {f.name: f.file for f in content.files if f.file is not None and f.file.within is not None}
         small = {name: self._storage.read(ref) for name, ref in beside.items()}
-        files = tuple(f for f in held.files if f.name not in beside)
-        directory = held.path.rpartition("/")[0]
-        prepared = PreparedSnapshot(directory, held.backend, held.state, files, small, 0)
+        files = tuple(f for f in content.files if f.name not in beside)
+        directory = content.path.rpartition("/")[0]
+        prepared = PreparedSnapshot(directory, content.backend, content.state, files, small, 0)
         (stored,) = snapshot.store_together(self._storage, [prepared])
         return stored
 
@@ -462,7 +464,7 @@ class _Group:
         self._members: list[tuple[str, GroupMember]] = []
         self._nbytes = 0
 
-    def add(self, old: str, member: GroupMember) -> None:
+    def add_changelog(self, old: str, member: GroupMember) -> None:
         """Add the changelog that replaces ``old``."""
         self._named[old] = FileRef(member.path, len(member.data), "")
         self._members.append((old, member))
@@ -488,9 +490,9 @@ class _Group:
         self._members, self._nbytes = [], 0
 
 
-def _shared_files(ref: SnapshotRef, held: SnapshotDescriptor) -> list[FileRef]:
+def _shared_files(ref: SnapshotRef, content: SnapshotDescriptor) -> list[FileRef]:
     """Return the files of a snapshot, its descriptor included, that share an object with others."""
-    files = [ref.file, *(f.file for f in held.files if f.file is not None)]
+    files = [ref.file, *(f.file for f in content.files if f.file is not None)]
     return [file for file in files if file.within is not None]
 
 

@@ -55,7 +55,7 @@ class _Overall:
     greatest: float = float("-inf")
     total: float = 0
 
-    def add(self, value: float) -> None:
+    def include(self, value: float) -> None:
         self.least = min(self.least, value)
         self.greatest = max(self.greatest, value)
         self.total += value
@@ -96,8 +96,8 @@ class CheckpointStatsTracker:
         with self._lock:
             self._pending.pop(completed.id, None)
             self._completed += 1
-            self._durations.add(completed.duration)
-            self._sizes.add(completed.size)
+            self._durations.include(completed.duration)
+            self._sizes.include(completed.size)
             if figures is not None:
                 self._figures[completed.id] = figures
             in_order = not self._stats or completed.id > next(reversed(self._stats))
@@ -141,14 +141,14 @@ class CheckpointStatsTracker:
         figures = self._figures_of(checkpoint_id)
         if figures is None:
             return None
-        found: dict[str, dict[str, list[float]]] = {
+        by_operator: dict[str, dict[str, list[float]]] = {
             operator: {"duration": [0.0] * n, "size": [0] * n} for operator, n in figures.tasks.parallelism.items()
         }
         durations, sizes = figures.durations.tolist(), figures.sizes.tolist()
         for (operator, partition), duration, size in zip(figures.tasks.keys, durations, sizes, strict=True):
-            found[operator]["duration"][partition] = duration
-            found[operator]["size"][partition] = size
-        return found
+            by_operator[operator]["duration"][partition] = duration
+            by_operator[operator]["size"][partition] = size
+        return by_operator
 
     def task_summary(self, checkpoint_id: int | None = None) -> dict[str, Any] | None:
         """Return percentiles over the tasks of one checkpoint (default: the latest), and its slowest tasks.
@@ -233,8 +233,8 @@ def percentiles(values: ArrayLike) -> dict[str, float]:
     """Return p50, p90, p99 and max by nearest rank: each is one of the values. There must be at least one value."""
     array = np.asarray(values)
     names = ("p50", "p90", "p99", "max")
-    found = np.percentile(array, (50, 90, 99, 100), method="inverted_cdf")
-    return dict(zip(names, found.tolist(), strict=True))
+    values_at = np.percentile(array, (50, 90, 99, 100), method="inverted_cdf")
+    return dict(zip(names, values_at.tolist(), strict=True))
 
 
 def _plain(stats: CheckpointStats | FailedCheckpointStats) -> dict[str, Any]:
@@ -342,14 +342,14 @@ class SnapshotLag:
         """
         if key not in self._uploaded:
             raise InvalidRequestError(f"Run {self._run_id} has no partition {key[0]}/{key[1]} to have a snapshot.")
-        known = self._uploaded[key]
-        if known is None or known[0] < version:
+        last_version = self._uploaded[key]
+        if last_version is None or last_version[0] < version:
             self._uploaded[key] = (version, now)
 
     def latest(self, key: TaskKey) -> int | None:
         """Return the version of a partition's newest snapshot; None if none is known."""
-        known = self._uploaded.get(key)
-        return None if known is None else known[0]
+        last_version = self._uploaded.get(key)
+        return None if last_version is None else last_version[0]
 
     def lagging(self, latest_version: int, now: float, *, is_terminating: bool = False) -> list[LaggingSnapshot]:
         """Return the partitions that lag behind ``latest_version``, those furthest behind first.
@@ -359,14 +359,14 @@ class SnapshotLag:
         """
         if not self.conf.coordinator_report_snapshot_upload_lag:
             return []
-        found = []
-        for key, known in self._uploaded.items():
-            version, moment = (self._base_version, self._started) if known is None else known
+        late = []
+        for key, uploaded in self._uploaded.items():
+            version, moment = (self._base_version, self._started) if uploaded is None else uploaded
             versions, seconds = latest_version - version, now - moment
             if versions > self.conf.versions and (is_terminating or seconds > self.conf.seconds):
-                found.append(LaggingSnapshot(key, None if known is None else version, versions, seconds))
-        found.sort(key=lambda lag: (-lag.versions_behind, -lag.seconds_behind, lag.key))
-        return found
+                late.append(LaggingSnapshot(key, None if uploaded is None else version, versions, seconds))
+        late.sort(key=lambda lag: (-lag.versions_behind, -lag.seconds_behind, lag.key))
+        return late
 
     def warning(self, latest_version: int, now: float, *, is_terminating: bool = False) -> str | None:
         """Return the warning to log; None if no partition lags, or if the last warning was a short while ago."""

@@ -73,13 +73,13 @@ class ManifestFolds:
         """Return the manifests of all folds that are not known yet, as far as they can be read."""
         paths = [path for path, _ in self._files.storage.list(f"{FOLDS}/") if path not in self._ids]
         try:
-            found = self._files.read_all(paths, FoldFile)
+            folds = self._files.read_all(paths, FoldFile)
         except DamagedFileError as error:
             log.warning("Manifests are read one by one: %s", error)
             return []
-        for fold in found:
+        for fold in folds:
             self._note(fold)
-        return [manifest for fold in found for manifest in fold.manifests]
+        return [manifest for fold in folds for manifest in fold.manifests]
 
     def due(self, chain: Mapping[int, Manifest]) -> list[FoldFile]:
         """Return the folds to be written: of manifests of completed versions that are in no fold yet, by version."""
@@ -99,10 +99,10 @@ class ManifestFolds:
 
     def forget(self, kept: Collection[int]) -> list[str]:
         """Forget the folds that have none of these manifests. Return their paths."""
-        gone = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
-        for path in gone:
+        unneeded = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
+        for path in unneeded:
             del self._ids[path]
-        return gone
+        return unneeded
 
     def _note(self, fold: FoldFile) -> None:
         self._ids[_path(fold)] = tuple(manifest.id for manifest in fold.manifests)
@@ -144,13 +144,15 @@ class RewrittenFiles(Struct, frozen=True):
         return structs.replace(manifest, operators=operators)
 
     def _operator(self, entry: OperatorEntry) -> OperatorEntry:
-        held = entry.partitions
-        is_changed = any(held.head(p) in self.changelogs for p in held) or any(
-            ref.file.path in self.snapshots for refs in held.snapshots.values() for ref in refs
+        partitions = entry.partitions
+        is_changed = any(partitions.head(p) in self.changelogs for p in partitions) or any(
+            ref.file.path in self.snapshots for refs in partitions.snapshots.values() for ref in refs
         )
         if not is_changed:
             return entry
-        return structs.replace(entry, partitions=PartitionEntries.of({p: self._partition(held[p]) for p in held}))
+        return structs.replace(
+            entry, partitions=PartitionEntries.of({p: self._partition(partitions[p]) for p in partitions})
+        )
 
     def _partition(self, entry: PartitionEntry) -> PartitionEntry:
         return PartitionEntry(
@@ -315,10 +317,10 @@ class ManifestLog:
         ends_run: bool = False,
     ) -> None:
         """Claim the next epoch, then read all manifests: in this order no acknowledged manifest can be missed."""
-        there = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
+        paths = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
         self._sequence = 0
         # If the newest is gone by now, another coordinator has claimed the state since: this one writes nothing more.
-        self._read(there)
+        self._read(paths)
 
     def refresh(
         self, folded: Callable[[], Iterable[Manifest]] | None = None, *, passes_over_damage: bool = False
@@ -331,28 +333,28 @@ class ManifestLog:
         newest one is recorded in ``damages`` instead. Without the newest, the valid ones among the others are unknown.
         Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is read.
         """
-        found: dict[str, DamagedFileError] = {}
-        damaged = found.__setitem__ if passes_over_damage else None
-        gone: str | None = None
+        errors: dict[str, DamagedFileError] = {}
+        damaged = errors.__setitem__ if passes_over_damage else None
+        missing: str | None = None
         for _ in range(LISTINGS):
             listed = self.storage.list(f"{MANIFESTS}/")
             # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, the
             # older ones that still exist make a version that was once current, and no longer is.
-            gone = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
-            if gone is None:
+            missing = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
+            if missing is None:
                 break
             folded = None
-        if gone is not None:
+        if missing is not None:
             raise MissingFileError(
-                f"{self.storage.full_location(gone)} was the newest manifest in a listing, and was gone before it was "
-                f"read, as those of {LISTINGS - 1} listings before: the storage answers slower than the query makes "
-                "versions. Try again."
+                f"{self.storage.full_location(missing)} was the newest manifest in a listing, and was gone before it "
+                f"was read, as those of {LISTINGS - 1} listings before: the storage answers slower than the query "
+                "makes versions. Try again."
             )
         head = self.head()
-        for path, error in found.items():
+        for path, error in errors.items():
             if head is None or not _is_older(path, head):
                 raise error
-        self.damages = {path: str(error) for path, error in sorted(found.items())}
+        self.damages = {path: str(error) for path, error in sorted(errors.items())}
 
     def _read(
         self,
@@ -361,13 +363,13 @@ class ManifestLog:
         damaged: Callable[[str, DamagedFileError], None] | None = None,
     ) -> str | None:
         """Read the manifests at some paths. Return the newest path if its manifest is gone, None if all is well."""
-        there = {path for path in paths if path.endswith(".json")}
-        if folded is None and len(there) > len(self.manifests) + FEW:
+        listed = {path for path in paths if path.endswith(".json")}
+        if folded is None and len(listed) > len(self.manifests) + FEW:
             folded = self.folds.read
         if folded is not None:
             copies = {manifest_path(copy): copy for copy in folded()}
-            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
-        missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
+            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & listed})
+        missing = sorted(listed - {manifest_path(manifest) for manifest in self.manifests.values()})
         broken: set[str] = set()
 
         def note(path: str, error: DamagedFileError) -> None:
@@ -379,9 +381,9 @@ class ManifestLog:
         # walking the chain would say so, unless it is the newest one.
         read = self._files.read_all(missing, Manifest, None if damaged is None else note)
         self.manifests.update({manifest.id: manifest for manifest in read})
-        newest = max(there, key=_age, default=None)
-        known = {manifest_path(manifest) for manifest in read}
-        return newest if newest in missing and newest not in known | broken else None
+        newest = max(listed, key=_age, default=None)
+        read_paths = {manifest_path(manifest) for manifest in read}
+        return newest if newest in missing and newest not in read_paths | broken else None
 
     def last_id(self) -> int:
         """Return the highest checkpoint id that was ever given to a manifest or a savepoint."""
@@ -404,11 +406,11 @@ class ManifestLog:
         self._records = {path: self._records.get(path) or self.record(path) for path in self.rewritten}
 
         def manifest(manifest_id: int) -> Manifest | None:
-            found = self.manifests.get(manifest_id)
-            if found is not None:
+            current = self.manifests.get(manifest_id)
+            if current is not None:
                 for record in self._records.values():
-                    found = record.of(found)
-            return found
+                    current = record.of(current)
+            return current
 
         def gap(child: Manifest, error: MissingFileError | DamagedFileError) -> Manifest | None:
             self.has_gaps = True
@@ -464,28 +466,28 @@ class ManifestLog:
             try:
                 self._files.create(path, placed)
             except FileExistsInStorageError:
-                there = self.storage.get(path)
-                if there == FENCE:
+                content = self.storage.get(path)
+                if content == FENCE:
                     raise self.epochs.fenced(path) from None
-                earlier = unseal(there, Manifest, self.storage.full_location(path))
-                self._take(earlier)
+                earlier = unseal(content, Manifest, self.storage.full_location(path))
+                self._note_written(earlier)
                 if manifest.id <= earlier.id:
                     counter.ensure_above(max(self.manifests))
                     manifest = msgspec.structs.replace(manifest, id=counter.get_and_increment())
                 continue
-            self._take(placed)
+            self._note_written(placed)
             return placed
 
-    def _take(self, written: Manifest) -> None:
+    def _note_written(self, written: Manifest) -> None:
         self.manifests[written.id] = written
         self.rewritten = written.rewritten
         self._sequence = written.sequence
 
     def _name(self, manifest_id: int) -> str:
         """Name a manifest for messages. If one is missing that an earlier one names, only its id is known."""
-        known = self.manifests.get(manifest_id)
-        if known is not None:
-            return self.storage.full_location(manifest_path(known))
+        manifest = self.manifests.get(manifest_id)
+        if manifest is not None:
+            return self.storage.full_location(manifest_path(manifest))
         after = min(manifest_path(m) for m in self.manifests.values() if m.id > manifest_id)
         return f"Manifest {manifest_id}, a file before {self.storage.full_location(after)} by its name,"
 
@@ -550,8 +552,8 @@ def schema_history(chain: Mapping[int, Manifest], operator: str) -> list[tuple[s
     ``chain`` has a manifest per version, as many as are retained.
     """
     written = [(v, chain[v].operators[operator].schema_id) for v in sorted(chain) if operator in chain[v].operators]
-    found = []
+    stretches = []
     for schema_id, of_schema in groupby(written, key=lambda one: one[1]):
         versions = [version for version, _ in of_schema]
-        found.append((schema_id, versions[0], versions[-1]))
-    return found
+        stretches.append((schema_id, versions[0], versions[-1]))
+    return stretches

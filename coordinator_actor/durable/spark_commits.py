@@ -155,23 +155,23 @@ class _SingleFlight(Generic[T]):
             if is_ours:
                 return self._asked(batch_id, answer)
             # The thread that asked raises its error, and a False may be older than this call: then ask again.
-            if answer.exception() is None and (told := answer.result()):
-                return told
+            if answer.exception() is None and (result := answer.result()):
+                return result
 
     def _asked(self, batch_id: int, answer: Future[T]) -> T:
-        told: T | None = None
+        result: T | None = None
         try:
-            told = self._ask(batch_id)
+            result = self._ask(batch_id)
         except BaseException as error:
             self._forget(answer)
             answer.set_exception(
                 error if isinstance(error, Exception) else RuntimeError("the thread that asked has ended")
             )
             raise
-        if not told:
+        if not result:
             self._forget(answer)
-        answer.set_result(told)
-        return told
+        answer.set_result(result)
+        return result
 
     def _forget(self, answer: Future[T]) -> None:
         with self._lock:

@@ -164,16 +164,16 @@ class Batches:
                     f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is "
                     f"no longer kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
                 )
-            found = versions.lineage(operator, partition, version)
+            lineage = versions.lineage(operator, partition, version)
             run.files_in_use.begin(
                 (operator, partition),
                 use,
                 self._registries.clock(),
-                is_rescaling=found.rescaled is not None,
+                is_rescaling=lineage.rescaled is not None,
                 # An upload reads no changelogs.
-                oldest=math.inf if use == UPLOAD else found.oldest,
+                oldest=math.inf if use == UPLOAD else lineage.oldest,
             )
-            return found
+            return lineage
 
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
         run = self._runs.awaited(run_id)

@@ -156,8 +156,8 @@ class Hosts:
             self._registries.needed()
             if hand_over is not None and hand_over.number > lease.hand_over.number:
                 lease.hand_over = hand_over
-            known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
-            over = {r for r in held if (known[r].lifetime.ended if r in known else self._runs.is_over(r))}
+            runs = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
+            over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
             said = lease.hand_over.exchanged.get(run.run_id, "")
@@ -167,7 +167,7 @@ class Hosts:
         # Before the completed versions: a run leaves this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
-        for run_id, run in known.items():
+        for run_id, run in runs.items():
             announced = None if run_id in over else run.announcement_to(host_id)
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
@@ -180,7 +180,7 @@ class Hosts:
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
         return HostOrders(
             known=lease.is_reported
-            and all(run_id in known or run_id in over or self._runs.is_expected(run_id) for run_id in held),
+            and all(run_id in runs or run_id in over or self._runs.is_expected(run_id) for run_id in held),
             completed=tuple(completed),
             unload_runs=tuple(run_id for run_id in held if run_id in over),
             savepoints=savepoints,
@@ -190,9 +190,7 @@ class Hosts:
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
             giving=giving,
             ended_runs=tuple(
-                run_id
-                for run_id, run in known.items()
-                if run.lifetime.stopped_at is not None and run.lifetime.is_served
+                run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served
             ),
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
         )
@@ -261,18 +259,18 @@ class Hosts:
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Record the batches that a host has opened and acknowledged, after a restart of the coordinator."""
     run.machine.note_opened(report.opened.get(run.run_id, -1))
-    known: dict[int, dict[TaskKey, PartitionEntry]] = {}
+    acknowledged: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
         task = (message.operator, message.partition)
         if message.run_id != run.run_id or message.version <= run.versions.completed:
             continue
         run.assignment.report(task, message.host_id, overrides=True)
-        if message.version not in known:
-            known[message.version] = run.machine.acknowledged(message.version)
+        if message.version not in acknowledged:
+            acknowledged[message.version] = run.machine.acknowledged(message.version)
         entry = PartitionEntry(message.attempt, message.file)
-        is_news = task not in known[message.version] or run.machine.is_newer(task, message.stage)
+        is_news = task not in acknowledged[message.version] or run.machine.is_newer(task, message.stage)
         # A known acknowledgement may still lack the stage of its task.
-        is_same = known[message.version].get(task) == entry
+        is_same = acknowledged[message.version].get(task) == entry
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
             run.acknowledge([message])
             if is_news:

@@ -30,9 +30,9 @@ class Locations:
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
-        found = [run for run in named if run.operator(operator) is not None]
-        found = _meant(found)
-        if not found:
+        runs = [run for run in named if run.operator(operator) is not None]
+        runs = _meant(runs)
+        if not runs:
             is_final = query is not None and any(run.lifetime.is_current for run in named)
             if not is_final:
                 self._require_not_ended(operator, query, served)
@@ -46,15 +46,15 @@ class Locations:
             where = "No running query" if query is None else f"No running query {query!r}"
             message = f"{where} has an operator {operator!r}; operators that exist: {exist}."
             raise WrongOperatorError(message) if is_final else UnknownOperatorError(message)
-        if len(found) > 1:
+        if len(runs) > 1:
             names = ", ".join(
-                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in found
+                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in runs
             )
             raise WrongOperatorError(
                 f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
                 f"or run id: {names}."
             )
-        run = found[0]
+        run = runs[0]
         spec = run.operator(operator)
         assert spec is not None
         assignment = assigned(self._registries, run)
@@ -112,10 +112,10 @@ class Locations:
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         served = self._runs.served()
         location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
-        found = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
-        if not found:
+        runs = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
+        if not runs:
             return None
-        run = found[0]
+        run = runs[0]
         assignment = assigned(self._registries, run)
         registration = run.registration
         owners = {

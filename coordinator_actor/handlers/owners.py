@@ -64,18 +64,18 @@ def _trace(run: QueryState, began: int, before: Assignment | None, after: Assign
 def _assigned(
     registries: Registries, run: QueryState, *, moves: bool, rebalance: bool, waiting: Collection[TaskKey]
 ) -> Assignment:
-    held = run.assignment
+    ownership = run.assignment
     with registries.lock:
-        current, generation = held.current, registries.hosts.generation
-        reporting = held.awaits_reports and registries.expects_reports()
+        current, generation = ownership.current, registries.hosts.generation
+        reporting = ownership.awaits_reports and registries.expects_reports()
         moving = {} if reporting or current is None or not moves else _ready(registries, run, current)
         if (
             current is not None
             and current.generation == generation
             and not moving
-            and not (held.is_unbalanced and not reporting)
-            and not (rebalance and held.planned)
-            and not (current.is_partial and _may_be_completed(current, held.reports, waiting, reporting=reporting))
+            and not (ownership.is_unbalanced and not reporting)
+            and not (rebalance and ownership.planned)
+            and not (current.is_partial and _may_be_completed(current, ownership.reports, waiting, reporting=reporting))
         ):
             return current
         nodes = registries.hosts.nodes_of_session(run.registration.session_id)
@@ -84,27 +84,27 @@ def _assigned(
         staying = registries.hosts.staying(run.registration.session_id)
         infos = [registries.hosts.leases[host_id].info for host_id in nodes]
         reported = registries.hosts.reported(run.run_id) if current is None or current.is_partial else ()
-        owned = {**registries.hosts.holders(run.run_id), **held.reported}
+        owned = {**registries.hosts.holders(run.run_id), **ownership.reported}
     tasks = list(run.tasks())
     if current is not None:
         owned.update({t: owner.host_id for t in tasks if (owner := current.find(*t)) is not None})
         # The host that was to get the partition of a lost host may have loaded it.
-        owned.update({t: receiver for t, receiver in held.planned.items() if owned.get(t) not in nodes})
+        owned.update({t: receiver for t, receiver in ownership.planned.items() if owned.get(t) not in nodes})
     before = {task: host_id for task, host_id in owned.items() if host_id in nodes}
     names = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
-    known = {name: host_id for name, task in names.items() if (host_id := moving.get(task, before.get(task)))}
+    owner_of = {name: host_id for name, task in names.items() if (host_id := moving.get(task, before.get(task)))}
     # Only kept or awaited partitions are placed, so that each host has its share of those.
     wanted = set(waiting)
-    placed = [name for name, task in names.items() if not reporting or name in known or task in wanted]
+    placed = [name for name, task in names.items() if not reporting or name in owner_of or task in wanted]
     salt = run.registration.query_id
     at_once = rebalance and not reporting
-    owners = _placed(placed, nodes, staying, known, salt, rebalance=at_once)
+    owners = _placed(placed, nodes, staying, owner_of, salt, rebalance=at_once)
     target = owners if reporting or at_once else assign(placed, staying, owners, rebalance=True, salt=salt)
     planned = {names[name]: host_id for name, host_id in target.items() if owners[name] != host_id}
     # Another coordinator, or this one after a restart, must not give the same number to another assignment.
     number = (run.manifests.epoch << 20) + 1 if current is None else current.number + 1
     by_task = {task: owners.get(name) for name, task in names.items()}
-    assignment = Assignment.of(number, generation, infos, by_task, held.reports)
+    assignment = Assignment.of(number, generation, infos, by_task, ownership.reports)
     location = run.registration.checkpoint_location
     new: dict[str, set[TaskKey]] = {}
     with registries.lock:
@@ -123,17 +123,17 @@ def _assigned(
     completed = run.versions.completed
     # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
     givers = [*before.items(), *reported]
-    given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
-    held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
-    earlier = held.new_owners.of_host if held.new_owners.version == completed else {}
-    held.new_owners = NewOwners(
+    givers_at = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
+    ownership.given = {**{host_id: at for host_id, at in ownership.given.items() if at >= completed}, **givers_at}
+    earlier = ownership.new_owners.of_host if ownership.new_owners.version == completed else {}
+    ownership.new_owners = NewOwners(
         completed,
         {
             host_id: frozenset(new.get(host_id, set()) | earlier.get(host_id, frozenset()).intersection(owned_now))
             for host_id, owned_now in assignment.of_host.items()
         },
     )
-    held.change(assignment, None if reporting else planned)
+    ownership.change(assignment, None if reporting else planned)
     return assignment
 
 
@@ -145,16 +145,16 @@ def _placed(
     partitions: Collection[str],
     nodes: Mapping[str, str],
     staying: Mapping[str, str],
-    known: Mapping[str, str],
+    owner_of: Mapping[str, str],
     salt: str,
     *,
     rebalance: bool,
 ) -> dict[str, str]:
     """Return the owner of each partition: those that are free go to hosts that stay."""
     if rebalance:
-        return assign(list(partitions), staying, known, rebalance=True, salt=salt)
-    leaving = {name: host_id for name, host_id in known.items() if host_id not in staying and host_id in nodes}
-    rest = assign([name for name in partitions if name not in leaving], staying, known, salt=salt)
+        return assign(list(partitions), staying, owner_of, rebalance=True, salt=salt)
+    leaving = {name: host_id for name, host_id in owner_of.items() if host_id not in staying and host_id in nodes}
+    rest = assign([name for name in partitions if name not in leaving], staying, owner_of, salt=salt)
     return {name: leaving.get(name) or rest[name] for name in partitions}
 
 
@@ -178,15 +178,15 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
 
     Does not wait: a thread that works on the run may wait for storage. Plans nothing before all partitions have owners.
     """
-    held = run.assignment
-    if not held.is_made:
+    ownership = run.assignment
+    if not ownership.is_made:
         return
     with suppress(UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assigned(registries, run)
-        if held.planned and run.lock.acquire(blocking=False):
+        if ownership.planned and run.lock.acquire(blocking=False):
             try:
-                before = held.current
+                before = ownership.current
                 is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
                 if is_idle and assigned(registries, run, moves=True) is not before:
                     run.announce()
@@ -232,13 +232,13 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 def gives(run: QueryState, host_id: str) -> bool:
     """Return whether partitions of a host are to move, or have moved and the host knows no later version yet."""
-    held, announced = run.assignment, run.announcement_to(host_id)
-    with held.lock:
-        current = held.current
-        if announced is not None and held.given.get(host_id, -1) >= announced.version:
+    ownership, announced = run.assignment, run.announcement_to(host_id)
+    with ownership.lock:
+        current = ownership.current
+        if announced is not None and ownership.given.get(host_id, -1) >= announced.version:
             return True
         return current is not None and any(
-            owner.host_id == host_id for task in held.planned if (owner := current.find(*task)) is not None
+            owner.host_id == host_id for task in ownership.planned if (owner := current.find(*task)) is not None
         )
 
 
@@ -248,10 +248,10 @@ def needed_by(run: QueryState) -> set[str]:
     These tasks know the hosts of the time when the batch began. Needs no lock of the run.
     """
     with run.assignment.lock:
-        current, given = run.assignment.current, dict(run.assignment.given)
+        current, givers = run.assignment.current, dict(run.assignment.given)
     owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
     completed = run.versions.completed
-    asked = {host_id for host_id, at in given.items() if at >= completed}
+    asked = {host_id for host_id, at in givers.items() if at >= completed}
     return owning | asked if run.machine.highest_opened >= completed else owning
 
 

@@ -58,10 +58,10 @@ class Queries:
         with self._registries.lock:
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
-            known = self._runs.find(registration.run_id)
-            if known is not None:
-                known.lifetime.driver_seen = self._registries.clock()
-                return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
+            run = self._runs.find(registration.run_id)
+            if run is not None:
+                run.lifetime.driver_seen = self._registries.clock()
+                return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
             trace = spans.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
                 answer = self._register(registration, initial)
@@ -119,7 +119,7 @@ class Queries:
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
-        self._runs.add(run, savepoints, was_over=was_over)
+        self._runs.register_run(run, savepoints, was_over=was_over)
         if run.versions.completed and not was_known:
             # Hosts load existing state while Spark plans the first batch.
             with suppress(UnknownHostError):
@@ -172,9 +172,9 @@ class Queries:
     ) -> bool:
         with self._registries.lock:
             run = self._runs.find(run_id)
-            known = self._renewed(run_id)
+            is_known = self._renewed(run_id)
         if run is None or run.lifetime.ended:
-            return known
+            return is_known
         with run.lock:
             try:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
@@ -255,7 +255,7 @@ class Queries:
         if completed not in run.versions.chain:
             return RegisteredQuery(f"Version {completed} of run {run_id} has no manifest.", 0, completed)
         run.stop(self._registries.clock())
-        self._runs.add_stopped(run)
+        self._runs.register_ended_run(run)
         log.info("Run %s, whose query has ended, can be read at version %d", run_id, completed)
         return RegisteredQuery(None, newest.epoch, completed)
 
@@ -273,7 +273,7 @@ class Queries:
                 by = "no run" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
+            exchange, served = run.last_exchange, run.versions.chain.get(run.versions.completed)
             # The served version may get another manifest: files were exchanged, as when keys are forgotten, or some
             # tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
@@ -283,8 +283,8 @@ class Queries:
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
                     current = run.versions.chain.get(completed)
-                    is_same = known is not None and current is not None and known.version == current.version
-                    if run.last_exchange != exchange or (is_same and known != current):
+                    is_same = served is not None and current is not None and served.version == current.version
+                    if run.last_exchange != exchange or (is_same and served != current):
                         run.machine.rewriting.exchanged(self._registries.clock())
         if run.looked_at is not None:
             run.looked_at = began
@@ -317,9 +317,9 @@ class Queries:
         with self._registries.lock:
             return [r for r in self._runs.by_id.values() if now - r.lifetime.driver_seen > self._conf.driver_timeout]
 
-    def forget(self, gone: Sequence[QueryState]) -> None:
+    def forget(self, overdue: Sequence[QueryState]) -> None:
         """End runs whose leases are over. Not to be called under the lock of the registries."""
-        for run in gone:
+        for run in overdue:
             # Not permanently: a machine may have slept, and the driver (only the driver) may bring the run back.
             log.warning("The driver of run %s has sent no heartbeat; the run is forgotten", run.run_id)
             self._runs.forget(run, LEASE_OVER)

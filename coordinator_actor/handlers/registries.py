@@ -59,7 +59,7 @@ class InstanceRegistry:
         executor = self._executors.setdefault((host, executor_id), (host, executor_id))
         self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
         log.debug("Reported state store %s is active at %s", provider_id, executor_id)
-        return [o for o in others if (held := self._held(o)) is not None and held != executor]
+        return [o for o in others if (active := self._held(o)) is not None and active != executor]
 
     def verify(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
         """Return whether an executor has the active instance."""
@@ -67,7 +67,7 @@ class InstanceRegistry:
 
     def verify_many(self, provider_ids: Sequence[StateStoreProviderId], executor_id: str) -> list[bool]:
         """Return for each instance whether an executor has it, in the order asked."""
-        responses = [(held := self._held(p)) is not None and held[1] == executor_id for p in provider_ids]
+        responses = [(active := self._held(p)) is not None and active[1] == executor_id for p in provider_ids]
         if log.isEnabledFor(logging.DEBUG):
             for provider_id, response in zip(provider_ids, responses, strict=True):
                 log.debug("Verified that state store %s is active: %s", provider_id, response)
@@ -79,11 +79,13 @@ class InstanceRegistry:
 
     def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
         """Return ``location`` of each instance, in the order asked."""
-        found = [None if (held := self._held(p)) is None else f"executor_{held[0]}_{held[1]}" for p in provider_ids]
+        locations = [
+            None if (active := self._held(p)) is None else f"executor_{active[0]}_{active[1]}" for p in provider_ids
+        ]
         if log.isEnabledFor(logging.DEBUG):
-            for provider_id, location in zip(provider_ids, found, strict=True):
+            for provider_id, location in zip(provider_ids, locations, strict=True):
                 log.debug("Got location of the state store %s: %s", provider_id, location)
-        return found
+        return locations
 
     def of_run(self, run_id: str) -> list[StateStoreProviderId]:
         """Return the active instances of a run."""
@@ -91,11 +93,11 @@ class InstanceRegistry:
 
     def deactivate(self, run_id: str) -> None:
         """Forget the instances of a run."""
-        gone = self._runs.pop(run_id, {})
+        instances = self._runs.pop(run_id, {})
         if not self._runs:
             self._executors.clear()
         if log.isEnabledFor(logging.DEBUG):
-            ids = ", ".join(map(str, gone))
+            ids = ", ".join(map(str, instances))
             log.debug("Deactivating instances related to checkpoint location %s: %s", run_id, ids)
 
     def describe(self) -> list[dict[str, str]]:
@@ -229,15 +231,15 @@ class RunRegistry:
         Raises ``UnknownQueryError`` if there is none, or more than one.
         """
         running = self.current()
-        found = [run for run in running if run.is_named(query)]
-        if or_ended and not found:
-            found = [run for run in self.served() if run.is_named(query)]
-        if len(found) != 1:
+        named = [run for run in running if run.is_named(query)]
+        if or_ended and not named:
+            named = [run for run in self.served() if run.is_named(query)]
+        if len(named) != 1:
             names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
             exist = ", ".join(names) or "none"
-            how_many = "Several running queries are" if found else "No running query with state is"
+            how_many = "Several running queries are" if named else "No running query with state is"
             raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id.")
-        return found[0]
+        return named[0]
 
     # -- runs that are over --------------------------------------------------------------------
 
@@ -264,9 +266,9 @@ class RunRegistry:
     def lost(self) -> list[OverRun]:
         """Return the runs whose drivers were lost while their queries ran, and that were not started again since."""
         with self._lock:
-            there = {run.registration.state_location for run in self.by_id.values()}
-            found = {e.registration.state_location: e for e in self._ended.values()}  # of a location, the last one
-        return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
+            registered = {run.registration.state_location for run in self.by_id.values()}
+            last_runs = {e.registration.state_location: e for e in self._ended.values()}  # of a location, the last one
+        return [e for at, e in last_runs.items() if e.why == LEASE_OVER and e.was_running and at not in registered]
 
     def at_location(self, state_location: str) -> list[QueryState]:
         """Return the registered runs whose state is at ``state_location``."""
@@ -275,7 +277,7 @@ class RunRegistry:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def add(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
+    def register_run(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
         """Register a run that has claimed its state. Runs on the same state are replaced, and end.
 
         ``was_over``: the run was permanently over when its registration began. Raises ``RetiredRunError`` if the run
@@ -305,7 +307,7 @@ class RunRegistry:
         self.end(run, why)
         self.remember_over(run.run_id, LEASE_OVER)
 
-    def add_stopped(self, run: QueryState) -> None:
+    def register_ended_run(self, run: QueryState) -> None:
         """Register the last run on a state, whose query has ended, so that it can be read.
 
         Earlier ones are replaced, and end.
@@ -419,8 +421,8 @@ class HostLeases(UserDict[str, HostLease]):
         self.generation = 0
 
     def __setitem__(self, host_id: str, lease: HostLease) -> None:
-        known = self.data.get(host_id)
-        if known is None or known.info != lease.info:
+        earlier = self.data.get(host_id)
+        if earlier is None or earlier.info != lease.info:
             self.generation += 1
         self.data[host_id] = lease
 
@@ -449,7 +451,7 @@ class HostRegistry:
         return self.leases.generation
 
     def register(
-        self, info: HostInfo, now: float, held: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
+        self, info: HostInfo, now: float, partitions: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
     ) -> None:
         """Add a host that holds these partitions, or replace its incarnation.
 
@@ -462,14 +464,14 @@ class HostRegistry:
                 f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
             )
         self._newest[info.host_id] = (info.restart, info.incarnation)
-        self.leases[info.host_id] = HostLease(info, now, held=held)
+        self.leases[info.host_id] = HostLease(info, now, held=partitions)
 
     def holders(self, run_id: str) -> dict[TaskKey, str]:
         """Return the host of each partition of a run that a live host held when it registered: the first one's."""
-        found: dict[TaskKey, str] = {}
+        holders: dict[TaskKey, str] = {}
         for task, host_id in self.reported(run_id):
-            found.setdefault(task, host_id)
-        return found
+            holders.setdefault(task, host_id)
+        return holders
 
     def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
         """Return the partitions of a run that live hosts held when they registered, each with its host."""
@@ -603,11 +605,11 @@ class Registries:
             self.hosts.leave(session_id, ())
             for host_id in self.hosts.of_session(session_id):
                 del self.hosts.leases[host_id]
-            gone = self.runs.of_session(session_id)
-            for run in gone:
+            runs = self.runs.of_session(session_id)
+            for run in runs:
                 self.runs.remove(run.run_id)
             others = bool(self.hosts.leases)
-        for run in gone:
+        for run in runs:
             self.runs.end(run, "its session has ended")
         return others
 

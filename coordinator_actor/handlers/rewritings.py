@@ -34,12 +34,12 @@ class Rewritings:
             run.lifetime.require_current()
             # The message may have waited for the lock until the hold was over.
             now = self._registries.clock()
-            known = run.machine.rewriting.at(now)
-            if hold and (known is None or known.id != hold):
+            current = run.machine.rewriting.at(now)
+            if hold and (current is None or current.id != hold):
                 raise self._lapsed(run)
-            if known is not None and known.holder != holder:
+            if current is not None and current.holder != holder:
                 raise InvalidRequestError(
-                    f"The files of run {run.run_id} are already being rewritten by {known.holder}; "
+                    f"The files of run {run.run_id} are already being rewritten by {current.holder}; "
                     "retry when that is done."
                 )
             if run.machine.savepoint_hold.batch_id is not None:
@@ -47,19 +47,19 @@ class Rewritings:
                     f"Run {run.run_id} stops with a savepoint: its files cannot be rewritten now. Do it after "
                     "the stop, with the checkpoint location."
                 )
-            held = known if hold and known is not None else run.machine.rewriting.begin(holder, now, seconds)
+            renewed = current if hold and current is not None else run.machine.rewriting.begin(holder, now, seconds)
             catch_up(self._runs, run)
             # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
-            first = None if batches is False else held.batch_id
+            first = None if batches is False else renewed.batch_id
             if batches and waits_for is None and first is None:
                 first = run.machine.next_batch_to_hold
             # Requests to storage may have taken long: the hold starts now.
-            held = run.machine.rewriting.renew(held, self._registries.clock(), seconds, first)
-            waits_for = waits_for or _worked_on(run, held)
+            renewed = run.machine.rewriting.renew(renewed, self._registries.clock(), seconds, first)
+            waits_for = waits_for or _worked_on(run, renewed)
             if waits_for is None:
                 run.name_snapshots()
-            return self._held(run, held, waits_for)
+            return self._held(run, renewed, waits_for)
 
     def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
         run = self._runs.get(run_id)
@@ -69,10 +69,10 @@ class Rewritings:
                 return  # the message was repeated
             record = run.manifests.record(path)
             now = self._registries.clock()
-            held = run.machine.rewriting.at(now)
-            if held is None or held.id != hold:
+            current = run.machine.rewriting.at(now)
+            if current is None or current.id != hold:
                 raise self._lapsed(run)
-            is_quiet = not self._copied(run, now) and not _worked_on(run, held)
+            is_quiet = not self._copied(run, now) and not _worked_on(run, current)
             if not is_quiet or run.manifests.epoch != epoch or record.version != run.versions.completed:
                 raise InvalidRequestError(
                     f"Run {run_id} has advanced (version {run.versions.completed}, epoch {run.manifests.epoch}) since "
@@ -157,9 +157,9 @@ class Savepoints:
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
     ) -> SavepointStatus:
-        known = self.savepoint_status(request_id)
-        if known.known:
-            return known
+        status = self.savepoint_status(request_id)
+        if status.known:
+            return status
         run = self._runs.running(query)
         with run.lock:
             run.lifetime.require_current()

@@ -145,14 +145,16 @@ def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> Oper
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
     stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
     where = run.registration.state_location
-    there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
-    if there is not None and here is not None and there != here:
-        part = "key" if there.key != here.key else "state"
+    stored_rows, declared_rows = (
+        s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema))
+    )
+    if stored_rows is not None and declared_rows is not None and stored_rows != declared_rows:
+        part = "key" if stored_rows.key != declared_rows.key else "state"
         checkpoint = run.registration.checkpoint_location
         return (
             f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}: {error} "
-            f"Stored: {_columns(there)}. Program: {_columns(here)}. Outputs of an aggregate can be added, removed and "
-            "reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
+            f"Stored: {_columns(stored_rows)}. Program: {_columns(declared_rows)}. Outputs of an aggregate can be "
+            "added, removed and reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
             f"rewrite_state({checkpoint!r}, {spec.name!r}, function, {checkpoint.rstrip('/') + '-2'!r}, "
             "program=dataframe), where function makes the new rows of the old ones."
         )

@@ -108,7 +108,7 @@ class CheckpointHistory:
         record = _record(manifest, counted, used_since(used, self._used_before), now)
         self._used_before = used
         with self._lock:
-            self._put(record)
+            self._put_record(record)
             self._forget_oldest()
             self._unwritten = True
 
@@ -117,7 +117,7 @@ class CheckpointHistory:
         with self._lock:
             record = self._records.get(manifest.id)
             if record is not None:
-                self._put(structs.replace(record, full_bytes=full_bytes))
+                self._put_record(structs.replace(record, full_bytes=full_bytes))
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -176,15 +176,15 @@ class CheckpointHistory:
                 self._written = now
 
     def _load(self) -> None:
-        found = {record.id: record for record in self._files.load()}
+        earlier = {record.id: record for record in self._files.load()}
         with self._lock:
-            for record in found.values():
+            for record in earlier.values():
                 if record.id not in self._records:
-                    self._put(record)
+                    self._put_record(record)
             self._forget_oldest()
             self._is_loaded = True
 
-    def _put(self, record: CheckpointRecord) -> None:
+    def _put_record(self, record: CheckpointRecord) -> None:
         self._num_changes += 1
         self._records[record.id] = record
         self._changed[record.id] = self._num_changes
@@ -203,7 +203,7 @@ class CheckpointHistory:
 
 
 def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:
-    made = CheckpointRecord(
+    record = CheckpointRecord(
         id=manifest.id,
         version=manifest.version,
         epoch=manifest.epoch,
@@ -215,7 +215,7 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
         storage=used,
     )
     if counted is None:
-        return made
+        return record
     figures = [f for f in counted.figures.values() if f is not None]
     times: dict[str, StepTime] = {}
     for each in figures:
@@ -227,7 +227,7 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
                 times[name] = StepTime(ms, ms)
     used = used_together(used, counted.storage)
     return structs.replace(
-        made,
+        record,
         begun_ms=_ms(counted.begun),
         first_acknowledged_ms=_ms(counted.first),
         last_acknowledged_ms=_ms(counted.last),
@@ -277,13 +277,13 @@ class SparkAtWork:
 
     def began(self, completed: int, pending: PendingCheckpoint | None) -> float | None:
         """Return when the batch after the completed version began, at the latest; None if there is none."""
-        known = [] if pending is None else [pending.started]
+        moments = [] if pending is None else [pending.started]
         running = self._running
         if running is not None and running[0] == completed:
-            known.append(running[1])
-        return min(known, default=None)
+            moments.append(running[1])
+        return min(moments, default=None)
 
     def began_of(self, version: int) -> float | None:
         """Return when the batch of the newest completed version began; None for one that heartbeats did not see."""
-        made = self._made
-        return made[1] if made is not None and made[0] == version else None
+        last = self._made
+        return last[1] if last is not None and last[0] == version else None

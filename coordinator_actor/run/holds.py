@@ -62,9 +62,9 @@ class RewritingHold:
 
     def begin(self, holder: str, now: float, seconds: float) -> Hold:
         """Begin a hold. The same holder gets its existing hold: the message may be a repetition."""
-        known = self.at(now)
-        is_known = known is not None and known.holder == holder
-        self._hold = Hold(known.id if known and is_known else uuid.uuid4().hex, holder, None, now + seconds)
+        current = self.at(now)
+        is_known = current is not None and current.holder == holder
+        self._hold = Hold(current.id if current and is_known else uuid.uuid4().hex, holder, None, now + seconds)
         return self._hold
 
     def renew(self, hold: Hold, now: float, seconds: float, batch_id: int | None) -> Hold:
@@ -163,10 +163,10 @@ class FilesInUse:
 
     def renew(self, task: TaskKey, use: str, now: float) -> bool:
         """Renew a load. Return False if it is not known, or has expired: then files may be gone."""
-        known = self._uses.get((task, use))
-        if known is None or known.until <= now:
+        current = self._uses.get((task, use))
+        if current is None or current.until <= now:
             return False
-        self._uses[task, use] = replace(known, until=now + BUSY_SECONDS)
+        self._uses[task, use] = replace(current, until=now + BUSY_SECONDS)
         return True
 
     def end(self, task: TaskKey, use: str, now: float = math.inf) -> bool:
@@ -174,12 +174,14 @@ class FilesInUse:
 
         Return whether its files were protected until ``now``: else some may have been removed.
         """
-        known = self._uses.pop((task, use), None)
-        return now < self._all_until or (known is not None and now < known.until)
+        current = self._uses.pop((task, use), None)
+        return now < self._all_until or (current is not None and now < current.until)
 
     def is_uploading(self, now: float) -> bool:
         """Return whether a snapshot is being uploaded, or may be: an earlier coordinator may have known of it."""
-        return now < self._all_until or any(use == UPLOAD and held.until > now for (_, use), held in self._uses.items())
+        return now < self._all_until or any(
+            use == UPLOAD and upload.until > now for (_, use), upload in self._uses.items()
+        )
 
     def oldest(self, now: float) -> float:
         """Return the lowest version with changelogs that are being read; infinite if there is none.

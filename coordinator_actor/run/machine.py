@@ -248,8 +248,8 @@ class RunMachine:
         for operator, stage in {(task[0], stage) for task, stage in in_new_stage.items()}:
             if stage > of_operator.get(operator, -1):
                 of_operator[operator] = stage
-                known = {**self._stages, **stages}
-                awaited |= {t for t in self._tasks if t[0] == operator and known.get(t, stage) < stage}
+                stage_of = {**self._stages, **stages}
+                awaited |= {t for t in self._tasks if t[0] == operator and stage_of.get(t, stage) < stage}
         awaited -= new.keys()
         unnamed = {**repeat.changes, **new}
         if unnamed and not (self._may_wait and awaited and in_new_stage.keys() == new.keys()):

@@ -55,11 +55,11 @@ def assign(
     kept: dict[str, list[str]] = {h: [] for h in names}
     free = []
     for partition in partitions:
-        held = kept.get(current.get(partition, ""))
-        if held is None:
+        partitions_of_owner = kept.get(current.get(partition, ""))
+        if partitions_of_owner is None:
             free.append(partition)
         else:
-            held.append(partition)
+            partitions_of_owner.append(partition)
     if not free and not rebalance:
         return {p: current[p] for p in partitions}
     loads = np.array([len(kept[h]) for h in names], np.int64)
@@ -147,10 +147,10 @@ def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
         order = np.lexsort((np.arange(len(asking)), ~scores, wanted))
         sorted_wanted = wanted[order]
         rank = np.arange(len(order)) - np.searchsorted(sorted_wanted, sorted_wanted)
-        taken = order[rank < left[sorted_wanted]]
-        result[asking[taken]] = wanted[taken]
-        left -= np.bincount(wanted[taken], minlength=len(left))
-        asking = np.delete(asking, taken)
+        winners = order[rank < left[sorted_wanted]]
+        result[asking[winners]] = wanted[winners]
+        left -= np.bincount(wanted[winners], minlength=len(left))
+        asking = np.delete(asking, winners)
     return result
 
 
@@ -176,10 +176,10 @@ def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
     return mixed
 
 
-def _released(held: list[str], host: Hashes, count: int) -> list[str]:
+def _released(partitions: list[str], host: Hashes, count: int) -> list[str]:
     """Return the ``count`` partitions of a host that score lowest with it, whatever their order."""
-    scores = _scores(_hashes(held), host)[:, 0]
-    return [held[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
+    scores = _scores(_hashes(partitions), host)[:, 0]
+    return [partitions[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
 
 
 def _hashes(names: Sequence[str]) -> Hashes:
@@ -230,13 +230,13 @@ class Assignment:
 
     def owner(self, operator: str, partition: int) -> HostInfo:
         """Return the owner of a partition. Raises ``UnknownRunError`` if its holder may still report."""
-        found = self.find(operator, partition)
-        if found is None:
+        owner = self.find(operator, partition)
+        if owner is None:
             raise UnknownRunError(
                 f"The owner of {operator}/{partition} is not known yet: this coordinator was just started, and hosts "
                 "still report what they hold; ask again."
             )
-        return found
+        return owner
 
     def find(self, operator: str, partition: int) -> HostInfo | None:
         """Return the owner of a partition; None if there is none yet, or no such partition."""

@@ -346,7 +346,7 @@ class QueryState:
         # Rows are numbered by the schemas of the run that has written them.
         theirs = self.manifests.epochs.runs().get(changes.run_id)
         schema_ids = theirs.schema_ids if theirs is not None and changes.run_id != self.run_id else {}
-        self.perform(self.machine.recover(version, changes.layouts, changes.found, schema_ids, self._clock()))
+        self.perform(self.machine.recover(version, changes.layouts, changes.entries, schema_ids, self._clock()))
 
     def stored_changes(self, version: int) -> StoredChanges:
         """Return the changes of a version that were acknowledged, or else those in storage."""

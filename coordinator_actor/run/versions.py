@@ -80,8 +80,8 @@ class QueryVersions:
     def is_in_layout(self, version: int, operator: str) -> bool:
         """Return whether a version of the chain is in the layout that the run declares."""
         manifest = self.chain.get(version)
-        held = manifest.operators.get(operator) if manifest else None
-        return held is not None and manifest_chain.layout_of(operator, held) == self.layouts[operator]
+        entry = manifest.operators.get(operator) if manifest else None
+        return entry is not None and manifest_chain.layout_of(operator, entry) == self.layouts[operator]
 
     @property
     def is_rescaled(self) -> bool:
@@ -93,17 +93,17 @@ class QueryVersions:
 
         They include those that no manifest names yet.
         """
-        held = manifest_chain.segments(self.chain, operator, self.completed)
+        segments = manifest_chain.segments(self.chain, operator, self.completed)
         named: list[SnapshotRef] = []
-        if held and held[0].layout == self.layouts[operator]:
-            named = manifest_chain.snapshots(self.completed_chain, held[0], of=partition).get(partition, [])
-        known = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
-        return tuple(sorted((s for s in known.values() if s.version <= version), key=lambda s: s.version))
+        if segments and segments[0].layout == self.layouts[operator]:
+            named = manifest_chain.snapshots(self.completed_chain, segments[0], of=partition).get(partition, [])
+        by_path = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
+        return tuple(sorted((s for s in by_path.values() if s.version <= version), key=lambda s: s.version))
 
     def lineage(self, operator: str, partition: int, version: int) -> Lineage:
         """Return the files that lead to a version of a partition."""
-        found = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
-        return msgspec.structs.replace(found, snapshots=self.snapshots(operator, partition, version))
+        lineage = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
+        return msgspec.structs.replace(lineage, snapshots=self.snapshots(operator, partition, version))
 
     # -- snapshots that no manifest names yet --------------------------------------------------
 
@@ -118,13 +118,13 @@ class QueryVersions:
 
         ``reused`` is the earlier snapshot that it shares files with, ``descriptor`` its content, if known.
         """
-        known = {s.file.path for s in self.snapshots(*task, self.completed)}
+        paths = {s.file.path for s in self.snapshots(*task, self.completed)}
         counts = (
             self.is_in_layout(new.version, task[0])
             and self.oldest < new.version <= self.completed
             and self.head(new.version, *task) == new.head
-            and new.file.path not in known
-            and (reused is None or reused.file.path in known)
+            and new.file.path not in paths
+            and (reused is None or reused.file.path in paths)
         )
         if counts:
             self.unnamed[task] = (*self.unnamed.get(task, ()), new)
@@ -143,20 +143,20 @@ class QueryVersions:
 
         These manifests may be replaced.
         """
-        for task, found in self.named_only_above().items():
+        for task, refs in self.named_only_above().items():
             if self.is_in_layout(self.completed, task[0]):
-                self.unnamed[task] = found
+                self.unnamed[task] = refs
 
     def named_only_above(self) -> Snapshots:
         """Return the snapshots of completed versions that only manifests above the completed version name."""
         below = self.completed_chain
         lost: Snapshots = {}
         for operator in self.layouts:
-            for held in manifest_chain.segments(below, operator)[:1]:
-                named = manifest_chain.snapshots(below, held)
-                for partition, found in manifest_chain.snapshots(below, held, self.chain.values()).items():
-                    if gone := tuple(s for s in found if s not in named.get(partition, ())):
-                        lost[(operator, partition)] = gone
+            for segment in manifest_chain.segments(below, operator)[:1]:
+                named = manifest_chain.snapshots(below, segment)
+                for partition, refs in manifest_chain.snapshots(below, segment, self.chain.values()).items():
+                    if lost_refs := tuple(s for s in refs if s not in named.get(partition, ())):
+                        lost[(operator, partition)] = lost_refs
         return lost
 
     # -- retention -----------------------------------------------------------------------------
@@ -301,10 +301,12 @@ class LookedUpVersions:
                 self._under_way += 1
                 holder = f"lookup {self._under_way} under way"
                 completed = self._versions.completed
-                made = LookupRecord(completed, self._maker(completed), int(now * 1000))
+                new_record = LookupRecord(completed, self._maker(completed), int(now * 1000))
                 self._versions.pin(holder, completed)  # before the record is written, retention may run
             try:
-                record = self._records.make(by, batch_id, made)  # another task may have been first: its record counts
+                record = self._records.make(
+                    by, batch_id, new_record
+                )  # another task may have been first: its record counts
                 with lock:
                     self._pin(by, batch_id, record)
             finally:
@@ -344,14 +346,14 @@ class LookedUpVersions:
     # -- keeping -------------------------------------------------------------------------------
 
     def _pin(self, by: str, batch_id: int, record: LookupRecord) -> None:
-        held = {**self._pins.get(by, {}), batch_id: record}
-        self._pins[by] = {b: held[b] for b in sorted(held)[-PINNED_BATCHES:]}
+        records = {**self._pins.get(by, {}), batch_id: record}
+        self._pins[by] = {b: records[b] for b in sorted(records)[-PINNED_BATCHES:]}
         self._keep(by)
 
     def _unpin(self, by: str, batch_id: int) -> None:
-        held = self._pins.get(by, {})
-        if batch_id in held:
-            left = {b: record for b, record in held.items() if b != batch_id}
+        records = self._pins.get(by, {})
+        if batch_id in records:
+            left = {b: record for b, record in records.items() if b != batch_id}
             if left:
                 self._pins[by] = left
             else:
@@ -359,9 +361,9 @@ class LookedUpVersions:
             self._keep(by)
 
     def _keep(self, by: str) -> None:
-        held = self._pins.get(by)
-        if held:
-            self._versions.pin(f"lookups of {by}", min(record.version for record in held.values()))
+        records = self._pins.get(by)
+        if records:
+            self._versions.pin(f"lookups of {by}", min(record.version for record in records.values()))
         else:
             self._versions.unpin(f"lookups of {by}")
 
@@ -373,15 +375,15 @@ class LookedUpVersions:
         run's maintenance calls this. Raises ``StorageError``.
         """
         with lock:
-            pinned = [(by, batch_id) for by, held in self._pins.items() for batch_id in held]
+            pinned = [(by, batch_id) for by, records in self._pins.items() for batch_id in records]
         listed = self._records.batches()
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
         seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
         self._seen = {key: record for key, record in seen.items() if record is not None}
         with lock:
             last = {by: self._used.get(by, 0.0) for by in {*listed, *self._pins}}
-            for by, held in self._pins.items():
-                last[by] = max(last[by], *(record.at_ms / 1000 for record in held.values()))
+            for by, records in self._pins.items():
+                last[by] = max(last[by], *(record.at_ms / 1000 for record in records.values()))
             for (by, _), record in self._seen.items():
                 last[by] = max(last[by], record.at_ms / 1000)
             for by, batch_id in pinned:

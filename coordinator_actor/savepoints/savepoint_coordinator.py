@@ -262,9 +262,9 @@ class RunSavepoints:
             # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
             begun = run.commits.last_begun()
             version = max(run.versions.completed, run.machine.highest_opened + 1, 0 if begun is None else begun + 1)
-            held = run.machine.savepoint_hold.batch_id
-            if held is not None and held > run.machine.highest_opened:
-                version = held  # an earlier coordinator has not allowed any batch after this version
+            held_from = run.machine.savepoint_hold.batch_id
+            if held_from is not None and held_from > run.machine.highest_opened:
+                version = held_from  # an earlier coordinator has not allowed any batch after this version
         if version == 0:
             raise InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so no state exists to save; "
@@ -298,19 +298,19 @@ class RunSavepoints:
 
     def on_completed(self) -> None:
         """Begin the savepoints that have waited for a version that is completed now."""
-        for checkpoint_id, held in list(self._held.items()):
-            if not held.begun and held.version <= self._run.versions.completed:
-                held.begun = True
-                self._run.versions.pin(checkpoint_id, held.version)
-                self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
+        for checkpoint_id, savepoint in list(self._held.items()):
+            if not savepoint.begun and savepoint.version <= self._run.versions.completed:
+                savepoint.begun = True
+                self._run.versions.pin(checkpoint_id, savepoint.version)
+                self._in_background(lambda c=checkpoint_id, h=savepoint: self._copy_spark_files(c, h))  # type: ignore[misc]
 
-    def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
+    def _copy_spark_files(self, checkpoint_id: int, savepoint: _Savepoint) -> None:
         """Copy Spark's files. Runs without the lock of the run, because it takes time."""
         registration = self._run.registration
         try:
             with spans.span("savepoint.spark_files", self._trace(checkpoint_id)):
                 spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
-                files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+                files = copy_spark_files(spark, self._storage(savepoint.location), savepoint.version - 1)
         except Exception as error:  # any error makes the savepoint fail
             log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
             reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
@@ -342,8 +342,8 @@ class RunSavepoints:
         """Yield the orders that a host has yet to carry out."""
         run = self._run
         pending = self.coordinator.get_pending_checkpoints()
-        for checkpoint_id, held in list(self._held.items()):
-            if not held.begun or checkpoint_id not in pending:
+        for checkpoint_id, savepoint in list(self._held.items()):
+            if not savepoint.begun or checkpoint_id not in pending:
                 continue
             missing = pending[checkpoint_id].not_yet_acknowledged
             partitions: dict[str, list[int]] = {}
@@ -352,7 +352,12 @@ class RunSavepoints:
                     partitions.setdefault(operator, []).append(partition)
             if partitions:
                 yield SavepointOrder(
-                    run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
+                    run.registration,
+                    checkpoint_id,
+                    savepoint.version,
+                    savepoint.location,
+                    partitions,
+                    is_held=savepoint.stop,
                 )
 
     def _trace(self, savepoint_id: int) -> spans.Trace:
@@ -363,17 +368,17 @@ class RunSavepoints:
             return self._stored(completed)
 
     def _stored(self, completed: CompletedCheckpoint) -> str:
-        run, held = self._run, self._held[completed.id]
+        run, savepoint = self._run, self._held[completed.id]
         registration = run.registration
         operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
         write_metadata(
-            self._storage(held.location),
+            self._storage(savepoint.location),
             SavepointMetadata(
                 checkpoint_id=completed.id,
                 query_id=registration.query_id,
                 query_name=registration.name,
-                version=held.version,
-                batch_id=held.version - 1,
+                version=savepoint.version,
+                batch_id=savepoint.version - 1,
                 created_ms=int(self._clock() * 1000),
                 key_groups=registration.key_groups,
                 checkpoint_location=registration.checkpoint_location,
@@ -381,8 +386,8 @@ class RunSavepoints:
                 spark_files=tuple(completed.states[SPARKS_FILES]),
             ),
         )
-        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, held.location)
-        return held.location
+        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, savepoint.location)
+        return savepoint.location
 
     def _storage(self, location: str) -> CheckpointStorage:
         return self._open_storage(location, self._run.registration.storage_options)

@@ -88,10 +88,10 @@ def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     claim: Callable[..., list[str]] = Epochs.claim
 
-    def joining(self: Any, *args: Any) -> list[str]:
+    def joining(self: Any, *args: Any, **more: Any) -> list[str]:
         claimed = self._files.numbers(EPOCHS)
         if not claimed:
-            return claim(self, *args)
+            return claim(self, *args, **more)
         self.current = claimed[-1]
         return [path for path, size in self._files.storage.list(f"{MANIFESTS}/") if size != len(FENCE)]
 

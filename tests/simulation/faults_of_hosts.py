@@ -82,9 +82,9 @@ def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     view: Callable[..., PartitionView] = VersionedReader._view
 
     def newest(self: Any, *args: Any) -> PartitionView:
-        held = view(self, *args)
-        version, head = held.state.newest()
-        return replace(held, version=version, head=head)
+        shown = view(self, *args)
+        version, head = shown.reads._versions.newest()
+        return replace(shown, version=version, head=head)
 
     monkeypatch.setattr(VersionedReader, "_view", newest)
 
