@@ -22,8 +22,8 @@ from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.handlers.batches import Batches, Lookups
-from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.batches import Batches
+from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
@@ -70,16 +70,14 @@ class Coordinator(CoordinatorPort):
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
         self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
-        locations = Locations(self.registries)
         handlers = (
             self._hosts,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
             Rewritings(self.registries),
-            locations,
-            Lookups(self.registries, locations),
-            Instances(self.registries),
+            Locations(self.registries),
+            self.registries.instances,
             Figures(self.id, self.registries),
             self.tokens,
         )

@@ -44,7 +44,6 @@ from coordinator_actor.messages import (
     RunningOperator,
     SavepointExported,
     SavepointStatus,
-    SessionPlacement,
     SnapshotUploaded,
 )
 
@@ -196,11 +195,11 @@ class CoordinatorPort:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""
 
     @message(Group.LEASES, "session_id", leaving=several_strings)
-    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> tuple[str, ...]:
         """Report hosts of a driver's session that are not placed as they should be, for ``describe``.
 
         The hosts ``leaving`` are to go: their partitions move to the others. The driver repeats the message until the
-        answer names them as released.
+        answer names them: it has the leaving hosts that own nothing any more.
         """
 
     @message(Group.LEASES, "session_id", "process")

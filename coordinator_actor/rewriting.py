@@ -382,13 +382,13 @@ class Rewriting:
         with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
             rebuilt = pool.map(lambda one: self._rebuilt(versions, new, one), due)
             for i, (one, (stored, removed)) in enumerate(zip(due, rebuilt, strict=True)):
-                self._take(one.ref, stored)
+                self._record_moved(one.ref, stored)
                 key = one.layout, one.partition
                 self._built[key] = max(one.ref.version, self._built.get(key, -1))
                 self.removed_rows += removed
                 self._say(f"rewrote snapshot {i + 1} of {len(due)}")
 
-    def _take(self, old: SnapshotRef, stored: snapshot.StoredSnapshot) -> None:
+    def _record_moved(self, old: SnapshotRef, stored: snapshot.StoredSnapshot) -> None:
         self._snapshots[old.file.path] = stored.ref
         self._descriptors[stored.ref.file.path] = stored.descriptor
 
@@ -441,7 +441,7 @@ class Rewriting:
         for path, (one, content) in others.items():
             files = _shared_files(one.ref, content)
             if path not in self._snapshots and any(self._has_keys[file.stored_in] for file in files):
-                self._take(one.ref, self._moved(content))
+                self._record_moved(one.ref, self._moved(content))
 
     def _moved(self, content: SnapshotDescriptor) -> snapshot.StoredSnapshot:
         """Rewrite a snapshot's descriptor, and its files that share an object with others."""

@@ -17,7 +17,6 @@ from coordinator_actor.exceptions import (
     StaleBatchError,
     UnknownRunError,
 )
-from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
@@ -25,7 +24,6 @@ from coordinator_actor.messages import (
     Acknowledged,
     BatchGrant,
     Completed,
-    LookedUp,
     OpenBatch,
     OpenGrant,
     Refused,
@@ -285,25 +283,3 @@ class Batches:
 
 def _refused(error: Exception) -> Refused:
     return Refused(type(error).__name__, str(error))
-
-
-# Lookups of one query in the state of another: the version that a batch reads, and its location.
-
-
-class Lookups:
-    """Answers the tasks of queries that look up."""
-
-    def __init__(self, registries: Registries, locations: Locations) -> None:
-        self._registries = registries
-        self._locations = locations
-
-    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
-        location = self._locations.locate(operator, query)
-        run = self._registries.runs.get(location.run_id)
-        run.lifetime.require_served()
-        try:
-            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
-        except VersionNotFoundError:
-            run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
-            raise
-        return LookedUp(location, record.version, record.at_ms)

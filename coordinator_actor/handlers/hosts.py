@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from backends.background_loop import FailingLoop
-from backends.conf import StateStoreProviderId
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
@@ -29,7 +28,6 @@ from coordinator_actor.messages import (
     HostReport,
     QueryRegistration,
     SavepointOrder,
-    SessionPlacement,
 )
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.threads import Apart
@@ -209,10 +207,10 @@ class Hosts:
     def unregister_session(self, session_id: str) -> bool:
         return self._registries.end_session(session_id)
 
-    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> tuple[str, ...]:
         with self._registries.lock:
             if self._registries.has_ended(session_id):
-                return SessionPlacement()
+                return ()
             self._registries.placement_problems[session_id] = tuple(problems)
             self._registries.hosts.leave(session_id, leaving)
             runs = [run for run in self._runs.of_session(session_id) if run.lifetime.is_current]
@@ -221,7 +219,7 @@ class Hosts:
         needed = {host_id for run in runs for host_id in needed_by(run)}
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
         released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
-        return SessionPlacement(tuple(released))
+        return tuple(released)
 
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
         with self._registries.lock:
@@ -275,36 +273,3 @@ def _take_report(run: QueryState, report: HostReport, now: float) -> None:
             run.acknowledge([message])
             if is_news:
                 run.history.acknowledged(message.version, [message], now)
-
-
-# Spark's messages about active state store instances (Spark: ``StateStoreCoordinator``).
-
-
-class Instances:
-    """Reports and verifies which executor has which instance."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._lock = registries.lock
-        self._instances = registries.instances
-
-    def report_active_instance(
-        self,
-        provider_id: StateStoreProviderId,
-        host: str,
-        executor_id: str,
-        other_provider_ids: Sequence[StateStoreProviderId] = (),
-    ) -> list[StateStoreProviderId]:
-        with self._lock:
-            return self._instances.report(provider_id, host, executor_id, other_provider_ids)
-
-    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        with self._lock:
-            return self._instances.verify(provider_id, executor_id)
-
-    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
-        with self._lock:
-            return self._instances.location(provider_id)
-
-    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        with self._lock:
-            return self._instances.locations(provider_ids)

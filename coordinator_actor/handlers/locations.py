@@ -8,19 +8,21 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from backends.exceptions import VersionNotFoundError
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError, WrongOperatorError
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, RunningOperator
+from coordinator_actor.messages import KvStateLocationOracle, LookedUp, OperatorLocation, RunningOperator
 from coordinator_actor.run.state import QueryState
 
 
 class Locations:
     """Finds the owners of operators' partitions.
 
-    Takes the lock of no run: that may be held during requests to storage, and clients must not wait for it.
+    Only ``look_up`` takes the lock of a run: that may be held during requests to storage, and clients must not wait for
+    it.
     """
 
     def __init__(self, registries: Registries) -> None:
@@ -67,6 +69,18 @@ class Locations:
             run.versions.completed,
             tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
         )
+
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        # May wait for storage, unlike the other messages here. A batch of another query asks.
+        location = self.locate(operator, query)
+        run = self._runs.get(location.run_id)
+        run.lifetime.require_served()
+        try:
+            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
+        except VersionNotFoundError:
+            run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
+            raise
+        return LookedUp(location, record.version, record.at_ms)
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
@@ -172,7 +186,7 @@ class Figures:
             ]
             now = self._registries.clock()
             runs = [(run, now - run.lifetime.driver_seen) for run in self._runs.by_id.values()]
-            instances = self._registries.instances.describe()
+            instances = self._registries.instances.describe_instances()
             failing = [
                 {"process": process, **to_builtins(loop)}
                 for process, reported, loops in self._registries.failing.values()

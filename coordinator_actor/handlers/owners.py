@@ -115,7 +115,7 @@ def _assigned(
                 continue
             if former is None or former.host_id != owner.host_id:
                 instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
-                registries.instances.report(instance, owner.ip, owner.host_id)
+                registries.instances.report_active_instance(instance, owner.ip, owner.host_id)
             # Another incarnation of a host has none of the partitions that the host has owned.
             has_it = before.get(task) == owner.host_id if former is None else _same(former, owner)
             if not has_it:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,76 +35,68 @@ Executor = tuple[str, str]
 
 
 class InstanceRegistry:
-    """The providers that each executor has loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
+    """The providers that each executor has loaded, and the messages about them (Spark: ``StateStoreCoordinator``).
 
-    Instances are kept by run, because the instances of a run are removed together and other runs may have many.
+    The debug messages are Spark's. Instances are kept by run, because the instances of a run are removed together and
+    other runs may have many. ``lock`` guards everything here; see ``Registries``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self._runs: dict[str, dict[StateStoreProviderId, Executor]] = {}
         self._executors: dict[Executor, Executor] = {}
 
-    def report(
+    def report_active_instance(
         self,
         provider_id: StateStoreProviderId,
         host: str,
         executor_id: str,
-        others: Iterable[StateStoreProviderId] = (),
+        other_provider_ids: Sequence[StateStoreProviderId] = (),
     ) -> list[StateStoreProviderId]:
-        """Make an instance active at an executor. Return those of ``others`` that are active elsewhere by now.
+        # As in Spark, an instance that no executor has reported stays: a restarted coordinator knows none at first.
+        with self._lock:
+            # One tuple per executor, not one per instance.
+            executor = self._executors.setdefault((host, executor_id), (host, executor_id))
+            self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
+            log.debug("Reported state store %s is active at %s", provider_id, executor_id)
+            return [o for o in other_provider_ids if self._executor_of(o) not in (None, executor)]
 
-        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows none at first.
-        """
-        # One tuple per executor, not one per instance.
-        executor = self._executors.setdefault((host, executor_id), (host, executor_id))
-        self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
-        log.debug("Reported state store %s is active at %s", provider_id, executor_id)
-        return [o for o in others if (active := self._held(o)) is not None and active != executor]
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        with self._lock:
+            executor = self._executor_of(provider_id)
+        is_active = executor is not None and executor[1] == executor_id
+        log.debug("Verified that state store %s is active: %s", provider_id, is_active)
+        return is_active
 
-    def verify(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Return whether an executor has the active instance."""
-        return self.verify_many((provider_id,), executor_id)[0]
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        return self.get_locations((provider_id,))[0]
 
-    def verify_many(self, provider_ids: Sequence[StateStoreProviderId], executor_id: str) -> list[bool]:
-        """Return for each instance whether an executor has it, in the order asked."""
-        responses = [(active := self._held(p)) is not None and active[1] == executor_id for p in provider_ids]
-        if log.isEnabledFor(logging.DEBUG):
-            for provider_id, response in zip(provider_ids, responses, strict=True):
-                log.debug("Verified that state store %s is active: %s", provider_id, response)
-        return responses
-
-    def location(self, provider_id: StateStoreProviderId) -> str | None:
-        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
-        return self.locations((provider_id,))[0]
-
-    def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """Return ``location`` of each instance, in the order asked."""
-        locations = [
-            None if (active := self._held(p)) is None else f"executor_{active[0]}_{active[1]}" for p in provider_ids
-        ]
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        with self._lock:
+            executors = [self._executor_of(provider_id) for provider_id in provider_ids]
+        locations = [None if executor is None else f"executor_{executor[0]}_{executor[1]}" for executor in executors]
         if log.isEnabledFor(logging.DEBUG):
             for provider_id, location in zip(provider_ids, locations, strict=True):
                 log.debug("Got location of the state store %s: %s", provider_id, location)
         return locations
 
-    def of_run(self, run_id: str) -> list[StateStoreProviderId]:
-        """Return the active instances of a run."""
-        return list(self._runs.get(run_id, ()))
-
     def deactivate(self, run_id: str) -> None:
         """Forget the instances of a run."""
-        instances = self._runs.pop(run_id, {})
-        if not self._runs:
-            self._executors.clear()
+        with self._lock:
+            instances = self._runs.pop(run_id, {})
+            if not self._runs:
+                self._executors.clear()
         if log.isEnabledFor(logging.DEBUG):
             ids = ", ".join(map(str, instances))
             log.debug("Deactivating instances related to checkpoint location %s: %s", run_id, ids)
 
-    def describe(self) -> list[dict[str, str]]:
+    def describe_instances(self) -> list[dict[str, str]]:
         """Return all active instances, for people."""
-        return [{"id": str(p), "host": h, "executor_id": e} for run in self._runs.values() for p, (h, e) in run.items()]
+        with self._lock:
+            runs = [(p, h, e) for run in self._runs.values() for p, (h, e) in run.items()]
+        return [{"id": str(p), "host": h, "executor_id": e} for p, h, e in runs]
 
-    def _held(self, provider_id: StateStoreProviderId) -> Executor | None:
+    def _executor_of(self, provider_id: StateStoreProviderId) -> Executor | None:
         run = self._runs.get(provider_id.query_run_id)
         return None if run is None else run.get(provider_id)
 
@@ -362,8 +354,7 @@ class RunRegistry:
             return self._failures.get(run_id, "")
 
     def _end_work(self, run: QueryState, why: str) -> None:
-        with self._lock:
-            self._instances.deactivate(run.run_id)
+        self._instances.deactivate(run.run_id)
         run.machine.checkpoints.cancel_all("the query has ended")
         with self._lock:
             savepoints = self._savepoints.pop(run.run_id, None)
@@ -566,7 +557,7 @@ class Registries:
         self.clock = clock
         self.lock = threading.RLock()
         self.hosts = HostRegistry()
-        self.instances = InstanceRegistry()
+        self.instances = InstanceRegistry(self.lock)
         self.runs = RunRegistry(self.lock, self.instances, clock)
         self.started = self.last_needed = clock()
         self._reports_until = self.started + report_timeout

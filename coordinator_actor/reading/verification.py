@@ -218,9 +218,9 @@ def _files(versions: StateVersions, operator: str, partition: int, lineage: Line
             # If a manifest is damaged, the version below may be unknown.
             yield _File(operator, partition, changelog=ref, base=base, knows_base=below == ref.version - 1)
         base, below = ref.file.path, ref.version
-    for snapshot in lineage.snapshots:
-        if snapshot.version >= kept_from:
-            yield _File(operator, partition, snapshot=snapshot)
+    for uploaded in lineage.snapshots:
+        if uploaded.version >= kept_from:
+            yield _File(operator, partition, snapshot=uploaded)
 
 
 def _partition_of(directory: str) -> int:

@@ -19,15 +19,16 @@ from coordinator_actor.actor import StateStoreCoordinator
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
-from coordinator_actor.handlers.batches import Batches, Lookups
-from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.batches import Batches
+from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.queries import Queries
+from coordinator_actor.handlers.registries import InstanceRegistry
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
 from coordinator_actor.messages import OpenBatch
 from tests.coordinator_actor.coordinator_world import World
 
-HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Rewritings, Savepoints)
+HANDLERS = (AccessTokens, Batches, Figures, Hosts, InstanceRegistry, Locations, Queries, Rewritings, Savepoints)
 
 
 @pytest.mark.parametrize("message", MESSAGES)

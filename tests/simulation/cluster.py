@@ -283,7 +283,7 @@ class Session:
             except KNOWN_ERRORS as error:
                 s.log("placement of", self.session_id, "was not taken:", str(error))
                 continue
-            for slot in [slot for slot in self.leaving if slot.host_id in answer.released]:
+            for slot in [slot for slot in self.leaving if slot.host_id in answer]:
                 s.log("RELEASED", slot.host_id)
                 sometimes("a host that was to go is released")
                 self.leaving.remove(slot)
