@@ -340,10 +340,10 @@ def early_follower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     take_up: Callable[..., Any] = Queries.take_up_versions
 
-    def early(self: Any, run_id: str) -> Any:
+    def early(self: Any, *args: Any) -> Any:
         with monkeypatch.context() as while_it_looks:
             while_it_looks.setattr(SparkCommits, "next_batch", begun)
-            return take_up(self, run_id)
+            return take_up(self, *args)
 
     monkeypatch.setattr(Queries, "take_up_versions", early)
 
