@@ -29,7 +29,7 @@ from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
-from coordinator_actor.threads import Dispatcher, LeaseWatch, QueryThreads
+from coordinator_actor.threads import LeaseWatch, QueryThreads
 
 # The secret of a cluster, the registry of its tokens and its drained nodes, in Ray's own key-value store.
 #
@@ -212,7 +212,6 @@ class StateStoreCoordinator:
             apart=queries.submit,
             dead_nodes=lambda: nodes.dead,
         )
-        self._dispatcher = Dispatcher(self._coordinator, queries)
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
         # Apart from the leases, since removing files may take long.
@@ -232,7 +231,7 @@ class StateStoreCoordinator:
 
     async def _answer(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         started = time.perf_counter()
-        future = self._dispatcher.submit(method, args, kwargs)
+        future = self._coordinator.submit(method, args, kwargs)
         answer = future.result() if future.done() else await asyncio.wrap_future(future)
         if method == "acknowledge_many":
             self._acknowledged(answer, time.perf_counter() - started)

@@ -10,8 +10,8 @@ import logging
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort, with_string_ids
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group, query_of, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
@@ -35,6 +35,9 @@ from coordinator_actor.savepoints.savepoint_coordinator import InBackground, Run
 from coordinator_actor.threads import Apart, in_place
 
 log = logging.getLogger(__name__)
+
+REGISTRATION_THREADS = 32
+"""A registration waits for a second if the storage of a query hangs."""
 
 
 class Coordinator(CoordinatorPort):
@@ -67,6 +70,7 @@ class Coordinator(CoordinatorPort):
         self.registries = Registries(clock, self._conf.report_timeout)
         self._queries = Queries(self.id, self.registries, self._conf, open_storage, in_background or _in_thread)
         self._apart = apart
+        self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
         self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
@@ -88,6 +92,21 @@ class Coordinator(CoordinatorPort):
                 f"Each message needs one handler: {sorted(MESSAGES)} are declared, {answered} are answered."
             )
         self._answers = dict(answers)
+
+    def submit(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Begin to answer a message in the threads of its group.
+
+        Return its future, which is done if the message waits for nothing. Raises ``QueryBusyError`` if too many
+        messages about the same query wait, ``KeyError`` for an unknown message.
+        """
+        # As a child of the span of Ray's own tracing, if that is on.
+        answer = spans.carried(partial(self.call, method, *args, **kwargs))
+        group = GROUPS[method]
+        if group is Group.QUERIES:
+            return self._apart(query_of(method, args, kwargs), answer)
+        if group is Group.REGISTRATIONS:
+            return self._registrations.submit(answer)
+        return in_place(method, answer)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Pass a message to its handler and return the answer.

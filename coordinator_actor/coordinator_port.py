@@ -152,6 +152,16 @@ def with_string_ids(method: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [converted(name, arg) for name, arg in by_place], {n: converted(n, arg) for n, arg in kwargs.items()}
 
 
+def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the run or query name that a message is about; the message's own name if it is about none."""
+    arguments = {**dict(zip(PARAMETERS[method], args, strict=False)), **kwargs}
+    for name in ("run_id", "query"):
+        if arguments.get(name) is not None:
+            return str(arguments[name])
+    record = next((arguments[name] for name in ("registration", "request", "message") if name in arguments), None)
+    return method if record is None else str(record.run_id)
+
+
 class CoordinatorPort:
     """The messages that the coordinator answers.
 
