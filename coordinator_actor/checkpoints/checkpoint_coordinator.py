@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.pending_checkpoint import (
     AcknowledgeCheckpoint,
@@ -33,11 +34,6 @@ from coordinator_actor.checkpoints.pending_checkpoint import (
     Received,
     TaskKey,
     Tasks,
-)
-from coordinator_actor.exceptions import (
-    CheckpointCoordinatorShutdownError,
-    CheckpointNotTriggeredError,
-    InvalidRequestError,
 )
 
 log = logging.getLogger(__name__)
@@ -118,7 +114,7 @@ class CheckpointCoordinator:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if timeout is not None and not timeout > 0:
-            raise InvalidRequestError(f"timeout is {timeout}; it must be more than 0 seconds, or None.")
+            raise exceptions.InvalidRequestError(f"timeout is {timeout}; it must be more than 0 seconds, or None.")
         self.job_id = job_id
         self.id_counter = id_counter if id_counter is not None else CheckpointIDCounter()
         self.stats = CheckpointStatsTracker()
@@ -154,11 +150,15 @@ class CheckpointCoordinator:
         with self._lock:
             now = self._clock() if now is None else now
             if self._shutdown:
-                raise CheckpointCoordinatorShutdownError(f"The checkpoint coordinator of {self.job_id} is shut down.")
+                raise exceptions.CheckpointCoordinatorShutdownError(
+                    f"The checkpoint coordinator of {self.job_id} is shut down."
+                )
             # Under the lock, so that of two checkpoints the later one gets the higher id.
             new_id = self.id_counter.get_and_increment() if checkpoint_id is None else checkpoint_id
             if new_id in self._attempts or new_id in self._recent:
-                raise InvalidRequestError(f"Checkpoint {new_id} of {self.job_id} was triggered before: take a new id.")
+                raise exceptions.InvalidRequestError(
+                    f"Checkpoint {new_id} of {self.job_id} was triggered before: take a new id."
+                )
             stamp = now if timestamp is None else timestamp
             pending = PendingCheckpoint(self.job_id, new_id, stamp, self._tasks, started=now, properties=properties)
             for task, state in (states or {}).items():
@@ -180,7 +180,7 @@ class CheckpointCoordinator:
                 if not self._cancel(pending.id, CancelReason.FAILED, why, error):
                     log.exception("Notifying the tasks of checkpoint %d failed after its end", pending.id)
                     return pending
-                raise CheckpointNotTriggeredError(
+                raise exceptions.CheckpointNotTriggeredError(
                     f"Checkpoint {pending.id} of {self.job_id} was not triggered: {why}"
                 ) from error
         return pending
@@ -276,7 +276,7 @@ class CheckpointCoordinator:
         if self._shutdown:
             return None
         if message.job_id != self.job_id:
-            raise InvalidRequestError(
+            raise exceptions.InvalidRequestError(
                 f"{message.task[0]}/{message.task[1]} wants to {verb} checkpoint {message.checkpoint_id} of "
                 f"{message.job_id}, but this is the coordinator of {self.job_id}."
             )
@@ -287,7 +287,9 @@ class CheckpointCoordinator:
             if attempt.completing is None:
                 return attempt
             if attempt.completing == threading.get_ident():
-                raise InvalidRequestError(f"Checkpoint {message.checkpoint_id} is being completed by its own callback.")
+                raise exceptions.InvalidRequestError(
+                    f"Checkpoint {message.checkpoint_id} is being completed by its own callback."
+                )
             self._completion_ended.wait()
 
     def _late(self, message: AcknowledgeCheckpoint | DeclineCheckpoint) -> Received:

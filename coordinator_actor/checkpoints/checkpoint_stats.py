@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coordinator_actor.checkpoints.pending_checkpoint import (
-    CompletedCheckpoint,
-    PendingCheckpoint,
-    TaskFigures,
-    TaskKey,
-)
+from coordinator_actor.checkpoints import pending_checkpoint
 from coordinator_actor.exceptions import InvalidRequestError
 
 _SLOWEST = 5
@@ -72,21 +67,23 @@ class CheckpointStatsTracker:
             raise InvalidRequestError(f"history is {history}; at least one checkpoint must be remembered.")
         self._history = history
         self._lock = threading.Lock()
-        self._pending: dict[int, PendingCheckpoint] = {}
+        self._pending: dict[int, pending_checkpoint.PendingCheckpoint] = {}
         self._stats: dict[int, CheckpointStats] = {}  # by ascending id
-        self._figures: dict[int, TaskFigures] = {}
+        self._figures: dict[int, pending_checkpoint.TaskFigures] = {}
         self._failures: deque[FailedCheckpointStats] = deque(maxlen=history)
         self._durations = _Overall()
         self._sizes = _Overall()
         self._triggered = self._completed = self._failed = 0
 
-    def on_triggered(self, pending: PendingCheckpoint) -> None:
+    def on_triggered(self, pending: pending_checkpoint.PendingCheckpoint) -> None:
         """Count a checkpoint that was triggered."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending
 
-    def on_completed(self, completed: CompletedCheckpoint, figures: TaskFigures | None = None) -> None:
+    def on_completed(
+        self, completed: pending_checkpoint.CompletedCheckpoint, figures: pending_checkpoint.TaskFigures | None = None
+    ) -> None:
         """Record a completed checkpoint. They may come out of order: the latest has the highest id."""
         spread = max(0.0, figures.last - figures.first) if figures else 0.0
         tasks = len(figures.tasks.keys) if figures else len(completed.states)
@@ -222,7 +219,7 @@ class CheckpointStatsTracker:
             return None
         return {"min": overall.least, "avg": overall.total / self._completed, "max": overall.greatest}
 
-    def _figures_of(self, checkpoint_id: int | None) -> TaskFigures | None:
+    def _figures_of(self, checkpoint_id: int | None) -> pending_checkpoint.TaskFigures | None:
         with self._lock:
             if checkpoint_id is None:
                 checkpoint_id = next(reversed(self._stats), None)
@@ -241,7 +238,7 @@ def _plain(stats: CheckpointStats | FailedCheckpointStats) -> dict[str, Any]:
     return dict(vars(stats))
 
 
-def _name(task: TaskKey) -> str:
+def _name(task: pending_checkpoint.TaskKey) -> str:
     return f"{task[0]}/{task[1]}"
 
 
@@ -300,7 +297,7 @@ class SnapshotLagConf:
 class LaggingSnapshot:
     """One partition that lags. ``version`` is that of its newest snapshot; None if none is known."""
 
-    key: TaskKey
+    key: pending_checkpoint.TaskKey
     version: int | None
     versions_behind: int
     seconds_behind: float
@@ -323,7 +320,7 @@ class SnapshotLag:
     def __init__(
         self,
         run_id: str,
-        keys: Iterable[TaskKey],
+        keys: Iterable[pending_checkpoint.TaskKey],
         started: float,
         base_version: int = 0,
         conf: SnapshotLagConf | None = None,
@@ -332,10 +329,10 @@ class SnapshotLag:
         self._run_id = run_id
         self._started = started
         self._base_version = base_version
-        self._uploaded: dict[TaskKey, tuple[int, float] | None] = dict.fromkeys(keys)
+        self._uploaded: dict[pending_checkpoint.TaskKey, tuple[int, float] | None] = dict.fromkeys(keys)
         self._reported: float | None = None
 
-    def report_uploaded(self, key: TaskKey, version: int, now: float) -> None:
+    def report_uploaded(self, key: pending_checkpoint.TaskKey, version: int, now: float) -> None:
         """Record a durable snapshot. It may come late: if a newer one is known, nothing changes.
 
         Raises ``InvalidRequestError`` for a partition that the run does not have.
@@ -346,7 +343,7 @@ class SnapshotLag:
         if last_version is None or last_version[0] < version:
             self._uploaded[key] = (version, now)
 
-    def latest(self, key: TaskKey) -> int | None:
+    def latest(self, key: pending_checkpoint.TaskKey) -> int | None:
         """Return the version of a partition's newest snapshot; None if none is known."""
         last_version = self._uploaded.get(key)
         return None if last_version is None else last_version[0]

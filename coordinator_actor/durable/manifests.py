@@ -30,16 +30,7 @@ from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, parse_location
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
-from coordinator_actor.durable.fencing import (
-    FENCE,
-    MANIFESTS,
-    Epochs,
-    RecordFiles,
-    numbered_path,
-    numbers_of,
-    place_in,
-    place_path,
-)
+from coordinator_actor.durable import fencing
 from coordinator_actor.durable.records import SavepointRecords
 
 # ``folds/<epoch>-<sequence>.json``: copies of many successive manifests in one object, for readers that begin.
@@ -65,7 +56,7 @@ class FoldFile(Struct, frozen=True):
 class ManifestFolds:
     """The folds of one query, as one process sees and extends them. ``_ids`` has the manifests of each, by its path."""
 
-    def __init__(self, files: RecordFiles) -> None:
+    def __init__(self, files: fencing.RecordFiles) -> None:
         self._files = files
         self._ids: dict[str, tuple[int, ...]] = {}
 
@@ -110,7 +101,7 @@ class ManifestFolds:
 
 def _path(fold: FoldFile) -> str:
     newest = fold.manifests[-1]
-    return place_path(newest.epoch, newest.sequence).replace(MANIFESTS, FOLDS, 1)
+    return fencing.place_path(newest.epoch, newest.sequence).replace(fencing.MANIFESTS, FOLDS, 1)
 
 
 # ``rewritten/<version>-<unique>.json``: files of versions that were rewritten to remove some of their content.
@@ -200,18 +191,18 @@ class CheckpointPlace(Struct, frozen=True):
 class CheckpointPlaces:
     """The records of one state."""
 
-    def __init__(self, files: RecordFiles) -> None:
+    def __init__(self, files: fencing.RecordFiles) -> None:
         self._files = files
 
     def newest(self) -> CheckpointPlace | None:
         """Return the newest record, None for a state that does not record its checkpoint."""
         numbers = self._files.numbers(CHECKPOINTS)
-        return self._files.read(numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
+        return self._files.read(fencing.numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
 
     def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
         """Write the record that follows ``previous``; return it, or the one that another process has written first."""
         place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
-        path = numbered_path(CHECKPOINTS, place.number)
+        path = fencing.numbered_path(CHECKPOINTS, place.number)
         try:
             self._files.create(path, place)
         except FileExistsInStorageError:
@@ -270,8 +261,8 @@ class QueryFile(Struct, frozen=True):
 def manifest_path(manifest: Manifest) -> str:
     """Return the path of a manifest: by epoch and sequence, or by its id if an earlier release has written it."""
     if manifest.sequence:
-        return place_path(manifest.epoch, manifest.sequence)
-    return numbered_path(MANIFESTS, manifest.id)
+        return fencing.place_path(manifest.epoch, manifest.sequence)
+    return fencing.numbered_path(fencing.MANIFESTS, manifest.id)
 
 
 def schema_path(schema_id: str) -> str:
@@ -292,8 +283,8 @@ class ManifestLog:
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
         self.storage = storage
         self.manifests: dict[int, Manifest] = {}
-        self._files = RecordFiles(storage)
-        self.epochs = Epochs(self._files, coordinator_id)
+        self._files = fencing.RecordFiles(storage)
+        self.epochs = fencing.Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
         self.places = CheckpointPlaces(self._files)
         self.folds = ManifestFolds(self._files)
@@ -337,10 +328,10 @@ class ManifestLog:
         damaged = errors.__setitem__ if passes_over_damage else None
         missing: str | None = None
         for _ in range(LISTINGS):
-            listed = self.storage.list(f"{MANIFESTS}/")
+            listed = self.storage.list(f"{fencing.MANIFESTS}/")
             # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, the
             # older ones that still exist make a version that was once current, and no longer is.
-            missing = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
+            missing = self._read((path for path, size in listed if size != len(fencing.FENCE)), folded, damaged)
             if missing is None:
                 break
             folded = None
@@ -415,7 +406,7 @@ class ManifestLog:
         def gap(child: Manifest, error: MissingFileError | DamagedFileError) -> Manifest | None:
             self.has_gaps = True
             if not self.damages:  # else these say why
-                self.damages = {f"{MANIFESTS}/": str(error)}
+                self.damages = {f"{fencing.MANIFESTS}/": str(error)}
             # The manifest written last before the missing one has the same versions below: a completed version does not
             # change, and a rollback first writes the version that it returns to again.
             older = [m for m in self.manifests.values() if m.id < (child.parent or 0)]
@@ -433,7 +424,7 @@ class ManifestLog:
     def has_news(self) -> bool:
         """Return whether storage has a manifest that is newer than all that are known. One listing."""
         newest = max(map(manifest_path, self.manifests.values()), default="")
-        return any(size != len(FENCE) for _, size in self.storage.list(f"{MANIFESTS}/", after=newest))
+        return any(size != len(fencing.FENCE) for _, size in self.storage.list(f"{fencing.MANIFESTS}/", after=newest))
 
     def obsolete_records(self, chain_from: int) -> list[str]:
         """Return the paths of the records that no manifest of a version from ``chain_from`` on needs."""
@@ -467,7 +458,7 @@ class ManifestLog:
                 self._files.create(path, placed)
             except FileExistsInStorageError:
                 content = self.storage.get(path)
-                if content == FENCE:
+                if content == fencing.FENCE:
                     raise self.epochs.fenced(path) from None
                 earlier = unseal(content, Manifest, self.storage.full_location(path))
                 self._note_written(earlier)
@@ -531,16 +522,16 @@ def _is_schema(content: bytes, schema_id: str) -> bool:
 
 def _age(path: str) -> tuple[int, tuple[int, int]]:
     """Return the sort key of a manifest's path: those of earlier releases have no epoch in their names."""
-    place = place_in(path)
-    return (0, (numbers_of([path])[0], 0)) if place is None else (1, place)
+    place = fencing.place_in(path)
+    return (0, (fencing.numbers_of([path])[0], 0)) if place is None else (1, place)
 
 
 def _is_older(path: str, head: Manifest) -> bool:
     """Return, by its path, whether an unreadable manifest was written before another one."""
-    place = place_in(path)
+    place = fencing.place_in(path)
     if place is not None:
         return place < (head.epoch, head.sequence)
-    return bool(head.sequence) or numbers_of([path]) < [head.id]
+    return bool(head.sequence) or fencing.numbers_of([path]) < [head.id]
 
 
 # The schema history of an operator's versions.

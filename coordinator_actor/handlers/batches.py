@@ -10,13 +10,7 @@ from msgspec.structs import replace
 from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage
-from coordinator_actor.exceptions import (
-    BatchHeldError,
-    CoordinatorError,
-    InvalidRequestError,
-    StaleBatchError,
-    UnknownRunError,
-)
+from coordinator_actor import exceptions
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
@@ -57,15 +51,15 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
     if batch_id == completed:
         return
     if batch_id < completed:
-        raise StaleBatchError(
+        raise exceptions.StaleBatchError(
             f"Batch {batch_id} of run {run.run_id} is committed already; version {completed} is completed."
         )
     if batch_id != completed + 1:
-        raise InvalidRequestError(
+        raise exceptions.InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: the last completed version is {completed}."
         )
     if not run.spark_logs.has(batch_id - 1):
-        raise InvalidRequestError(
+        raise exceptions.InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
             f"exist in {run.registration.checkpoint_location}, or no longer."
         )
@@ -143,7 +137,7 @@ class Batches:
         run.lifetime.require_served()
         announced = run.announcement_to(host_id)
         if announced is None:
-            raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
+            raise exceptions.UnknownRunError(f"Run {run_id} is being registered; ask again.")
         return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
@@ -152,9 +146,11 @@ class Batches:
             run.require_partition(operator, partition)
             versions = run.versions
             if use == UPLOAD and run.machine.rewriting.at(self._registries.clock()) is not None:
-                raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are being rewritten.")
+                raise exceptions.BatchHeldError(
+                    f"No snapshot of run {run_id} is taken while its files are being rewritten."
+                )
             if version > versions.completed:
-                raise InvalidRequestError(
+                raise exceptions.InvalidRequestError(
                     f"Version {version} is not completed; {versions.completed} is the last one that is."
                 )
             if version not in versions.readable:
@@ -234,7 +230,7 @@ class Batches:
                     answer = run.machine.check_acknowledgement(message, assignment.owner(*task))
                     run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
                     answers.append(answer)
-                except (CoordinatorError, StateStoreError) as error:
+                except (exceptions.CoordinatorError, StateStoreError) as error:
                     answers.append(_refused(error))
                     continue
                 if answer is None:
@@ -247,7 +243,7 @@ class Batches:
         version, now = messages[0].version, self._registries.clock()
         try:
             manifest_id = run.acknowledge(messages)
-        except (CoordinatorError, StateStoreError) as error:
+        except (exceptions.CoordinatorError, StateStoreError) as error:
             return _refused(error)
         run.history.acknowledged(version, messages, now)
         return Acknowledged(version, manifest_id)

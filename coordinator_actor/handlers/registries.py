@@ -13,14 +13,8 @@ from types import MappingProxyType
 from backends.background_loop import FailingLoop
 from backends.conf import StateStoreProviderId
 from backends.host_memory import BoundedDict
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.exceptions import (
-    ReplacedHostError,
-    RetiredRunError,
-    UnknownHostError,
-    UnknownQueryError,
-    UnknownRunError,
-)
 from coordinator_actor.messages import HandOver, HostInfo, QueryRegistration
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
@@ -160,9 +154,11 @@ class RunRegistry:
         with self._lock:
             run = self.by_id.get(run_id)
             if run is None and self.is_over_for_good(run_id):
-                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
+                raise exceptions.RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
         if run is None:
-            raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
+            raise exceptions.UnknownRunError(
+                f"Run {run_id} is not registered with this coordinator; it must be registered again."
+            )
         return run
 
     def awaited(self, run_id: str) -> QueryState:
@@ -230,7 +226,9 @@ class RunRegistry:
             names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
             exist = ", ".join(names) or "none"
             how_many = "Several running queries are" if named else "No running query with state is"
-            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id.")
+            raise exceptions.UnknownQueryError(
+                f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id."
+            )
         return named[0]
 
     # -- runs that are over --------------------------------------------------------------------
@@ -278,7 +276,9 @@ class RunRegistry:
         run_id, location = run.run_id, run.registration.state_location
         with self._lock:
             if not was_over and self.is_over_for_good(run_id):
-                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered.")
+                raise exceptions.RetiredRunError(
+                    f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered."
+                )
             replaced = self._retire(location, run_id)
             self.by_id[run_id] = run
             self._changed.notify_all()
@@ -310,7 +310,7 @@ class RunRegistry:
         with self._lock:
             running = next((other for other in self.at_location(location) if other.lifetime.is_current), None)
             if running is not None:
-                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
+                raise exceptions.RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
             replaced = self._retire(location, run.run_id)
             self.by_id[run.run_id] = run
             self._changed.notify_all()
@@ -450,7 +450,7 @@ class HostRegistry:
         """
         restart, incarnation = self._newest.get(info.host_id, (info.restart, info.incarnation))
         if info.restart < restart:
-            raise ReplacedHostError(
+            raise exceptions.ReplacedHostError(
                 f"Incarnation {info.incarnation} of host {info.host_id} (restart {info.restart}, at {info.address}) "
                 f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
             )
@@ -491,7 +491,9 @@ class HostRegistry:
         """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
         lease = self.leases.get(host_id)
         if lease is None or lease.info.incarnation != incarnation:
-            raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
+            raise exceptions.UnknownHostError(
+                f"Host {host_id} (incarnation {incarnation}) is not registered; register it again."
+            )
 
     def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
         """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""

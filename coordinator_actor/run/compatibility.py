@@ -11,20 +11,16 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema, columns_in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
-from coordinator_actor.durable.manifests import (
-    CheckpointPlace,
-    QueryFile,
-    checkpoint_command,
-    is_inside,
-    values_in_words,
-)
+from coordinator_actor.durable import manifests
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.run.recovery import NOT_CONSUMED, how_to_repeat, incomplete_message
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import tasks_of
 
 
-def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
+def refusal_of(
+    run: QueryState, stored: manifests.QueryFile | None, place: manifests.CheckpointPlace | None
+) -> str | None:
     """Return why the run may not continue from the stored state, or None. Reads storage; changes nothing.
 
     ``stored`` and ``place`` are the state's records of its query and of its checkpoint's place.
@@ -66,31 +62,31 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
     return None
 
 
-def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
+def place_refusal(run: QueryState, place: manifests.CheckpointPlace | None) -> str | None:
     """Return why the run may not use a state whose checkpoint is at ``place`` (None: it has no record), or None."""
     registration = run.registration
     state, here = registration.state_location, registration.checkpoint_location
-    if place is None or is_inside(state, here) or place.is_at(here):
+    if place is None or manifests.is_inside(state, here) or place.is_at(here):
         return None
     base = state.rstrip("/").rpartition("/")[0]
     options = registration.storage_options
     return (
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
         "two checkpoints must not share a state. If the checkpoint was moved, run\n"
-        f"  {checkpoint_command('move', here, base, options)}\n"
+        f"  {manifests.checkpoint_command('move', here, base, options)}\n"
         "If this is a copy that needs a separate state, run\n"
-        f"  {checkpoint_command('fork', here, base, options)}"
-        f"{values_in_words(options)}"
+        f"  {manifests.checkpoint_command('fork', here, base, options)}"
+        f"{manifests.values_in_words(options)}"
     )
 
 
-def bound_elsewhere(run: QueryState, place: CheckpointPlace | None) -> str | None:
+def bound_elsewhere(run: QueryState, place: manifests.CheckpointPlace | None) -> str | None:
     """Record where the checkpoint is, unless ``place`` already says so.
 
     Return why the run may not continue, or None.
     """
     registration, places = run.registration, run.manifests.places
-    if is_inside(registration.state_location, registration.checkpoint_location):
+    if manifests.is_inside(registration.state_location, registration.checkpoint_location):
         return None
     return place_refusal(run, place or places.record(registration.checkpoint_location, None))
 

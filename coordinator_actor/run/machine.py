@@ -28,6 +28,7 @@ from msgspec import structs
 
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout, Retention
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, FullyAcknowledged
 from coordinator_actor.checkpoints.pending_checkpoint import (
     AcknowledgeCheckpoint,
@@ -37,14 +38,6 @@ from coordinator_actor.checkpoints.pending_checkpoint import (
     TaskKey,
 )
 from coordinator_actor.durable.manifests import RewrittenFiles
-from coordinator_actor.exceptions import (
-    BatchHeldError,
-    InvalidRequestError,
-    LineageError,
-    RetiredRunError,
-    StaleBatchError,
-    StaleOwnerError,
-)
 from coordinator_actor.messages import Acknowledge, Acknowledged, HostInfo
 from coordinator_actor.run.holds import RewritingHold, SavepointHold
 from coordinator_actor.run.versions import QueryVersions, changes_in, tasks_of
@@ -126,20 +119,20 @@ class RunMachine:
     def require_newest(self, batch_id: int) -> None:
         """Raise ``StaleBatchError`` if a later batch has begun."""
         if batch_id < self.highest_opened:
-            raise StaleBatchError(
+            raise exceptions.StaleBatchError(
                 f"A task of batch {batch_id} is too late: batch {self.highest_opened} of run {self._run_id} has begun."
             )
 
     def require_not_held(self, batch_id: int, now: float) -> None:
         """Raise ``BatchHeldError`` if a batch waits."""
         if self.savepoint_hold.holds(batch_id):
-            raise BatchHeldError(
+            raise exceptions.BatchHeldError(
                 f"Batch {batch_id} of run {self._run_id} waits: the query stops with a savepoint of version "
                 f"{self.savepoint_hold.batch_id}."
             )
         hold = self.rewriting.at(now)
         if hold is not None and hold.holds(batch_id):
-            raise BatchHeldError(
+            raise exceptions.BatchHeldError(
                 f"Batch {batch_id} of run {self._run_id} waits: {hold.holder} rewrites files of its versions."
             )
 
@@ -173,7 +166,7 @@ class RunMachine:
         """
         task = (message.operator, message.partition)
         if owner.host_id != message.host_id:
-            raise StaleOwnerError(
+            raise exceptions.StaleOwnerError(
                 f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {self._run_id}; {owner.host_id} does."
             )
         completed = self.versions.completed
@@ -181,13 +174,13 @@ class RunMachine:
             # The batch may have been opened before a restart of the coordinator, and the host has yet to report it.
             self.note_opened(completed)
         if message.version != self.highest_opened + 1 or message.version <= completed:
-            raise StaleBatchError(
+            raise exceptions.StaleBatchError(
                 f"Version {message.version} of run {self._run_id} cannot be committed: batch {self.highest_opened} is "
                 f"the newest one opened, version {completed} the last completed one."
             )
         base = self.versions.head(message.version - 1, *task)
         if message.base != base:
-            raise LineageError(
+            raise exceptions.LineageError(
                 f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with "
                 f"{base}."
             )
@@ -234,7 +227,7 @@ class RunMachine:
             return self._completing(checkpoint, now, stages, before=before)
         if batch.is_discarded:
             # The lease of the driver, which waits for no lock, has expired in between.
-            raise RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was cancelled.")
+            raise exceptions.RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was cancelled.")
         return None
 
     def _acknowledge_again(
@@ -266,7 +259,9 @@ class RunMachine:
         batch = self.checkpoints.trigger_checkpoint(states=unchanged, properties=self.prepared.properties, now=now)
         checkpoint = self._count(batch, changes, now)
         if checkpoint is None:
-            raise InvalidRequestError(f"Checkpoint {batch.id} of run {self._run_id} was cancelled; the run has ended.")
+            raise exceptions.InvalidRequestError(
+                f"Checkpoint {batch.id} of run {self._run_id} was cancelled; the run has ended."
+            )
         return self._completing(checkpoint, now, stages, repeat or _Repeat(stages=self._repeat.stages))
 
     def _count(self, batch: PendingCheckpoint, changes: Changes, now: float) -> FullyAcknowledged | None:

@@ -37,21 +37,18 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import SavepointMismatchError
 from coordinator_actor.messages import ExportedFile, OperatorSpec
+from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint, build_partition
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    check_files,
-    read_metadata,
-)
 
 # Lists the differences between a savepoint and the program that is to continue it, naming both sides.
 
 
 def differences(
-    metadata: SavepointMetadata, operators: Sequence[OperatorSpec | str], *, allow_non_restored_state: bool
+    metadata: savepoint_format.SavepointMetadata,
+    operators: Sequence[OperatorSpec | str],
+    *,
+    allow_non_restored_state: bool,
 ) -> list[str]:
     """Return the differences that keep the program from continuing, one line each.
 
@@ -78,7 +75,7 @@ def differences(
     return reasons
 
 
-def _operator_differences(operator: SavepointOperator, spec: OperatorSpec) -> Iterator[str]:
+def _operator_differences(operator: savepoint_format.SavepointOperator, spec: OperatorSpec) -> Iterator[str]:
     if operator.kind != spec.kind:
         yield f"operator {spec.name!r} is of the kind {operator.kind!r} in the savepoint, {spec.kind!r} in the program"
     stored, declared = operator.schema, OperatorSchema.from_json(spec.schema)
@@ -151,7 +148,7 @@ class RestoredSavepoint(Struct, frozen=True):
 class _Target:
     """The new form of one restored operator. ``conf.provider`` is the name of its backend in manifest and program."""
 
-    operator: SavepointOperator
+    operator: savepoint_format.SavepointOperator
     num_partitions: int
     conf: StateStoreConf
 
@@ -194,7 +191,7 @@ def restore_into_checkpoint(
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
-    metadata = read_metadata(savepoint)
+    metadata = savepoint_format.read_metadata(savepoint)
     targets = _targets(metadata, operators, num_partitions, backend, options, allow_non_restored_state)
     if threads < 1:
         raise InvalidStateStoreArgument(f"threads={threads} must be 1 or more.")
@@ -216,7 +213,7 @@ def restore_into_checkpoint(
         needed += [] if state_only else metadata.spark_files
         say = progress or log.info
         say(f"checking {len(needed)} files of {savepoint.location}")
-        local = check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
+        local = savepoint_format.check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
         restore = _Restore(metadata, new, Path(directory), local, say)
         rows = restore.write_state(targets, threads, round(clock() * 1000))
         _write_spark(new.checkpoint, () if state_only else metadata.spark_files, local)
@@ -237,7 +234,7 @@ def restore_into_checkpoint(
 
 
 def _targets(
-    metadata: SavepointMetadata,
+    metadata: savepoint_format.SavepointMetadata,
     operators: Sequence[OperatorSpec | str] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
@@ -286,7 +283,7 @@ class _Restore:
 
     def __init__(
         self,
-        metadata: SavepointMetadata,
+        metadata: savepoint_format.SavepointMetadata,
         new: NewCheckpoint,
         scratch: Path,
         local: Mapping[str, Path],
@@ -355,7 +352,7 @@ class _Restore:
         self._say(f"restored partition {partition} of {n} of operator {name!r}: {rows} rows")
         return entry, rows
 
-    def _pairs(self, variable: SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
+    def _pairs(self, variable: savepoint_format.SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
         """Yield the stored pairs of key groups ``first`` (included) to ``end`` (not included), a row group at a time.
 
         They come in the order of keys.
