@@ -188,28 +188,6 @@ class CheckpointPlace(Struct, frozen=True):
         return _canonical(self.checkpoint_location) == _canonical(checkpoint_location)
 
 
-class CheckpointPlaces:
-    """The records of one state."""
-
-    def __init__(self, files: fencing.RecordFiles) -> None:
-        self._files = files
-
-    def newest(self) -> CheckpointPlace | None:
-        """Return the newest record, None for a state that does not record its checkpoint."""
-        numbers = self._files.numbers(CHECKPOINTS)
-        return self._files.read(fencing.numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
-
-    def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
-        """Write the record that follows ``previous``; return it, or the one that another process has written first."""
-        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
-        path = fencing.numbered_path(CHECKPOINTS, place.number)
-        try:
-            self._files.create(path, place)
-        except FileExistsInStorageError:
-            return self._files.read(path, CheckpointPlace)
-        return place
-
-
 def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, options: Mapping[str, str]) -> str:
     """Return ``statestore checkpoint <verb>`` for a checkpoint, as a user runs it.
 
@@ -273,11 +251,11 @@ def schema_path(schema_id: str) -> str:
 class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
-    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
-    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
-    ``rewritten`` names the records of rewritten files, as the newest manifest does; ``chain`` applies them. ``damages``
-    has, by path, the faults of older manifests that ``refresh`` was to skip, and of the chain if it ``has_gaps``
-    because of them. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
+    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``folds`` copies of manifests.
+    ``manifests`` has those that were read, by id, as they were written. ``rewritten`` names the records of rewritten
+    files, as the newest manifest does; ``chain`` applies them. ``damages`` has, by path, the faults of older manifests
+    that ``refresh`` was to skip, and of the chain if it ``has_gaps`` because of them. ``_sequence`` is that of the last
+    manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -286,7 +264,6 @@ class ManifestLog:
         self._files = fencing.RecordFiles(storage)
         self.epochs = fencing.Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
-        self.places = CheckpointPlaces(self._files)
         self.folds = ManifestFolds(self._files)
         self.rewritten: tuple[str, ...] = ()
         self.damages: dict[str, str] = {}
@@ -481,6 +458,21 @@ class ManifestLog:
             return self.storage.full_location(manifest_path(manifest))
         after = min(manifest_path(m) for m in self.manifests.values() if m.id > manifest_id)
         return f"Manifest {manifest_id}, a file before {self.storage.full_location(after)} by its name,"
+
+    def newest_place(self) -> CheckpointPlace | None:
+        """Return the newest record of the checkpoint's place; None for a state that does not record it."""
+        numbers = self._files.numbers(CHECKPOINTS)
+        return self._files.read(fencing.numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
+
+    def record_place(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
+        """Write the record that follows ``previous``; return it, or the one that another process has written first."""
+        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
+        path = fencing.numbered_path(CHECKPOINTS, place.number)
+        try:
+            self._files.create(path, place)
+        except FileExistsInStorageError:
+            return self._files.read(path, CheckpointPlace)
+        return place
 
     def query_file(self) -> QueryFile | None:
         """Return ``query.json``, or None if it does not exist."""

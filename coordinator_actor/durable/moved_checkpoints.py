@@ -60,7 +60,7 @@ def move_checkpoint(
     is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
-    place = opened.log.places.newest()
+    place = opened.log.newest_place()
     if place is not None and place.is_at(opened.checkpoint.location):
         return opened.bound(is_new=False)
     if place is not None:
@@ -81,7 +81,7 @@ def move_checkpoint(
             f"{opened.state.location} is at version {head.version}: the checkpoint was not moved completely. "
             "Move its other files as well."
         )
-    recorded = opened.log.places.record(opened.checkpoint.location, place)
+    recorded = opened.log.record_place(opened.checkpoint.location, place)
     if not recorded.is_at(opened.checkpoint.location):
         raise CheckpointPlaceError(
             f"Another process has just moved the checkpoint of {opened.state.location} to "
@@ -105,7 +105,7 @@ def fork_checkpoint(
     there is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
-    place = opened.log.places.newest()
+    place = opened.log.newest_place()
     if place is not None and place.is_at(opened.checkpoint.location):
         return opened.bound(is_new=False)
     spark = SparkCommits(opened.checkpoint)
@@ -127,7 +127,7 @@ def fork_checkpoint(
     copied = ManifestLog(state, "fork")
     if copied.query_file() is None:
         _copy(opened, state, progress)
-        copied.places.record(opened.checkpoint.location, None)
+        copied.record_place(opened.checkpoint.location, None)
         copied.ensure_query_file(msgspec.structs.replace(opened.query_file, query_id=query_id))
     else:
         _check_own_copy(opened, copied)

@@ -47,17 +47,9 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
     ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may be
     that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
     """
-    completed = run.versions.completed
-    if batch_id == completed:
+    if batch_id == run.versions.completed:
         return
-    if batch_id < completed:
-        raise exceptions.StaleBatchError(
-            f"Batch {batch_id} of run {run.run_id} is committed already; version {completed} is completed."
-        )
-    if batch_id != completed + 1:
-        raise exceptions.InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: the last completed version is {completed}."
-        )
+    run.machine.require_next(batch_id)
     if not run.spark_logs.has(batch_id - 1):
         raise exceptions.InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
@@ -91,35 +83,35 @@ class Batches:
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         trace = spans.batch(request.run_id, request.batch_id + 1)
         with spans.span("coordinator.open_batch", trace, host=request.host_id):
-            return self._open_batch(request)
+            run = self._runs.awaited(request.run_id)
+            run.look_ahead(request.batch_id)
+            with run.lock:
+                run.lifetime.require_current()
+                self._require_host(request.host_id, request.incarnation)
+                return self._open_batch(run, request)
 
-    def _open_batch(self, request: OpenBatch) -> BatchGrant:
-        run = self._runs.awaited(request.run_id)
-        batch_id = request.batch_id
-        run.look_ahead(batch_id)
-        with run.lock:
-            run.lifetime.require_current()
-            self._require_host(request.host_id, request.incarnation)
-            run.machine.require_newest(batch_id)
-            advance(self._runs, run, batch_id, is_own=True)
-            now = self._registries.clock()
-            run.machine.require_not_held(batch_id, now)
-            is_new = batch_id > run.machine.highest_opened
-            waiting = [task for task in request.waiting if run.has_partition(*task)]
-            assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
-            run.machine.open_batch(batch_id, now)
-            run.history.begun(batch_id + 1, now)
-            is_news = request.assignment != assignment.number
-            return BatchGrant(
-                version=batch_id,
-                epoch=run.manifests.epoch,
-                assignment=assignment.number,
-                registration=run.registration,
-                heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
-                hosts=assignment.hosts if is_news else (),
-                owners=dict(assignment.owners) if is_news else {},
-                times=run.spark_logs.times_for_tasks(batch_id),
-            )
+    def _open_batch(self, run: QueryState, request: OpenBatch) -> BatchGrant:
+        batch_id, machine = request.batch_id, run.machine
+        machine.require_newest(batch_id)
+        advance(self._runs, run, batch_id, is_own=True)
+        now = self._registries.clock()
+        machine.require_not_held(batch_id, now)
+        is_new = batch_id > machine.highest_opened
+        waiting = [task for task in request.waiting if run.has_partition(*task)]
+        assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
+        machine.open_batch(batch_id, now)
+        run.history.begun(batch_id + 1, now)
+        is_news = request.assignment != assignment.number
+        return BatchGrant(
+            version=batch_id,
+            epoch=run.manifests.epoch,
+            assignment=assignment.number,
+            registration=run.registration,
+            heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
+            hosts=assignment.hosts if is_news else (),
+            owners=dict(assignment.owners) if is_news else {},
+            times=run.spark_logs.times_for_tasks(batch_id),
+        )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         run = self._runs.get(run_id)
@@ -206,37 +198,37 @@ class Batches:
         # All of one version: those of an older one are rejected.
         trace = spans.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
-            return self._acknowledge_many(run_id, host_id, incarnation, messages)
+            run = self._runs.awaited(run_id)
+            with run.lock:
+                run.lifetime.require_current()
+                self._require_host(host_id, incarnation)
+                return self._acknowledge(run, host_id, messages)
 
-    def _acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    def _acknowledge(
+        self, run: QueryState, host_id: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
-        run = self._runs.awaited(run_id)
-        with run.lock:
-            run.lifetime.require_current()
-            self._require_host(host_id, incarnation)
-            current = run.assignment.current
-            for message in messages:
-                # A host that has changed a partition without an owner holds it.
-                if current is None or current.find(message.operator, message.partition) is None:
-                    run.assignment.report((message.operator, message.partition), host_id)
-            assignment = assigned(self._registries, run)
-            answers: list[Acknowledged | Refused | None] = []
-            accepted: list[Acknowledge] = []
-            for message in messages:
-                task = (message.operator, message.partition)
-                try:
-                    run.require_partition(*task)
-                    answer = run.machine.check_acknowledgement(message, assignment.owner(*task))
-                    run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
-                    answers.append(answer)
-                except (exceptions.CoordinatorError, StateStoreError) as error:
-                    answers.append(_refused(error))
-                    continue
-                if answer is None:
-                    accepted.append(message)
-            outcome = self._accept(run, accepted) if accepted else Acknowledged(0, None)
-            return tuple(outcome if answer is None else answer for answer in answers)
+        current = run.assignment.current
+        for message in messages:
+            # A host that has changed a partition without an owner holds it.
+            if current is None or current.find(message.operator, message.partition) is None:
+                run.assignment.report((message.operator, message.partition), host_id)
+        assignment = assigned(self._registries, run)
+        answers: list[Acknowledged | Refused | None] = []
+        accepted: list[Acknowledge] = []
+        for message in messages:
+            task = (message.operator, message.partition)
+            try:
+                run.require_partition(*task)
+                answer = run.machine.check_acknowledgement(message, assignment.owner(*task))
+            except (exceptions.CoordinatorError, StateStoreError) as error:
+                answers.append(_refused(error))
+                continue
+            run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
+            answers.append(answer)
+            if answer is None:
+                accepted.append(message)
+        outcome = self._accept(run, accepted) if accepted else Acknowledged(0, None)
+        return tuple(outcome if answer is None else answer for answer in answers)
 
     def _accept(self, run: QueryState, messages: Sequence[Acknowledge]) -> Acknowledged | Refused:
         """Take checked changes of one version. They all have one answer."""

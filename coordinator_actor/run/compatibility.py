@@ -85,10 +85,10 @@ def bound_elsewhere(run: QueryState, place: manifests.CheckpointPlace | None) ->
 
     Return why the run may not continue, or None.
     """
-    registration, places = run.registration, run.manifests.places
+    registration = run.registration
     if manifests.is_inside(registration.state_location, registration.checkpoint_location):
         return None
-    return place_refusal(run, place or places.record(registration.checkpoint_location, None))
+    return place_refusal(run, place or run.manifests.record_place(registration.checkpoint_location, None))
 
 
 def _program_refusal(run: QueryState, base: Manifest) -> str | None:

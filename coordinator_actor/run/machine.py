@@ -224,7 +224,8 @@ class RunMachine:
         before = {task: batch.state(task) for task in changes}
         checkpoint = self._count(batch, changes, now)
         if checkpoint is not None:
-            return self._completing(checkpoint, now, stages, before=before)
+            manifest = self._naming(checkpoint, now, stages)
+            return WriteManifest(manifest, checkpoint, stages=stages, before=before)
         if batch.is_discarded:
             # The lease of the driver, which waits for no lock, has expired in between.
             raise exceptions.RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was cancelled.")
@@ -262,7 +263,8 @@ class RunMachine:
             raise exceptions.InvalidRequestError(
                 f"Checkpoint {batch.id} of run {self._run_id} was cancelled; the run has ended."
             )
-        return self._completing(checkpoint, now, stages, repeat or _Repeat(stages=self._repeat.stages))
+        repeat = repeat or _Repeat(stages=self._repeat.stages)
+        return WriteManifest(self._naming(checkpoint, now, stages), checkpoint, repeat=repeat, stages=stages)
 
     def _count(self, batch: PendingCheckpoint, changes: Changes, now: float) -> FullyAcknowledged | None:
         """Take acknowledgements; return the checkpoint if all tasks have acknowledged it."""
@@ -273,25 +275,11 @@ class RunMachine:
             received = self.checkpoints.acknowledge(message, now)
         return received if isinstance(received, FullyAcknowledged) else None
 
-    def _completing(
-        self,
-        checkpoint: FullyAcknowledged,
-        now: float,
-        stages: Mapping[TaskKey, int],
-        repeat: _Repeat = _Repeat(),
-        before: Mapping[TaskKey, PartitionEntry | None] = MappingProxyType({}),
-    ) -> WriteManifest:
-        completed = checkpoint.completed
-        manifest = self._manifest(
-            completed.properties["version"],
-            self.versions.layouts,
-            completed.states,
-            self.schema_ids,
-            completed.id,
-            now,
-            {**self._stages, **stages},
-        )
-        return WriteManifest(manifest, checkpoint, None, repeat, stages, before)
+    def _naming(self, checkpoint: FullyAcknowledged, now: float, stages: Mapping[TaskKey, int]) -> Manifest:
+        """Build the manifest that completes a checkpoint, with the stages of its last acknowledgements."""
+        completed, stages = checkpoint.completed, {**self._stages, **stages}
+        version, layouts = completed.properties["version"], self.versions.layouts
+        return self._manifest(version, layouts, completed.states, self.schema_ids, completed.id, now, stages)
 
     def _start(
         self, version: int, states: Mapping[TaskKey, PartitionEntry], now: float, why: str = ""
@@ -376,6 +364,19 @@ class RunMachine:
         )
 
     # -- completing a version ------------------------------------------------------------------
+
+    def require_next(self, version: int) -> None:
+        """Raise ``StaleBatchError`` or ``InvalidRequestError`` unless a version follows the completed one."""
+        completed = self.versions.completed
+        if version < completed:
+            raise exceptions.StaleBatchError(
+                f"Batch {version} of run {self._run_id} is committed already; version {completed} is completed."
+            )
+        if version != completed + 1:
+            raise exceptions.InvalidRequestError(
+                f"Version {version} of run {self._run_id} cannot be completed: the last completed version is "
+                f"{completed}."
+            )
 
     def must_recover(self, version: int) -> bool:
         """Return whether Spark has committed a version that this run's manifests do not name.

@@ -197,7 +197,7 @@ def first_look(
         newest = pool.submit(manifests.epochs.newest)
         folded = pool.submit(manifests.folds.read)
         is_apart = not is_inside(registration.state_location, registration.checkpoint_location)
-        place = pool.submit(manifests.places.newest) if is_apart else None
+        place = pool.submit(manifests.newest_place) if is_apart else None
         proof = pool.submit(prove_own)
         # Spark's commits before the manifests: an older run may still advance, and a committed batch has a manifest.
         completed = commits.next_batch()
