@@ -398,6 +398,9 @@ def test_overview_knows_since_when_the_watermark_has_not_advanced() -> None:
     now, watermarks = 100.0, {0: 7_000, 1: 7_000, 2: 9_000}
 
     class Logs:
+        def has(self, batch_id: int) -> bool:
+            return True
+
         def times(self, batch_id: int) -> BatchTimes:
             return BatchTimes(0, watermarks[batch_id])
 
