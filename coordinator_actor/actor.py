@@ -127,7 +127,7 @@ class RayMetrics:
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self._own = dict(own)
-        self._made: dict[str, Counter | Gauge | Histogram] = {}
+        self._by_name: dict[str, Counter | Gauge | Histogram] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
         metric = self._metric(name)
@@ -146,7 +146,7 @@ class RayMetrics:
         metric.observe(value, {**self._own, **labels})
 
     def _metric(self, name: str) -> Counter | Gauge | Histogram:
-        metric = self._made.get(name)
+        metric = self._by_name.get(name)
         if metric is None:
             declared = METRICS[name]
             labels = tuple(dict.fromkeys((*self._own, *declared.labels)))
@@ -156,7 +156,7 @@ class RayMetrics:
                 metric = Gauge(name, declared.help, labels)
             else:
                 metric = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
-            self._made[name] = metric
+            self._by_name[name] = metric
         return metric
 
 

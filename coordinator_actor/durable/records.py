@@ -334,9 +334,9 @@ class SavepointRecords:
         holds = [r for r in self._read(numbers_of(paths)) if r.stop and r.run_id == run_id]
         return next((r for r in reversed(holds) if _released_path(r.checkpoint_id) not in paths), None)
 
-    def obsolete(self, held: int | None) -> list[str]:
-        """Return the paths of the records that are not kept; ``held`` is always kept."""
-        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != held]
+    def obsolete(self, stopping: int | None) -> list[str]:
+        """Return the paths of the records that are not kept; ``stopping`` is always kept."""
+        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != stopping]
         return [path for i in old for path in (savepoint_record_path(i), _released_path(i))]
 
     def release(self, checkpoint_id: int) -> None:

@@ -124,7 +124,7 @@ def _assigned(
     # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
     givers = [*before.items(), *reported]
     givers_at = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
-    ownership.given = {**{host_id: at for host_id, at in ownership.given.items() if at >= completed}, **givers_at}
+    ownership.givers = {**{host_id: at for host_id, at in ownership.givers.items() if at >= completed}, **givers_at}
     earlier = ownership.new_owners.of_host if ownership.new_owners.version == completed else {}
     ownership.new_owners = NewOwners(
         completed,
@@ -235,7 +235,7 @@ def gives(run: QueryState, host_id: str) -> bool:
     ownership, announced = run.assignment, run.announcement_to(host_id)
     with ownership.lock:
         current = ownership.current
-        if announced is not None and ownership.given.get(host_id, -1) >= announced.version:
+        if announced is not None and ownership.givers.get(host_id, -1) >= announced.version:
             return True
         return current is not None and any(
             owner.host_id == host_id for task in ownership.planned if (owner := current.find(*task)) is not None
@@ -248,7 +248,7 @@ def needed_by(run: QueryState) -> set[str]:
     These tasks know the hosts of the time when the batch began. Needs no lock of the run.
     """
     with run.assignment.lock:
-        current, givers = run.assignment.current, dict(run.assignment.given)
+        current, givers = run.assignment.current, dict(run.assignment.givers)
     owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
     completed = run.versions.completed
     asked = {host_id for host_id, at in givers.items() if at >= completed}

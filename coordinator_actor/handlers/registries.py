@@ -390,14 +390,14 @@ REMEMBERED_HOSTS = 10_000
 class HostLease:
     """One host, and the time of its last heartbeat, in seconds by the coordinator's clock.
 
-    ``is_reported``: the host's report is processed, or is being processed. ``held`` has the partitions that it held
+    ``is_reported``: the host's report is processed, or is being processed. ``partitions`` are those that it held
     when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves.
     """
 
     info: HostInfo
     seen: float
     is_reported: bool = True
-    held: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    partitions: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     hand_over: HandOver = field(default_factory=HandOver)
 
 
@@ -455,7 +455,7 @@ class HostRegistry:
                 f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
             )
         self._newest[info.host_id] = (info.restart, info.incarnation)
-        self.leases[info.host_id] = HostLease(info, now, held=partitions)
+        self.leases[info.host_id] = HostLease(info, now, partitions=partitions)
 
     def holders(self, run_id: str) -> dict[TaskKey, str]:
         """Return the host of each partition of a run that a live host held when it registered: the first one's."""
@@ -469,7 +469,7 @@ class HostRegistry:
         return [
             ((operator, partition), host_id)
             for host_id, lease in self.leases.items()
-            for operator, partitions in lease.held.get(run_id, {}).items()
+            for operator, partitions in lease.partitions.get(run_id, {}).items()
             for partition in partitions
         ]
 

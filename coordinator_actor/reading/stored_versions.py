@@ -215,7 +215,7 @@ class StateVersions:
             if self.loadable is not None and self.completed not in readable:
                 raise DamagedFileError(
                     f"Version {self.completed} of the state at {self.place.state_location}, the last completed one, "
-                    f"cannot be read: {self._there()}."
+                    f"cannot be read: {self._available()}."
                 )
             if not readable and self.completed == 0:
                 raise VersionNotFoundError(
@@ -227,7 +227,7 @@ class StateVersions:
                 other = "Name one of them with version=, or start the query" if readable else "Start the query"
                 raise VersionNotFoundError(
                     f"Spark's commits at {self.place.checkpoint_location} say that the last completed version is "
-                    f"{self.completed}, but at {self.place.state_location} {self._there()}. {other}: it recovers "
+                    f"{self.completed}, but at {self.place.state_location} {self._available()}. {other}: it recovers "
                     "what it can, or says what is missing."
                 )
             return readable[-1]
@@ -235,12 +235,12 @@ class StateVersions:
             raise InvalidStateStoreArgument(f"version={version!r} must be an int, the number of a state version.")
         if version not in readable:
             raise VersionNotFoundError(
-                f"Version {version} of the state at {self.place.state_location} cannot be read: {self._there()}. "
+                f"Version {version} of the state at {self.place.state_location} cannot be read: {self._available()}. "
                 "Version N+1 is the state after batch N."
             )
         return version
 
-    def _there(self) -> str:
+    def _available(self) -> str:
         return ". ".join((self._kept(), *(what.rstrip(".") for what in self.damages.values())))
 
     def _kept(self) -> str:
@@ -294,7 +294,7 @@ class StateVersions:
         if missing:
             raise VersionNotFoundError(
                 f"What version {missing[0]} of the state at {self.place.state_location} has changed cannot be read: "
-                f"{self._there()}."
+                f"{self._available()}."
             )
         entry = self.entry(operator, end)
         pieces: list[Piece] = []

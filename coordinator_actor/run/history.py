@@ -263,13 +263,13 @@ class SparkAtWork:
         # The completed version, and since when Spark is at the batch after it;
         self._running: tuple[int, float] | None = None
         # the version that was completed last, and since when Spark was at its batch.
-        self._made: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
 
     def record_heartbeat(self, is_at_work: bool, completed: int, now: float) -> None:
         """Record a heartbeat. ``completed`` is the completed version: after it, another batch is at work."""
         running = self._running
         if running is not None and completed == running[0] + 1:
-            self._made = (completed, running[1])
+            self._last = (completed, running[1])
         if not is_at_work:
             self._running = None
         elif running is None or running[0] != completed:
@@ -285,5 +285,5 @@ class SparkAtWork:
 
     def began_of(self, version: int) -> float | None:
         """Return when the batch of the newest completed version began; None for one that heartbeats did not see."""
-        last = self._made
+        last = self._last
         return last[1] if last is not None and last[0] == version else None

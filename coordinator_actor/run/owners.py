@@ -261,7 +261,7 @@ class RunAssignment:
     partitions of it. ``is_unbalanced``: hosts may have more than their share, and the moves are not planned yet.
 
     ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
-    the target assignment. ``given`` has the completed version at the time when a host last gave partitions away. Until
+    the target assignment. ``givers`` has the completed version at the time when a host last gave partitions away. Until
     a later version is completed, that host does not know of it. ``new_owners`` load their partitions before tasks ask
     for them.
 
@@ -277,7 +277,7 @@ class RunAssignment:
         self.reported: dict[TaskKey, str] = {}
         self.reports = 0
         self.planned: Mapping[TaskKey, str] = {}
-        self.given: dict[str, int] = {}
+        self.givers: dict[str, int] = {}
         self.new_owners = NewOwners()
 
     @property

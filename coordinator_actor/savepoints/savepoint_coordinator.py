@@ -217,7 +217,7 @@ class RunSavepoints:
         self._open_storage = open_storage
         self._in_background = in_background
         self._clock = clock
-        self._held: dict[int, _Savepoint] = {}
+        self._savepoints: dict[int, _Savepoint] = {}
         self.requests: Mapping[str, Future[str]] = {}
         self._stopping: Future[str] | None = None
         self._stopping_id: int | None = None
@@ -274,7 +274,7 @@ class RunSavepoints:
             run.manifests.savepoints.create(
                 SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
             )
-        self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
+        self._savepoints[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
         if asked["stop"]:
             self._stopping_id = pending.id
         log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
@@ -282,7 +282,7 @@ class RunSavepoints:
 
     def on_completed(self) -> None:
         """Begin the savepoints that have waited for a version that is completed now."""
-        for checkpoint_id, savepoint in list(self._held.items()):
+        for checkpoint_id, savepoint in list(self._savepoints.items()):
             if not savepoint.begun and savepoint.version <= self._run.versions.completed:
                 savepoint.begun = True
                 self._run.versions.pin(checkpoint_id, savepoint.version)
@@ -328,7 +328,7 @@ class RunSavepoints:
         """Yield the orders that a host has yet to carry out."""
         run = self._run
         pending = self.coordinator.get_pending_checkpoints()
-        for checkpoint_id, savepoint in list(self._held.items()):
+        for checkpoint_id, savepoint in list(self._savepoints.items()):
             if not savepoint.begun or checkpoint_id not in pending:
                 continue
             missing = pending[checkpoint_id].not_yet_acknowledged
@@ -354,7 +354,7 @@ class RunSavepoints:
             return self._stored(completed)
 
     def _stored(self, completed: pending_checkpoint.CompletedCheckpoint) -> str:
-        run, savepoint = self._run, self._held[completed.id]
+        run, savepoint = self._run, self._savepoints[completed.id]
         registration = run.registration
         operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
         savepoint_format.write_metadata(
@@ -393,8 +393,8 @@ class RunSavepoints:
         """Fail overdue savepoints, and release the versions that are no longer needed. Does no I/O."""
         self.coordinator.expire()
         pending = self.coordinator.get_pending_checkpoints()
-        for checkpoint_id in [c for c in self._held if c not in pending]:
-            del self._held[checkpoint_id]
+        for checkpoint_id in [c for c in self._savepoints if c not in pending]:
+            del self._savepoints[checkpoint_id]
             self._run.versions.unpin(checkpoint_id)
 
     def _let_go(self) -> None:
