@@ -457,13 +457,6 @@ class HostRegistry:
         self._newest[info.host_id] = (info.restart, info.incarnation)
         self.leases[info.host_id] = HostLease(info, now, partitions=partitions)
 
-    def holders(self, run_id: str) -> dict[TaskKey, str]:
-        """Return the host of each partition of a run that a live host held when it registered: the first one's."""
-        holders: dict[TaskKey, str] = {}
-        for task, host_id in self.reported(run_id):
-            holders.setdefault(task, host_id)
-        return holders
-
     def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
         """Return the partitions of a run that live hosts held when they registered, each with its host."""
         return [

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import xxhash
 
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import UnknownHostError, UnknownRunError
-from coordinator_actor.messages import NOBODY, HostInfo
+from coordinator_actor.messages import NOBODY, HandOver, HostInfo
 
 Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
@@ -28,6 +29,10 @@ SCORED_PARTITIONS = 1024
 """Scores are computed for at most this many partitions at a time: with 200 hosts they fit the cache of a core."""
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
+WARM_VERSIONS = 10
+"""A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
+partition.
+"""
 
 
 def assign(
@@ -253,8 +258,22 @@ class NewOwners:
     of_host: Mapping[str, frozenset[TaskKey]] = field(default_factory=dict)
 
 
+class SessionHosts(NamedTuple):
+    """The live hosts of a run's session at one moment, as an assignment needs them.
+
+    ``generation`` is that of the set of hosts. ``infos`` are by host id, ascending. ``staying`` has the node of each
+    host that is not leaving. ``reported`` has the partitions of the run that hosts held when they registered, each with
+    its host.
+    """
+
+    generation: int
+    infos: Mapping[str, HostInfo]
+    staying: Mapping[str, str]
+    reported: Sequence[tuple[TaskKey, str]]
+
+
 class RunAssignment:
-    """The assignment of one run, and the reports before the first one is made.
+    """Decides on the owners of one run's partitions. Does no I/O, and waits for no storage.
 
     ``current`` is None until the first batch or request. ``reported`` has the hosts that acknowledgements of partitions
     came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts may hold
@@ -263,13 +282,13 @@ class RunAssignment:
     ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
     the target assignment. ``givers`` has the completed version at the time when a host last gave partitions away. Until
     a later version is completed, that host does not know of it. ``new_owners`` load their partitions before tasks ask
-    for them.
+    for them. ``salt`` keeps queries with the same operators from using the same hosts.
 
     ``lock`` guards all changes here. It is not held during requests to storage, so clients learn of owners while a
     query's storage hangs. It is taken after the lock of the run, and before that of the registries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, tasks: Iterable[TaskKey], salt: str) -> None:
         self.lock = threading.RLock()
         self.current: Assignment | None = None
         self.is_unbalanced = False
@@ -279,6 +298,9 @@ class RunAssignment:
         self.planned: Mapping[TaskKey, str] = {}
         self.givers: dict[str, int] = {}
         self.new_owners = NewOwners()
+        self._run_id = run_id
+        self._tasks = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
+        self._salt = salt
 
     @property
     def is_made(self) -> bool:
@@ -298,9 +320,109 @@ class RunAssignment:
         with self.lock:
             self.is_unbalanced = True
 
-    def change(self, assignment: Assignment, planned: Mapping[TaskKey, str] | None) -> None:
-        """Activate an assignment, and the planned moves that follow; None if no moves are planned."""
-        with self.lock:
-            self.current = assignment
-            self.planned = planned or {}
-            self.is_unbalanced = planned is None
+    # -- deciding, under the lock --------------------------------------------------------------
+
+    def is_valid(
+        self, generation: int, *, is_reporting: bool, rebalance: bool = False, waiting: Collection[TaskKey] = ()
+    ) -> bool:
+        """Return whether the current assignment stays, apart from moves that are ready.
+
+        ``is_reporting``: hosts of an earlier coordinator may still report what they hold.
+        """
+        current = self.current
+        if current is None or current.generation != generation:
+            return False
+        if (self.is_unbalanced and not is_reporting) or (rebalance and self.planned):
+            return False
+        has_news = not is_reporting or current.reports != self.reports
+        return not (current.is_partial and (has_news or any(current.find(*task) is None for task in waiting)))
+
+    def ready_moves(self, hand_overs: Mapping[str, HandOver], completed: int) -> dict[TaskKey, str]:
+        """Return the planned moves that can be made now, each with its new owner: it has loaded a warm copy.
+
+        ``hand_overs`` has the last report of each live host.
+        """
+        ready: dict[TaskKey, str] = {}
+        for task, receiver in self.planned.items():
+            owner = None if self.current is None else self.current.find(*task)
+            giver, taker = hand_overs.get("" if owner is None else owner.host_id), hand_overs.get(receiver)
+            if giver is None or taker is None or self._run_id not in giver.giving:
+                continue
+            warm = taker.warm.get(self._run_id, {}).get(task[0], {}).get(task[1])
+            if warm is not None and warm >= completed - WARM_VERSIONS:
+                ready[task] = receiver
+        return ready
+
+    def assign(
+        self,
+        hosts: SessionHosts,
+        moves: Mapping[TaskKey, str],
+        completed: int,
+        epoch: int,
+        *,
+        is_reporting: bool,
+        rebalance: bool = False,
+        waiting: Collection[TaskKey] = (),
+    ) -> Assignment:
+        """Make and activate another assignment, with these ``moves``; with ``rebalance`` all planned moves happen.
+
+        While hosts are reporting, only partitions with a known holder and those in ``waiting`` get owners, and nothing
+        else moves.
+        """
+        current, infos = self.current, hosts.infos
+        owned = {**dict(reversed(hosts.reported)), **self.reported}  # of several holders, the first one counts
+        if current is not None:
+            owned.update({t: owner.host_id for t in self._tasks.values() if (owner := current.find(*t)) is not None})
+            # The host that was to get the partition of a lost host may have loaded it.
+            owned.update({t: receiver for t, receiver in self.planned.items() if owned.get(t) not in infos})
+        before = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        owner_of = {n: host_id for n, task in self._tasks.items() if (host_id := moves.get(task, before.get(task)))}
+        # Only kept or awaited partitions are placed, so that each host has its share of those.
+        wanted = set(waiting)
+        placed = [n for n, task in self._tasks.items() if not is_reporting or n in owner_of or task in wanted]
+        at_once = rebalance and not is_reporting
+        owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
+        is_final = is_reporting or at_once
+        target = owners if is_final else assign(placed, hosts.staying, owners, rebalance=True, salt=self._salt)
+        planned = {self._tasks[n]: host_id for n, host_id in target.items() if owners[n] != host_id}
+        # Another coordinator, or this one after a restart, must not give the same number to another assignment.
+        number = (epoch << 20) + 1 if current is None else current.number + 1
+        by_task = {task: owners.get(n) for n, task in self._tasks.items()}
+        after = Assignment.of(number, hosts.generation, tuple(infos.values()), by_task, self.reports)
+        # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
+        reported = hosts.reported if current is None or current.is_partial else ()
+        givers = {h: completed for t, h in (*before.items(), *reported) if by_task.get(t) not in (None, h)}
+        self.givers = {**{host_id: at for host_id, at in self.givers.items() if at >= completed}, **givers}
+        self.new_owners = self._new_owners(current, after, before, completed)
+        self.current, self.planned, self.is_unbalanced = after, {} if is_reporting else planned, is_reporting
+        return after
+
+    def _placed(
+        self, partitions: Sequence[str], hosts: SessionHosts, owner_of: Mapping[str, str], *, rebalance: bool
+    ) -> dict[str, str]:
+        """Return the owner of each partition: those that are free go to hosts that stay."""
+        if rebalance:
+            return assign(partitions, hosts.staying, owner_of, rebalance=True, salt=self._salt)
+        leaving = {n: h for n, h in owner_of.items() if h not in hosts.staying and h in hosts.infos}
+        rest = assign([n for n in partitions if n not in leaving], hosts.staying, owner_of, salt=self._salt)
+        return {n: leaving.get(n) or rest[n] for n in partitions}
+
+    def _new_owners(
+        self, current: Assignment | None, after: Assignment, before: Mapping[TaskKey, str], completed: int
+    ) -> NewOwners:
+        earlier = self.new_owners.of_host if self.new_owners.version == completed else {}
+        of_host: dict[str, frozenset[TaskKey]] = {}
+        for host, (host_id, tasks) in zip(after.hosts, after.of_host.items(), strict=True):
+            new = set(earlier.get(host_id, ())).intersection(tasks)
+            for task in tasks:
+                former = None if current is None else current.find(*task)
+                # Another incarnation of a host has none of the partitions that the host has owned.
+                has_it = before.get(task) == host_id if former is None else _same(former, host)
+                if not has_it:
+                    new.add(task)
+            of_host[host_id] = frozenset(new)
+        return NewOwners(completed, of_host)
+
+
+def _same(one: HostInfo, other: HostInfo) -> bool:
+    return (one.host_id, one.incarnation) == (other.host_id, other.incarnation)
