@@ -11,7 +11,7 @@ from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor import exceptions
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
     Acknowledge,
@@ -98,7 +98,7 @@ class Batches:
         machine.require_not_held(batch_id, now)
         is_new = batch_id > machine.highest_opened
         waiting = [task for task in request.waiting if run.has_partition(*task)]
-        assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
+        assignment = assign_owners(self._registries, run, moves=is_new, waiting=waiting)
         machine.open_batch(batch_id, now)
         run.history.begun(batch_id + 1, now)
         is_news = request.assignment != assignment.number
@@ -117,7 +117,7 @@ class Batches:
         run = self._runs.get(run_id)
         run.lifetime.require_served()
         run.require_partition(operator, partition)
-        owner = assigned(self._registries, run).owner(operator, partition)
+        owner = assign_owners(self._registries, run).owner(operator, partition)
         # Without the lock of the run, which may be held over storage. Read the version first: the chain keeps it.
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
@@ -212,7 +212,7 @@ class Batches:
             # A host that has changed a partition without an owner holds it.
             if current is None or current.find(message.operator, message.partition) is None:
                 run.assignment.report((message.operator, message.partition), host_id)
-        assignment = assigned(self._registries, run)
+        assignment = assign_owners(self._registries, run)
         answers: list[Acknowledged | Refused | None] = []
         accepted: list[Acknowledge] = []
         for message in messages:
@@ -260,7 +260,7 @@ class Batches:
         before = run.assignment.current
         if before is None or run.machine.highest_opened >= run.versions.completed:
             return 0
-        after = assigned(self._registries, run, rebalance=True)
+        after = assign_owners(self._registries, run, rebalance=True)
         run.announce()
         return sum(after.find(*task) != before.find(*task) for task in run.tasks())
 

@@ -17,7 +17,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
+from coordinator_actor.handlers.owners import assign_owners, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -200,7 +200,7 @@ class Hosts:
         if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
             return []
         try:
-            return list(savepoints.orders_for(host_id, assigned(self._registries, run)))
+            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run)))
         finally:
             run.lock.release()
 

@@ -12,7 +12,7 @@ from backends.exceptions import VersionNotFoundError
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError, WrongOperatorError
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import KvStateLocationOracle, LookedUp, OperatorLocation, RunningOperator
 from coordinator_actor.run.state import QueryState
@@ -59,7 +59,7 @@ class Locations:
         run = runs[0]
         spec = run.operator(operator)
         assert spec is not None
-        assignment = assigned(self._registries, run)
+        assignment = assign_owners(self._registries, run)
         return OperatorLocation(
             run.registration.query_id,
             run.run_id,
@@ -130,7 +130,7 @@ class Locations:
         if not runs:
             return None
         run = runs[0]
-        assignment = assigned(self._registries, run)
+        assignment = assign_owners(self._registries, run)
         registration = run.registration
         owners = {
             name: [assignment.owner(name, p) for p in range(len(places))] for name, places in assignment.owners.items()

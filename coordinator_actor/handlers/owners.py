@@ -25,7 +25,7 @@ from coordinator_actor.run.owners import Assignment, SessionHosts
 from coordinator_actor.run.state import QueryState
 
 
-def assigned(
+def assign_owners(
     registries: Registries,
     run: QueryState,
     *,
@@ -42,7 +42,7 @@ def assigned(
     """
     with run.assignment.lock:
         began, before = spans.now(), run.assignment.current
-        after = _assigned(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
+        after = _assign_owners(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
         if spans.is_on() and after is not before:
             _trace(run, began, before, after)
         return after
@@ -56,7 +56,7 @@ def _trace(run: QueryState, began: int, before: Assignment | None, after: Assign
     spans.finished("coordinator.assign", trace, began, moved=moved, planned=planned, num_hosts=len(after.hosts))
 
 
-def _assigned(
+def _assign_owners(
     registries: Registries, run: QueryState, *, moves: bool, rebalance: bool, waiting: Collection[TaskKey]
 ) -> Assignment:
     ownership, before, completed = run.assignment, run.assignment.current, run.versions.completed
@@ -102,12 +102,12 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
         return
     with suppress(UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
-            assigned(registries, run)
+            assign_owners(registries, run)
         if ownership.planned and run.lock.acquire(blocking=False):
             try:
                 before = ownership.current
                 is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
-                if is_idle and assigned(registries, run, moves=True) is not before:
+                if is_idle and assign_owners(registries, run, moves=True) is not before:
                     run.announce()
             finally:
                 run.lock.release()
@@ -129,7 +129,7 @@ def _spread(registries: Registries, run: QueryState) -> bool:
     try:
         is_untouched = run.machine.highest_opened < 0
         if is_untouched:
-            assigned(registries, run, rebalance=True)
+            assign_owners(registries, run, rebalance=True)
         return is_untouched
     finally:
         run.lock.release()

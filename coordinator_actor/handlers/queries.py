@@ -17,7 +17,7 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
 from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
@@ -123,7 +123,7 @@ class Queries:
         if run.versions.completed and not was_known:
             # Hosts load existing state while Spark plans the first batch.
             with suppress(UnknownHostError):
-                assigned(self._registries, run)
+                assign_owners(self._registries, run)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, RetiredRunError, UnknownHostError
 from coordinator_actor.handlers.batches import catch_up
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold
@@ -80,7 +80,7 @@ class Rewritings:
                     "start over."
                 )
             with suppress(UnknownHostError):  # there is no host that needs to learn of it
-                assigned(self._registries, run)
+                assign_owners(self._registries, run)
             try:
                 run.adopt_rewritten(path, record)
             except StorageError:
@@ -104,7 +104,7 @@ class Rewritings:
         if run.last_exchange and not run.assignment.is_made:
             before = run.assignment.current
             with suppress(UnknownHostError):
-                if assigned(self._registries, run) is not before:
+                if assign_owners(self._registries, run) is not before:
                     run.announce()
 
     @staticmethod
