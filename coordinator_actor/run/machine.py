@@ -285,7 +285,9 @@ class RunMachine:
         self, version: int, states: Mapping[TaskKey, PartitionEntry], now: float, why: str = ""
     ) -> PendingCheckpoint:
         """Begin a checkpoint. A pending one is cancelled: ``why``, or because of the batch that has begun."""
-        self.give_up(why or f"batch {version - 1} has begun")
+        if self.pending is not None:
+            self.checkpoints.cancel_checkpoint(self.pending.id, why or f"batch {version - 1} has begun")
+        # Replaced in one step: readers without the lock must not see a batch disappear.
         self.pending = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version}, now=now)
         return self.pending
 
