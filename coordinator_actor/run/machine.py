@@ -42,7 +42,7 @@ from coordinator_actor.messages import Acknowledge, Acknowledged, HostInfo
 from coordinator_actor.run.holds import RewritingHold, SavepointHold
 from coordinator_actor.run.versions import QueryVersions, changes_in, tasks_of
 
-Changes = Mapping[TaskKey, tuple[PartitionEntry, float]]
+TaskChanges = Mapping[TaskKey, tuple[PartitionEntry, float]]
 """Acknowledged changes of partitions, each with the duration of its commit in seconds."""
 NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
 NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
@@ -56,7 +56,7 @@ class _Repeat:
     runs the plan again, ``stages`` is that stage by operator.
     """
 
-    changes: Changes = field(default_factory=dict)
+    changes: TaskChanges = field(default_factory=dict)
     awaited: frozenset[TaskKey] = frozenset()
     stages: Mapping[str, int] = field(default_factory=dict)
 
@@ -215,7 +215,7 @@ class RunMachine:
         return self.versions.chain[version].id if self._is_prepared(version) and not self._repeat.changes else None
 
     def _acknowledge_first(
-        self, version: int, changes: Changes, stages: Mapping[TaskKey, int], now: float
+        self, version: int, changes: TaskChanges, stages: Mapping[TaskKey, int], now: float
     ) -> WriteManifest | None:
         batch = self.pending
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
@@ -232,7 +232,7 @@ class RunMachine:
         return None
 
     def _acknowledge_again(
-        self, changes: Changes, in_new_stage: Mapping[TaskKey, int], stages: Mapping[TaskKey, int], now: float
+        self, changes: TaskChanges, in_new_stage: Mapping[TaskKey, int], stages: Mapping[TaskKey, int], now: float
     ) -> WriteManifest | None:
         """Take changes of the prepared version. ``in_new_stage`` has the new stage of tasks that had an earlier one."""
         new = {task: change for task, change in changes.items() if self._last(task) != change[0]}
@@ -252,7 +252,7 @@ class RunMachine:
         return None
 
     def _name(
-        self, changes: Changes, now: float, stages: Mapping[TaskKey, int] = NO_STAGES, repeat: _Repeat | None = None
+        self, changes: TaskChanges, now: float, stages: Mapping[TaskKey, int] = NO_STAGES, repeat: _Repeat | None = None
     ) -> WriteManifest:
         """Make another manifest of the prepared version: with these changes, and the named ones of all other tasks."""
         assert self.prepared is not None
@@ -266,7 +266,7 @@ class RunMachine:
         repeat = repeat or _Repeat(stages=self._repeat.stages)
         return WriteManifest(self._naming(checkpoint, now, stages), checkpoint, repeat=repeat, stages=stages)
 
-    def _count(self, batch: PendingCheckpoint, changes: Changes, now: float) -> FullyAcknowledged | None:
+    def _count(self, batch: PendingCheckpoint, changes: TaskChanges, now: float) -> FullyAcknowledged | None:
         """Take acknowledgements; return the checkpoint if all tasks have acknowledged it."""
         received: object = None
         # Repeated changes first: with the last missing one the checkpoint is complete.
