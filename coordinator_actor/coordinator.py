@@ -148,7 +148,7 @@ class Coordinator(CoordinatorPort):
                 if savepoints.holds_in_vain:
                     self._begin_once("letting go", run, partial(_settle, run, savepoints))
             now = self._clock()
-            for warning in (run.machine.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
+            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
                 if warning is not None:
                     log.warning("%s", warning)
         finally:

@@ -44,8 +44,9 @@ from coordinator_actor.run.versions import QueryVersions, changes_in, tasks_of
 
 TaskChanges = Mapping[TaskKey, tuple[PartitionEntry, float]]
 """Acknowledged changes of partitions, each with the duration of its commit in seconds."""
+EarlierStates = Mapping[TaskKey, PartitionEntry | None]
+"""The state that each task of a message had acknowledged before."""
 NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
-NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ class WriteManifest:
 
     Its epoch and sequence are those of the place where it is written. ``checkpoint`` is the checkpoint that the
     manifest completes, ``chain`` the manifests below it if their files are exchanged. ``repeat`` and ``stages`` replace
-    those of the machine once the manifest is written. ``before`` has the state that each task of the message had
-    acknowledged before, for the case that the write fails.
+    those of the machine once the manifest is written. ``before`` is for the case that the write fails.
     """
 
     manifest: Manifest
@@ -76,7 +76,7 @@ class WriteManifest:
     chain: dict[int, Manifest] | None = None
     repeat: _Repeat = _Repeat()
     stages: Mapping[TaskKey, int] = field(default_factory=dict)
-    before: Mapping[TaskKey, PartitionEntry | None] = field(default_factory=dict)
+    before: EarlierStates = field(default_factory=dict)
 
 
 class RunMachine:
@@ -101,14 +101,13 @@ class RunMachine:
         self.rewriting = RewritingHold()
         self._run_id = run_id
         self._counter = counter
-        self._tasks = tuple(tasks_of(versions.layouts))
+        self._tasks = dict.fromkeys(tasks_of(versions.layouts))
         # Without a timeout: Spark commits a batch however long it took.
         self.checkpoints = CheckpointCoordinator(run_id, self._tasks, id_counter=counter, timeout=None)
         self._stages: dict[TaskKey, int] = {}  # of each task's last acknowledgement of the version, if known
         self._repeat = _Repeat()
         self._may_wait = True
         self._completed: tuple[int, int] | None = None  # the version that was completed last, and when, in ms
-        self._slow: int | None = None  # the checkpoint that a warning was made of
 
     # -- opening a batch -----------------------------------------------------------------------
 
@@ -197,6 +196,11 @@ class RunMachine:
         Loops over all tasks run for a manifest and for a new stage, not for every message.
         """
         version = messages[0].version
+        for message in messages:
+            if (message.operator, message.partition) not in self._tasks:
+                raise exceptions.InvalidRequestError(
+                    f"{message.operator}/{message.partition} is not a partition of run {self._run_id}."
+                )
         changes = {(m.operator, m.partition): (PartitionEntry(m.attempt, m.file), m.duration) for m in messages}
         stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
         earlier = {task: self._stages[task] for task in stages if task in self._stages}
@@ -224,8 +228,7 @@ class RunMachine:
         before = {task: batch.state(task) for task in changes}
         checkpoint = self._count(batch, changes, now)
         if checkpoint is not None:
-            manifest = self._naming(checkpoint, now, stages)
-            return WriteManifest(manifest, checkpoint, stages=stages, before=before)
+            return self._completing(checkpoint, now, stages, before=before)
         if batch.is_discarded:
             # The lease of the driver, which waits for no lock, has expired in between.
             raise exceptions.RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was cancelled.")
@@ -263,8 +266,7 @@ class RunMachine:
             raise exceptions.InvalidRequestError(
                 f"Checkpoint {batch.id} of run {self._run_id} was cancelled; the run has ended."
             )
-        repeat = repeat or _Repeat(stages=self._repeat.stages)
-        return WriteManifest(self._naming(checkpoint, now, stages), checkpoint, repeat=repeat, stages=stages)
+        return self._completing(checkpoint, now, stages, repeat=repeat or _Repeat(stages=self._repeat.stages))
 
     def _count(self, batch: PendingCheckpoint, changes: TaskChanges, now: float) -> FullyAcknowledged | None:
         """Take acknowledgements; return the checkpoint if all tasks have acknowledged it."""
@@ -275,11 +277,25 @@ class RunMachine:
             received = self.checkpoints.acknowledge(message, now)
         return received if isinstance(received, FullyAcknowledged) else None
 
-    def _naming(self, checkpoint: FullyAcknowledged, now: float, stages: Mapping[TaskKey, int]) -> Manifest:
-        """Build the manifest that completes a checkpoint, with the stages of its last acknowledgements."""
-        completed, stages = checkpoint.completed, {**self._stages, **stages}
+    def _completing(
+        self,
+        checkpoint: FullyAcknowledged,
+        now: float,
+        stages: Mapping[TaskKey, int],
+        *,
+        repeat: _Repeat = _Repeat(),
+        before: EarlierStates = MappingProxyType({}),
+    ) -> WriteManifest:
+        completed, all_stages = checkpoint.completed, {**self._stages, **stages}
         version, layouts = completed.properties["version"], self.versions.layouts
-        return self._manifest(version, layouts, completed.states, self.schema_ids, completed.id, now, stages)
+        try:
+            manifest = self._manifest(
+                version, layouts, completed.states, self.schema_ids, completed.id, now, all_stages
+            )
+        except BaseException as error:  # such as a path that no manifest can name
+            self._undo(checkpoint, before, error, now)
+            raise
+        return WriteManifest(manifest, checkpoint, repeat=repeat, stages=stages, before=before)
 
     def _start(
         self, version: int, states: Mapping[TaskKey, PartitionEntry], now: float, why: str = ""
@@ -316,14 +332,16 @@ class RunMachine:
     def write_failed(self, write: WriteManifest, error: BaseException, now: float) -> None:
         """Undo the transition. The manifest may exist all the same, or appear later."""
         self.is_uncertain = True
-        if write.checkpoint is None:
-            return
-        batch = write.checkpoint.pending
-        self.checkpoints.fail(write.checkpoint, error)
+        if write.checkpoint is not None:
+            self._undo(write.checkpoint, write.before, error, now)
+
+    def _undo(self, checkpoint: FullyAcknowledged, before: EarlierStates, error: BaseException, now: float) -> None:
+        batch = checkpoint.pending
+        self.checkpoints.fail(checkpoint, error)
         if batch is self.pending:
-            kept = {task: entry for task, entry in batch.states.items() if task not in write.before}
-            kept.update({task: entry for task, entry in write.before.items() if entry is not None})
-            self._start(write.manifest.version, kept, now, f"it could not be completed: {error}")
+            kept = {task: entry for task, entry in batch.states.items() if task not in before}
+            kept.update({task: entry for task, entry in before.items() if entry is not None})
+            self._start(batch.properties["version"], kept, now, f"it could not be completed: {error}")
         else:
             self.checkpoints.cancel_checkpoint(batch.id, f"its manifest could not be written: {error}")
 
@@ -350,20 +368,6 @@ class RunMachine:
         repeated = self._repeat.changes.get(task)
         entry: PartitionEntry | None = self.prepared.states.get(task) if repeated is None else repeated[0]
         return entry
-
-    def slow_warning(self, now: float, seconds: float) -> str | None:
-        """Return the warning about a batch that has taken longer than ``seconds``.
-
-        None if there is no such batch, or if its warning was returned before.
-        """
-        batch = self.pending
-        if batch is None or now - batch.started <= seconds or self._slow == batch.id:
-            return None
-        self._slow = batch.id
-        return (
-            f"Batch {batch.properties['version'] - 1} of run {self._run_id} has not been acknowledged for "
-            f"{now - batch.started:.0f} s: {batch.describe_missing()}"
-        )
 
     # -- completing a version ------------------------------------------------------------------
 
@@ -483,10 +487,8 @@ class RunMachine:
             self.begun_before = versions.completed
         following = versions.chain.get(versions.completed + 1)
         if following is not None and following.run_id == self._run_id:
-            properties = {"version": following.version}
-            self.prepared = CompletedCheckpoint(
-                following.id, following.created_ms / 1000, 0.0, dict(changes_in(following)), properties=properties
-            )
+            at, changes, properties = following.created_ms / 1000, changes_in(following), {"version": following.version}
+            self.prepared = CompletedCheckpoint(following.id, at, 0.0, changes, properties=properties)
             self._stages = {
                 (name, p): stage
                 for name, operator in following.operators.items()
@@ -564,7 +566,7 @@ class RunMachine:
         )
 
     def _write_again(
-        self, version: int, snapshots: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS
+        self, version: int, snapshots: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
     ) -> WriteManifest:
         """Write the manifest of a version again, as the newest one, naming more snapshots.
 

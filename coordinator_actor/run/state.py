@@ -147,6 +147,7 @@ class QueryState:
         self._clock = clock
         self._lag_conf = snapshot_lag or SnapshotLagConf()
         self._lag: SnapshotLag | None = None
+        self._slow: int | None = None  # the checkpoint that a warning was made of
 
     # -- what the program declares -------------------------------------------------------------
 
@@ -411,7 +412,21 @@ class QueryState:
         announced = self._announced
         return None if announced is None else self._announced_to.get(host_id, announced)
 
-    # -- snapshots -----------------------------------------------------------------------------
+    # -- warnings ------------------------------------------------------------------------------
+
+    def slow_warning(self, now: float, seconds: float) -> str | None:
+        """Return the warning about a batch that has taken longer than ``seconds``.
+
+        None if there is no such batch, or if its warning was returned before.
+        """
+        batch = self.machine.pending
+        if batch is None or now - batch.started <= seconds or self._slow == batch.id:
+            return None
+        self._slow = batch.id
+        return (
+            f"Batch {batch.properties['version'] - 1} of run {self.run_id} has not been acknowledged for "
+            f"{now - batch.started:.0f} s: {batch.describe_missing()}"
+        )
 
     def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
         """Record a snapshot that counts, for the warning about partitions whose snapshots lag behind."""

@@ -5,6 +5,7 @@ A failed write undoes the change.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from backends.exceptions import StorageError
@@ -164,3 +165,18 @@ def test_a_repeat_that_the_end_of_the_run_cancels_changes_nothing(prepared: RunM
     with pytest.raises(InvalidRequestError, match="the run has ended"):
         prepared.acknowledge([changes(0, "late")], 12.0)
     assert prepared.acknowledged(1)[("op", 0)].attempt == "a"
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_changes_that_no_manifest_can_name_leave_the_state_as_it_was(machine: RunMachine, *, is_prepared: bool) -> None:
+    machine.acknowledge([changes(0, "a")], 11.0)
+    if is_prepared:
+        written(machine, due(machine.acknowledge([changes(1, "b")], 12.0)))
+    wrong = msgspec.structs.replace(changes(1, "c"), file=FileRef("elsewhere", 1, "digest"))
+    with pytest.raises(ValueError, match="elsewhere is not in"):
+        machine.acknowledge([wrong], 13.0)
+    with pytest.raises(InvalidRequestError, match="op/2 is not a partition of run"):
+        machine.acknowledge([changes(2, "d")], 13.0)
+    assert [e.attempt for e in machine.acknowledged(1).values()] == (["a", "b"] if is_prepared else ["a"])
+    assert attempts(written(machine, due(machine.acknowledge([changes(1, "d")], 14.0)))) == ["a", "d"]
+    assert not machine.checkpoints.get_pending_checkpoints()
