@@ -113,7 +113,7 @@ class AccessTokens:
                     raise InvalidRequestError(
                         f"A token {name!r} already exists ({token.id}); revoke it first, or choose another name."
                     )
-            made = IssuedToken(
+            issued = IssuedToken(
                 secrets.token_hex(8),
                 name,
                 now,
@@ -121,8 +121,8 @@ class AccessTokens:
                 admin=admin,
             )
             kept = (t for t in self._tokens.values() if t.expires is None or now - t.expires < EXPIRED_TOKEN_SECONDS)
-            self._save({**{t.id: t for t in kept}, made.id: made})
-        return _signed(made, self._secret)
+            self._save({**{t.id: t for t in kept}, issued.id: issued})
+        return _signed(issued, self._secret)
 
     def list_tokens(self) -> tuple[IssuedToken, ...]:
         with self._lock:
@@ -131,17 +131,17 @@ class AccessTokens:
     def revoke_token(self, id_or_name: str) -> IssuedToken:
         with self._lock:
             now = self._clock()
-            found = self._tokens.get(id_or_name)
-            named = [token for token in self._tokens.values() if token.name == id_or_name]
+            token = self._tokens.get(id_or_name)
+            named = [t for t in self._tokens.values() if t.name == id_or_name]
             # Of several tokens with one name at most one is still valid.
-            found = found or next((t for t in named if t.is_valid(now)), named[-1] if named else None)
-            if found is None:
-                known = ", ".join(f"{t.name!r} ({t.id})" for t in self._tokens.values() if t.is_valid(now)) or "none"
-                raise InvalidRequestError(f"Token {id_or_name!r} does not exist; tokens that are valid: {known}.")
-            if found.revoked is None:
-                found = replace(found, revoked=now)
-                self._save({**self._tokens, found.id: found})
-            return found
+            token = token or next((t for t in named if t.is_valid(now)), named[-1] if named else None)
+            if token is None:
+                valid = ", ".join(f"{t.name!r} ({t.id})" for t in self._tokens.values() if t.is_valid(now)) or "none"
+                raise InvalidRequestError(f"Token {id_or_name!r} does not exist; tokens that are valid: {valid}.")
+            if token.revoked is None:
+                token = replace(token, revoked=now)
+                self._save({**self._tokens, token.id: token})
+            return token
 
     def revoked(self) -> tuple[str, ...]:
         """Return the ids that hosts must reject despite a valid signature. Needs no lock."""

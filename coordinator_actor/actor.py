@@ -29,7 +29,7 @@ from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
-from coordinator_actor.threads import Dispatcher, LeaseWatch, QueryThreads
+from coordinator_actor.threads import LeaseWatch, QueryThreads
 
 # The secret of a cluster, the registry of its tokens and its drained nodes, in Ray's own key-value store.
 #
@@ -127,14 +127,14 @@ class RayMetrics:
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self._own = dict(own)
-        self._made: dict[str, Counter | Gauge | Histogram] = {}
+        self._by_name: dict[str, Counter | Gauge | Histogram] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
         metric = self._metric(name)
         assert isinstance(metric, Gauge), name
         metric.set(value, {**self._own, **labels})
 
-    def add(self, name: str, more: float, **labels: str) -> None:
+    def increase(self, name: str, more: float, **labels: str) -> None:
         metric = self._metric(name)
         assert isinstance(metric, Counter), name
         if more:  # Ray refuses to add 0
@@ -146,18 +146,18 @@ class RayMetrics:
         metric.observe(value, {**self._own, **labels})
 
     def _metric(self, name: str) -> Counter | Gauge | Histogram:
-        made = self._made.get(name)
-        if made is None:
+        metric = self._by_name.get(name)
+        if metric is None:
             declared = METRICS[name]
             labels = tuple(dict.fromkeys((*self._own, *declared.labels)))
             if declared.kind == COUNTER:
-                made = Counter(name, declared.help, labels)
+                metric = Counter(name, declared.help, labels)
             elif declared.kind == GAUGE:
-                made = Gauge(name, declared.help, labels)
+                metric = Gauge(name, declared.help, labels)
             else:
-                made = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
-            self._made[name] = made
-        return made
+                metric = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
+            self._by_name[name] = metric
+        return metric
 
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,6 @@ class StateStoreCoordinator:
             apart=queries.submit,
             dead_nodes=lambda: nodes.dead,
         )
-        self._dispatcher = Dispatcher(self._coordinator, queries)
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
         # Apart from the leases, since removing files may take long.
@@ -232,7 +231,7 @@ class StateStoreCoordinator:
 
     async def _answer(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         started = time.perf_counter()
-        future = self._dispatcher.submit(method, args, kwargs)
+        future = self._coordinator.submit(method, args, kwargs)
         answer = future.result() if future.done() else await asyncio.wrap_future(future)
         if method == "acknowledge_many":
             self._acknowledged(answer, time.perf_counter() - started)
@@ -257,7 +256,7 @@ class StateStoreCoordinator:
         """Publish how long a message took, including its time in the queue, and whether a version is prepared."""
         self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
         if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
-            self._acknowledgements.add("statestore_prepared_versions_total", 1)
+            self._acknowledgements.increase("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"

@@ -10,8 +10,8 @@ import logging
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.coordinator_port import MESSAGES, Arguments, CoordinatorPort
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group, query_of, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.handlers.batches import Batches, Lookups
-from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.batches import Batches
+from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
@@ -36,7 +36,8 @@ from coordinator_actor.threads import Apart, in_place
 
 log = logging.getLogger(__name__)
 
-_ARGUMENTS = {message: Arguments(getattr(CoordinatorPort, message)) for message in MESSAGES}
+REGISTRATION_THREADS = 32
+"""A registration waits for a second if the storage of a query hangs."""
 
 
 class Coordinator(CoordinatorPort):
@@ -69,19 +70,18 @@ class Coordinator(CoordinatorPort):
         self.registries = Registries(clock, self._conf.report_timeout)
         self._queries = Queries(self.id, self.registries, self._conf, open_storage, in_background or _in_thread)
         self._apart = apart
+        self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
         self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
-        locations = Locations(self.registries)
         handlers = (
             self._hosts,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
             Rewritings(self.registries),
-            locations,
-            Lookups(self.registries, locations),
-            Instances(self.registries),
+            Locations(self.registries),
+            self.registries.instances,
             Figures(self.id, self.registries),
             self.tokens,
         )
@@ -93,13 +93,28 @@ class Coordinator(CoordinatorPort):
             )
         self._answers = dict(answers)
 
+    def submit(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Begin to answer a message in the threads of its group.
+
+        Return its future, which is done if the message waits for nothing. Raises ``QueryBusyError`` if too many
+        messages about the same query wait, ``KeyError`` for an unknown message.
+        """
+        # As a child of the span of Ray's own tracing, if that is on.
+        answer = spans.carried(partial(self.call, method, *args, **kwargs))
+        group = GROUPS[method]
+        if group is Group.QUERIES:
+            return self._apart(query_of(method, args, kwargs), answer)
+        if group is Group.REGISTRATIONS:
+            return self._registrations.submit(answer)
+        return in_place(method, answer)
+
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Pass a message to its handler and return the answer.
 
         An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for an id that is neither that nor a string.
         """
-        args_taken, kwargs_taken = _ARGUMENTS[method].take(args, kwargs)
-        return self._answers[method](*args_taken, **kwargs_taken)
+        by_place, by_name = with_string_ids(method, args, kwargs)
+        return self._answers[method](*by_place, **by_name)
 
     def expire(self, stood_still: float = 0.0) -> None:
         """Drop hosts and runs with expired leases, plan moves, warn of slow batches, fail overdue savepoints.
@@ -113,8 +128,8 @@ class Coordinator(CoordinatorPort):
         with self.registries.lock:
             self.registries.prolong(stood_still, now)
             self._hosts.expire(now)
-            gone = self._queries.overdue(now)
-        self._queries.forget(gone)
+            overdue = self._queries.overdue(now)
+        self._queries.forget(overdue)
         for run in self.registries.runs.current():
             plan_moves(self.registries, run)
             self._look_at(run)
@@ -133,7 +148,7 @@ class Coordinator(CoordinatorPort):
                 if savepoints.holds_in_vain:
                     self._begin_once("letting go", run, partial(_settle, run, savepoints))
             now = self._clock()
-            for warning in (run.batch.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
+            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
                 if warning is not None:
                     log.warning("%s", warning)
         finally:

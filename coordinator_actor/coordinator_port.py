@@ -1,8 +1,8 @@
 """All messages (RPCs) to the coordinator. Each message is declared here, once.
 
-To add a message: declare it in ``CoordinatorPort`` with its concurrency group, and give one class of ``handlers/`` a
-method of the same name and signature. The coordinator finds that method by its name. The port of hosts, drivers and
-clients, and the port of the simulation inherit the declared method; the Ray actor has a coroutine for each.
+To add a message: declare it in ``CoordinatorPort`` with its concurrency group and its strings, and give one class of
+``handlers/`` a method of the same name and signature. The coordinator finds that method by its name. The port of hosts,
+drivers and clients, and the port of the simulation inherit the declared method; the Ray actor has a coroutine for each.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import wraps
 from inspect import signature
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from itertools import zip_longest
+from typing import Any, TypeVar, cast
 
-import msgspec
-from msgspec import Struct
+from msgspec import structs
 
 from backends.background_loop import FailingLoop
 from backends.conf import StateStoreProviderId
@@ -45,7 +44,6 @@ from coordinator_actor.messages import (
     RunningOperator,
     SavepointExported,
     SavepointStatus,
-    SessionPlacement,
     SnapshotUploaded,
 )
 
@@ -67,26 +65,101 @@ class Group(Enum):
     QUERIES = "queries"
 
 
+Converter = Callable[[Any, str], Any]
+"""Converts the ids in an argument to strings. The second argument names the argument in error messages."""
+
+
+def _string(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    raise InvalidRequestError(f"The {where} must be a string or a uuid.UUID, not {value!r} ({type(value).__name__}).")
+
+
+def optional_string(value: Any, where: str) -> str | None:
+    """Convert an argument that may be None."""
+    return None if value is None else _string(value, where)
+
+
+def several_strings(value: Any, where: str) -> tuple[str, ...]:
+    """Convert a sequence of ids."""
+    if isinstance(value, str | uuid.UUID):
+        raise InvalidRequestError(f"The {where} must be several values, not {value!r} alone.")
+    return tuple(_string(one, where) for one in value)
+
+
+def string_keys(value: Any, where: str) -> dict[str, Any] | None:
+    """Convert the keys of a mapping, which may be None."""
+    return None if value is None else {_string(key, where): content for key, content in value.items()}
+
+
+def fields(*names: str) -> Converter:
+    """Return the converter of records with these ids."""
+
+    def convert(record: Any, where: str) -> Any:
+        values = {name: getattr(record, name) for name in names}
+        ids = {name: _string(v, f"{name} in {where}") for name, v in values.items() if type(v) is not str}
+        return structs.replace(record, **ids) if ids else record
+
+    return convert
+
+
 MESSAGES: list[str] = []
 """The names of all messages."""
 GROUPS: dict[str, Group] = {}
 """The concurrency group of each message."""
+PARAMETERS: dict[str, tuple[str, ...]] = {}
+"""The names of each message's parameters."""
+_CONVERTERS: dict[str, dict[str, Converter]] = {}
 
 
-def message(group: Group) -> Callable[[MessageMethod], MessageMethod]:
-    """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``."""
+def message(group: Group, *strings: str, **others: Converter) -> Callable[[MessageMethod], MessageMethod]:
+    """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``.
+
+    ``strings`` are the parameters that are strings, ``others`` the converters of parameters that contain strings. A
+    caller may hold an id as a ``uuid.UUID``, which the coordinator's dicts, whose keys are strings, would not find.
+    """
 
     def declare(declared: MessageMethod) -> MessageMethod:
-        MESSAGES.append(declared.__name__)
-        GROUPS[declared.__name__] = group
+        name = declared.__name__
+        MESSAGES.append(name)
+        GROUPS[name] = group
+        PARAMETERS[name] = tuple(signature(declared).parameters)[1:]  # without ``self``
+        _CONVERTERS[name] = {**dict.fromkeys(strings, _string), **others}
 
         @wraps(declared)
-        def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
-            return self.call(declared.__name__, *args, **kwargs)
+        def send_message(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
+            return self.call(name, *args, **kwargs)
 
-        return cast(MessageMethod, send)
+        return cast(MessageMethod, send_message)
 
     return declare
+
+
+def with_string_ids(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a message with ids as strings. Raises ``InvalidRequestError`` for invalid ids.
+
+    Too many arguments and unknown ones are left as they are, for the handler to reject.
+    """
+    converters = _CONVERTERS[method]
+
+    def converted(name: str, value: Any) -> Any:
+        convert = converters.get(name)
+        return value if convert is None else convert(value, f"{name} of {method}")
+
+    by_place = zip_longest(PARAMETERS[method][: len(args)], args)
+    return [converted(name, arg) for name, arg in by_place], {n: converted(n, arg) for n, arg in kwargs.items()}
+
+
+def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the run or query name that a message is about; the message's own name if it is about none."""
+    arguments = {**dict(zip(PARAMETERS[method], args, strict=False)), **kwargs}
+    for name in ("run_id", "query"):
+        if arguments.get(name) is not None:
+            return str(arguments[name])
+    record = next((arguments[name] for name in ("registration", "request", "message") if name in arguments), None)
+    return method if record is None else str(record.run_id)
 
 
 class CoordinatorPort:
@@ -95,7 +168,7 @@ class CoordinatorPort:
     A subclass implements ``call``, which sends a message to the coordinator.
 
     Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, in addition to the errors that it names.
-    Messages may arrive twice. Wherever a string is declared, a ``uuid.UUID`` is converted to one.
+    Messages may arrive twice.
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +177,7 @@ class CoordinatorPort:
 
     # -- hosts ---------------------------------------------------------------------------------
 
-    @message(Group.REGISTRATIONS)
+    @message(Group.REGISTRATIONS, info=fields("host_id", "session_id"))
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         """Register a host and all it holds, for the first time or again: runs, acknowledgements of running batches.
 
@@ -112,7 +185,7 @@ class CoordinatorPort:
         that recovers. If a query's storage fails, the answer to a heartbeat asks the host to report again.
         """
 
-    @message(Group.LEASES)
+    @message(Group.LEASES, "host_id", "incarnation", held=string_keys)
     def heartbeat_host(
         self,
         host_id: str,
@@ -127,26 +200,26 @@ class CoordinatorPort:
         for the storage of no query.
         """
 
-    @message(Group.LEASES)
+    @message(Group.LEASES, "session_id")
     def unregister_session(self, session_id: str) -> bool:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""
 
-    @message(Group.LEASES)
-    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
+    @message(Group.LEASES, "session_id", leaving=several_strings)
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> tuple[str, ...]:
         """Report hosts of a driver's session that are not placed as they should be, for ``describe``.
 
         The hosts ``leaving`` are to go: their partitions move to the others. The driver repeats the message until the
-        answer names them as released.
+        answer names them: it has the leaving hosts that own nothing any more.
         """
 
-    @message(Group.LEASES)
+    @message(Group.LEASES, "session_id", "process")
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
         """Report the background loops of a driver's process that fail now, for ``describe``; empty if none fails.
 
         ``process`` names the process for people. The driver repeats the message while a loop fails.
         """
 
-    @message(Group.LEASES)
+    @message(Group.LEASES, "host_id", "incarnation", run_ids=several_strings)
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
@@ -158,7 +231,7 @@ class CoordinatorPort:
 
     # -- queries -------------------------------------------------------------------------------
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, registration=fields("run_id", "query_id", "session_id"))
     def register_query(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
     ) -> RegisteredQuery:
@@ -167,14 +240,14 @@ class CoordinatorPort:
         ``initial`` names the files of version 0, by operator and partition, of a query that begins with state.
         """
 
-    @message(Group.LEASES)
+    @message(Group.LEASES, run_ids=several_strings)
     def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
         """Renew the leases of a driver's runs. Return the runs that are not known.
 
         Waits for the storage of no query, and for no other message.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id")
     def driver_heartbeat(
         self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False, pace: InputPace | None = None
     ) -> bool:
@@ -185,7 +258,7 @@ class CoordinatorPort:
         last batch. May wait for the storage of the query; the lease is renewed before.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id")
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
@@ -194,11 +267,11 @@ class CoordinatorPort:
         the completed version with their next heartbeat.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id")
     def deactivate_instances(self, run_id: str) -> bool:
         """End a run: its instances are inactive, and hosts unload them."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "failure", registration=fields("run_id", "query_id", "session_id"))
     def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
         """Report that the query of a run has ended. Hosts continue to answer from its last completed version.
 
@@ -208,7 +281,7 @@ class CoordinatorPort:
         exists.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id")
     def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
         """Load the versions that a query, which runs elsewhere, has completed since its run was loaded here.
 
@@ -221,7 +294,7 @@ class CoordinatorPort:
 
     # -- batches -------------------------------------------------------------------------------
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, request=fields("run_id", "host_id"))
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """Open the partitions of a host for batch N, at version N. Return the owners and the state of the partitions.
 
@@ -229,11 +302,11 @@ class CoordinatorPort:
         batch must wait.
         """
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "run_id", "operator")
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Return the owner of a partition and its last completed state. Changes nothing."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id", "host_id", "incarnation")
     def acknowledge_many(
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
@@ -243,7 +316,7 @@ class CoordinatorPort:
         would reject all messages.
         """
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "run_id", "host_id")
     def completed(self, run_id: str, host_id: str) -> Completed:
         """Return the last completed version of a run, with the heads of the host's own partitions.
 
@@ -251,7 +324,7 @@ class CoordinatorPort:
         was completed have no heads. Waits for the storage of no query.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id", "operator", "use")
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
@@ -260,25 +333,25 @@ class CoordinatorPort:
         ``release_files``. Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id", "operator", "use")
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
         """Report that a load is still under way: its files stay, even if their version is otherwise no longer kept.
 
         False if the coordinator does not (or no longer) know the load; then ask for the lineage again.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id", "operator", "use")
     def release_files(self, run_id: str, operator: str, partition: int, use: str) -> None:
         """Report that a load is over."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, message=fields("run_id", "host_id"))
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """Report that the owner of a partition has uploaded a snapshot.
 
         True if the snapshot counts: the next manifest names it.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, query=optional_string)
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         """Give every host its share of the partitions. Return how many partitions moved, by run.
 
@@ -288,7 +361,7 @@ class CoordinatorPort:
 
     # -- savepoints ----------------------------------------------------------------------------
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "request_id", "query", path=optional_string)
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
     ) -> SavepointStatus:
@@ -299,17 +372,17 @@ class CoordinatorPort:
         Raises ``UnknownQueryError``, ``InvalidRequestError``.
         """
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "request_id")
     def savepoint_status(self, request_id: str) -> SavepointStatus:
         """Return the status of a requested savepoint."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, message=fields("run_id", "host_id"))
     def savepoint_exported(self, message: SavepointExported) -> None:
         """Report that a host has exported a partition, or cannot export it."""
 
     # -- rewriting files --------------------------------------------------------------------------
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "query", "holder", "hold")
     def hold_query(
         self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
     ) -> HeldQuery:
@@ -323,7 +396,7 @@ class CoordinatorPort:
         ``UnknownQueryError``.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "run_id", "hold", "path")
     def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
         """Exchange the files that the record at ``path`` names, under the hold with that identity.
 
@@ -334,7 +407,7 @@ class CoordinatorPort:
 
     # -- query clients -------------------------------------------------------------------------
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "operator", query=optional_string)
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Return the owners of an operator's partitions, and their addresses.
 
@@ -351,14 +424,14 @@ class CoordinatorPort:
         it.
         """
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "job_id")
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Return who owns which key groups of a query. None if the query neither runs nor is still read.
 
         ``job_id`` is the query id, the state location, which no copy of the checkpoint shares, or the id of its run.
         """
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "operator", "query", "by")
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
         """Return which version a batch of the query ``by`` looks up in an operator of ``query``, and where it is.
 
@@ -369,7 +442,7 @@ class CoordinatorPort:
 
     # -- Spark's instances ---------------------------------------------------------------------
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "host", "executor_id")
     def report_active_instance(
         self,
         provider_id: StateStoreProviderId,
@@ -379,7 +452,7 @@ class CoordinatorPort:
     ) -> list[StateStoreProviderId]:
         """Make an instance active at an executor. Return those of the other instances that are active elsewhere."""
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "executor_id")
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
         """Return whether that executor has the active instance."""
 
@@ -404,7 +477,7 @@ class CoordinatorPort:
     def wire_version(self) -> int:
         """Return the version of the messages that this coordinator speaks (``WIRE_VERSION``)."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "name")
     def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
         """Issue a token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
 
@@ -417,7 +490,7 @@ class CoordinatorPort:
     def list_tokens(self) -> tuple[IssuedToken, ...]:
         """Return all tokens, also those that were revoked or have expired, the oldest first."""
 
-    @message(Group.QUERIES)
+    @message(Group.QUERIES, "id_or_name")
     def revoke_token(self, id_or_name: str) -> IssuedToken:
         """Revoke a token permanently. Revoking it again is a no-op. All hosts learn of it with their next heartbeat.
 
@@ -430,7 +503,7 @@ class CoordinatorPort:
     def describe(self) -> dict[str, Any]:
         """Return the hosts, queries and instances as they are now."""
 
-    @message(Group.LOCATIONS)
+    @message(Group.LOCATIONS, "query", "history_since")
     def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles.
 
@@ -439,120 +512,3 @@ class CoordinatorPort:
         then the oldest that is still kept. ``history_is_all`` says that all are included, for example from a new
         coordinator.
         """
-
-
-# Converts the arguments of a message to the types of its declaration in ``coordinator_port.py``: ids are strings.
-#
-# A caller may hold an id as a ``uuid.UUID``. The coordinator's dicts have strings as keys, so such an id would not be
-# found. So a UUID is converted to a string. An id of any other type is rejected.
-
-
-Take = Callable[[Any, str], Any]
-"""Converts ids to strings. The second argument names the field in error messages."""
-
-
-class Arguments:
-    """The arguments of one message. The work grows with the number of strings in them."""
-
-    def __init__(self, declared: Callable[..., Any]) -> None:
-        self._message = declared.__name__
-        hints = get_type_hints(declared)
-        self._names = list(signature(declared).parameters)[1:]  # without ``self``
-        self._takes = {name: take for name in self._names if (take := _take(hints[name])) is not None}
-
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with ids as strings. Raises ``InvalidRequestError`` for invalid ids.
-
-        Too many arguments and unknown ones are left as they are, for the handler to reject.
-        """
-        by_place = [self._taken(self._names[i], arg) if i < len(self._names) else arg for i, arg in enumerate(args)]
-        return by_place, {name: self._taken(name, arg) for name, arg in kwargs.items()}
-
-    def _taken(self, name: str, arg: Any) -> Any:
-        take = self._takes.get(name)
-        return arg if take is None else take(arg, f"{name} of {self._message}")
-
-
-def _take(hint: Any) -> Take | None:
-    """Return the function that converts values declared as ``hint``; None if they have no strings."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is str:
-        return _text
-    if origin in (Union, UnionType):
-        (one,) = [a for a in args if a is not NoneType]
-        return _optional(_take(one))
-    if origin is tuple and args[-1] is not Ellipsis:
-        return _fields([_take(a) for a in args])
-    if origin in (Sequence, list, tuple):
-        return _several(_take(args[0]))
-    if origin in (Mapping, dict):
-        return _by_key(_take(args[0]), _take(args[1]))
-    # Records that name files are made only by our own code, from other records.
-    if isinstance(hint, type) and issubclass(hint, Struct) and hint.__module__.startswith("coordinator_actor."):
-        return _record(hint)
-    return None
-
-
-def _text(value: Any, where: str) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, uuid.UUID):
-        return str(value)
-    raise InvalidRequestError(f"The {where} must be a string or a uuid.UUID, not {value!r} ({type(value).__name__}).")
-
-
-def _optional(take: Take | None) -> Take | None:
-    if take is None:
-        return None
-    return lambda value, where: None if value is None else take(value, where)
-
-
-def _several(take: Take | None) -> Take | None:
-    if take is None:
-        return None
-
-    def several(value: Any, where: str) -> Any:
-        if isinstance(value, str | uuid.UUID):
-            raise InvalidRequestError(f"The {where} must be several values, not {value!r} alone.")
-        taken = tuple(take(one, where) for one in value)
-        return value if all(new is old for new, old in zip(taken, value, strict=True)) else taken
-
-    return several
-
-
-def _fields(takes: Sequence[Take | None]) -> Take | None:
-    if not any(takes):
-        return None
-    return lambda value, where: tuple(
-        one if take is None else take(one, where) for take, one in zip(takes, value, strict=True)
-    )
-
-
-def _by_key(take_key: Take | None, take_value: Take | None) -> Take | None:
-    if take_key is None and take_value is None:
-        return None
-
-    def by_key(value: Any, where: str) -> Any:
-        return {
-            key if take_key is None else take_key(key, where): one if take_value is None else take_value(one, where)
-            for key, one in value.items()
-        }
-
-    return by_key
-
-
-def _record(kind: type[Struct]) -> Take | None:
-    takes = {name: take for name, hint in get_type_hints(kind).items() if (take := _take(hint)) is not None}
-    if not takes:
-        return None
-
-    def record(value: Any, where: str) -> Any:
-        changes = {}
-        for name, take in takes.items():
-            held = getattr(value, name)
-            # A message may have thousands of records, and nearly all of their strings need no conversion.
-            if type(held) is not str and (new := take(held, f"{name} in {where}")) is not held:
-                changes[name] = new
-        return msgspec.structs.replace(value, **changes) if changes else value
-
-    return record

@@ -152,11 +152,11 @@ def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetReques
     work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
     work.rewrite(work.look(holds_prepared=False))
     for attempt in range(FORGET_ATTEMPTS):
-        held = holding.hold_batches(request.say)
+        query = holding.hold_batches(request.say)
         versions = work.look(holds_prepared=False)
         path, listed = work.write(versions, ManifestLog(work.storage, "reader"))
         try:
-            work.adopted(port, held, path)
+            work.adopted(port, query, path)
             break
         except LapsedHoldError:
             raise
@@ -169,7 +169,7 @@ def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetReques
 
 def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
     """Wait until no host answers from the old files any more; a silent host loses its lease."""
-    told: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
     unknown_since: float | None = None
     while True:
         try:
@@ -185,9 +185,9 @@ def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = 
             continue
         if not untold:
             return
-        if untold != told:
+        if untold != reported:
             say(f"waits for {len(untold)} hosts to load what has changed")
-        told = untold
+        reported = untold
         time.sleep(FORGET_POLL_SECONDS)
 
 
@@ -220,14 +220,14 @@ class _Holding:
 
         Raises ``LapsedHoldError``.
         """
-        self._held_since, told = None, None
-        while (held := self._renewed(batches=True)).waits_for is not None:
-            if held.waits_for != told:
-                say(f"waits for {held.waits_for}")
-            told = held.waits_for
+        self._held_since, reported = None, None
+        while (query := self._renewed(batches=True)).waits_for is not None:
+            if query.waits_for != reported:
+                say(f"waits for {query.waits_for}")
+            reported = query.waits_for
             time.sleep(FORGET_POLL_SECONDS)
         self._held_since = time.monotonic()
-        return held
+        return query
 
     def _renewed(self, *, batches: bool | None = None) -> HeldQuery:
         return self._port.hold_query(self._query, self._holder, HOLD_SECONDS, batches=batches, hold=self.held.hold)
@@ -263,10 +263,10 @@ def _require_unfinished(versions: StateVersions) -> None:
     newest = next(iter(versions.log.epochs.runs().values()), None)
     if newest is None:
         return
-    known = QueryVersions({layout.operator: layout for layout in newest.layouts}, versions.key_groups)
-    known.load(dict(versions.chain), batch_id)
-    changes = stored_changes(versions.log, known, newest.run_id, batch_id + 1, {})
-    if changes.found and not changes.missing:
+    known_versions = QueryVersions({layout.operator: layout for layout in newest.layouts}, versions.key_groups)
+    known_versions.load(dict(versions.chain), batch_id)
+    changes = stored_changes(versions.log, known_versions, newest.run_id, batch_id + 1, {})
+    if changes.entries and not changes.missing:
         raise VersionNotFoundError(
             f"All tasks of batch {batch_id} of {versions.place.checkpoint_location} have written their changes, and "
             "Spark may still commit it, but no manifest names them yet. Start the query once and wait for a batch: it "
@@ -345,10 +345,10 @@ class _Work:
             )
         return path, [*sizes, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS_DIRECTORY)]
 
-    def adopted(self, port: CoordinatorPort, held: HeldQuery, path: str) -> None:
+    def adopted(self, port: CoordinatorPort, query: HeldQuery, path: str) -> None:
         """Ask the coordinator to exchange the files; if the answer is lost, look it up in storage."""
         try:
-            port.adopt_rewritten(held.registration.run_id, held.hold, held.epoch, path)
+            port.adopt_rewritten(query.registration.run_id, query.hold, query.epoch, path)
         except Exception as error:
             manifests = ManifestLog(self.storage, "reader")
             manifests.refresh()
@@ -369,16 +369,16 @@ class _Work:
         kept = {f.path for f in stored_files(now, open_storage=self._request.open_storage) if f.kept_by}
         emptied = self._rewriting.emptied
         unneeded = [path for path in listed if path not in kept or path in emptied]
-        gone = list(self._rewriting.obsolete(unneeded, versions))
-        self._request.say(f"removes {len(gone)} files")
-        self.storage.delete_all(gone)
+        obsolete = list(self._rewriting.obsolete(unneeded, versions))
+        self._request.say(f"removes {len(obsolete)} files")
+        self.storage.delete_all(obsolete)
         report = ForgottenReport(
             self._place.state_location,
             self._request.operator,
             max(versions.chain),
             self._num_keys,
             self._rewriting.removed_rows,
-            len(gone),
+            len(obsolete),
         )
         self._note(versions, "done", {"rows": report.rows, "files": report.files})
         return report

@@ -404,12 +404,6 @@ class WarmUp(Struct, frozen=True):
     heads: dict[str, dict[int, str | None]]
 
 
-class SessionPlacement(Struct, frozen=True):
-    """The answer to a driver's message about leaving hosts: those in ``released`` own nothing any more."""
-
-    released: tuple[str, ...] = ()
-
-
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 

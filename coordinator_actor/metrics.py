@@ -315,8 +315,8 @@ class MetricSink(Protocol):
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
 
-    def add(self, name: str, more: float, **labels: str) -> None:
-        """Add to a counter; nothing, if ``more`` is 0."""
+    def increase(self, name: str, more: float, **labels: str) -> None:
+        """Increase a counter; nothing, if ``more`` is 0."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Count a value in a histogram."""
@@ -343,8 +343,8 @@ def running_totals(sink: MetricSink) -> Callable[..., None]:
 
     def reached(name: str, total: float, **labels: str) -> None:
         key = (name, *sorted(labels.items()))
-        known = before.get(key, 0.0)
-        sink.add(name, total - known if total >= known else total, **labels)
+        last_total = before.get(key, 0.0)
+        sink.increase(name, total - last_total if total >= last_total else total, **labels)
         before[key] = total
 
     return reached
@@ -400,13 +400,13 @@ class QueryMetrics:
         sink.set("statestore_query_running", 1, query=query)
         sink.set("statestore_epoch", run.manifests.epoch, query=query)
         sink.set("statestore_completed_version", run.versions.completed, query=query)
-        began = run.spark.began(run.versions.completed, run.batch.pending)
+        began = run.spark.began(run.versions.completed, run.machine.pending)
         sink.set("statestore_batch_seconds", 0 if began is None else max(0.0, now - began), query=query)
-        watermark_ms = run.times.watermark_ms
+        watermark_ms = run.spark_logs.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
         failed = run.stats.counts()["failed"]
-        sink.add("statestore_checkpoints_failed_total", failed - shown.failed, query=query)
+        sink.increase("statestore_checkpoints_failed_total", failed - shown.failed, query=query)
         shown.failed = failed
         records = run.history.records()
         if not records:
@@ -432,7 +432,7 @@ class QueryMetrics:
 
     def _count(self, query: str, record: CheckpointRecord) -> None:
         sink = self._sink
-        sink.add("statestore_checkpoints_total", 1, query=query)
+        sink.increase("statestore_checkpoints_total", 1, query=query)
         for name, more in (
             ("statestore_retried_tasks_total", record.retried),
             ("statestore_checkpoint_delta_bytes_total", record.delta_bytes),
@@ -442,15 +442,17 @@ class QueryMetrics:
             ("statestore_late_rows_total", record.late),
             ("statestore_duplicate_rows_total", record.duplicates),
         ):
-            sink.add(name, more, query=query)
+            sink.increase(name, more, query=query)
         for kind in KINDS.values():
-            sink.add("statestore_query_storage_requests_total", record.storage.get(kind, 0), query=query, kind=kind)
+            sink.increase(
+                "statestore_query_storage_requests_total", record.storage.get(kind, 0), query=query, kind=kind
+            )
         for direction, name in (("sent", SENT), ("received", RECEIVED)):
             more = record.storage.get(name, 0)
-            sink.add("statestore_query_storage_bytes_total", more, query=query, direction=direction)
+            sink.increase("statestore_query_storage_bytes_total", more, query=query, direction=direction)
         if record.duration_ms is not None:
             sink.observe("statestore_checkpoint_duration_seconds", record.duration_ms / 1000, query=query)
         for step, time in record.steps.items():
-            sink.add("statestore_checkpoint_step_seconds_total", time.sum_ms / 1000, query=query, step=step)
+            sink.increase("statestore_checkpoint_step_seconds_total", time.sum_ms / 1000, query=query, step=step)
         for phase, ms in record.phases.items():
-            sink.add("statestore_checkpoint_phase_seconds_total", ms / 1000, query=query, phase=phase)
+            sink.increase("statestore_checkpoint_phase_seconds_total", ms / 1000, query=query, phase=phase)

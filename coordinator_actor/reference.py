@@ -39,9 +39,9 @@ _reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-re
 def executor_transport() -> Transport | None:
     """Return the transport for the task that this process runs, as installed packages offer it; None outside a task."""
     for entry_point in entry_points(group=ENTRY_POINT):
-        found: Transport | None = entry_point.load()()
-        if found is not None:
-            return found
+        transport: Transport | None = entry_point.load()()
+        if transport is not None:
+            return transport
     return None
 
 

@@ -38,20 +38,8 @@ from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import DamagedFileError
+from backends.formats import changelog, snapshot
 from backends.formats import manifest_chain as chains
-from backends.formats import snapshot
-from backends.formats.changelog import (
-    GROUPS_DIRECTORY,
-    ChangelogMeta,
-    Changes,
-    GroupMember,
-    group_path,
-    read_changelog,
-    read_changelog_meta,
-    read_index,
-    write_changelog,
-    write_group,
-)
 from backends.formats.manifest import (
     Manifest,
     PartitionEntry,
@@ -65,14 +53,7 @@ from backends.formats.snapshot import PreparedSnapshot
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.durable.manifests import RewrittenFiles
-from coordinator_actor.reading.stored_files import (
-    LoadedFiles,
-    NamedSnapshot,
-    SnapshotReader,
-    loaded_files,
-    opened_partition,
-    scan_family,
-)
+from coordinator_actor.reading import stored_files
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from coordinator_actor.savepoints.new_checkpoint import build_snapshot
 
@@ -113,17 +94,17 @@ class ForgottenKeys:
             return SortedPairs.empty()
         if not len(pairs):
             return pairs
-        found = self.among(schema, pairs.keys)
-        if not found.any():
+        is_forgotten = self.among(schema, pairs.keys)
+        if not is_forgotten.any():
             return pairs
-        keep = pa.array(~found)
+        keep = pa.array(~is_forgotten)
         return SortedPairs(pairs.keys.filter(keep), pairs.values.filter(keep))
 
     def among(self, schema: StateSchema, keys: pa.BinaryArray) -> npt.NDArray[np.bool_]:
         """Return for each stored key of a column family whether it belongs to one of the keys."""
         columns = decode_keys(keys, schema.key)
-        found = pc.is_in(_encoded(columns.select(self._names)), self._encoded)
-        return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+        is_among = pc.is_in(_encoded(columns.select(self._names)), self._encoded)
+        return np.asarray(is_among.to_numpy(zero_copy_only=False), np.bool_)
 
 
 def _encoded(columns: pa.RecordBatch) -> pa.BinaryArray:
@@ -184,8 +165,8 @@ class Rewriting:
         retention removes them when their versions are no longer kept.
         """
         # Listed in each call: an upload that was under way in the last one may have ended since.
-        self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
-        loaded = loaded_files(versions, SnapshotReader(self._storage, self._sizes))
+        self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(changelog.GROUPS_DIRECTORY))
+        loaded = stored_files.loaded_files(versions, stored_files.SnapshotReader(self._storage, self._sizes))
         affected = self._affected(versions)
         rebuilt = self._to_rebuild(loaded, affected)
         self._rewrite_changelogs(versions, affected, loaded, {one.ref.head for one in rebuilt})
@@ -197,7 +178,7 @@ class Rewriting:
     def missing(self, sizes: Mapping[str, int]) -> list[str]:
         """Return the written files that a listing does not show, or shows with other sizes."""
         files = [*self._changelogs.values(), *(ref.file for ref in self._snapshots.values())]
-        files += [f.file for held in self._descriptors.values() for f in held.files if f.file is not None]
+        files += [f.file for descriptor in self._descriptors.values() for f in descriptor.files if f.file is not None]
         return sorted({file.stored_in for file in files if not file.is_in(sizes)})
 
     def obsolete(self, paths: Iterable[str], versions: StateVersions) -> Iterator[str]:
@@ -206,7 +187,7 @@ class Rewriting:
             f"{s.layout.directory(p)}/" for s, partitions in self._affected(versions).items() for p in partitions
         )
         for path in paths:
-            if path.startswith((f"{GROUPS_DIRECTORY}/", *replaced)) or self._may_have_keys(path):
+            if path.startswith((f"{changelog.GROUPS_DIRECTORY}/", *replaced)) or self._may_have_keys(path):
                 yield path
 
     @property
@@ -264,23 +245,25 @@ class Rewriting:
         self,
         versions: StateVersions,
         affected: dict[Segment, frozenset[int]],
-        loaded: LoadedFiles,
+        loaded: stored_files.LoadedFiles,
         heads: set[str],
     ) -> None:
         chain, new = versions.chain, dict(versions.chain)
         group = _Group(self._storage, self._changelogs)
         for segment, partitions in affected.items():
             for version in range(segment.first, segment.last + 1):
-                held = chain[version].operators[self._operator].partitions
-                names = {p: held.head(p) for p in sorted(partitions) if p in held}
+                entries = chain[version].operators[self._operator].partitions
+                names = {p: entries.head(p) for p in sorted(partitions) if p in entries}
                 names = {p: name for p, name in names.items() if name not in self._changelogs}
-                left = {p: held[p] for p, name in names.items() if loaded.needs(version, name)}
+                left = {p: entries[p] for p, name in names.items() if loaded.needs(version, name)}
                 for (p, entry), data in zip(left.items(), self._read_all(left.values()), strict=True):
                     base = self._base(versions, new, segment.layout, p, version)
-                    group.add(entry.changelog.path, self._filtered(segment.layout, p, data, base))
+                    group.add_changelog(entry.changelog.path, self._filtered(segment.layout, p, data, base))
                 for p in names.keys() - left.keys():
                     if names[p] in heads:
-                        group.add(names[p], self._empty(segment.layout, p, chain[version], held[p].attempt))
+                        group.add_changelog(
+                            names[p], self._empty(segment.layout, p, chain[version], entries[p].attempt)
+                        )
                 new[version] = group.names(version).of(chain[version])
         group.close()
 
@@ -299,26 +282,28 @@ class Rewriting:
 
     def _filtered(
         self, layout: Layout, partition: int, data: bytes, base: tuple[str | None, str | None]
-    ) -> GroupMember:
-        meta, changes = read_changelog(data)
+    ) -> changelog.GroupMember:
+        meta, changes = changelog.read_changelog(data)
         kept = {family: self._forgotten.without(family, pairs) for family, pairs in changes.families.items()}
         self.removed_rows += changes.num_changes - sum(map(len, kept.values()))
         # Below the lowest version that is kept no head exists, and none is searched.
         meta = structs.replace(meta, base=base[1] if base[0] is not None and meta.base == base[0] else meta.base)
-        return self._member(layout, partition, meta, Changes(kept))
+        return self._member(layout, partition, meta, changelog.Changes(kept))
 
-    def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> GroupMember:
+    def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> changelog.GroupMember:
         """Return an empty changelog for the version of a snapshot. Loads use its name and never apply it."""
         n = layout.num_partitions
         base = f"{layout.directory(partition)}/{manifest.version - 1}-removed"
-        meta = ChangelogMeta(manifest.run_id, layout.operator, partition, n, manifest.version, attempt, base)
-        return self._member(layout, partition, meta, Changes({}))
+        meta = changelog.ChangelogMeta(manifest.run_id, layout.operator, partition, n, manifest.version, attempt, base)
+        return self._member(layout, partition, meta, changelog.Changes({}))
 
-    def _member(self, layout: Layout, partition: int, meta: ChangelogMeta, changes: Changes) -> GroupMember:
+    def _member(
+        self, layout: Layout, partition: int, meta: changelog.ChangelogMeta, changes: changelog.Changes
+    ) -> changelog.GroupMember:
         path = f"{layout.directory(partition)}/{changelog_name(meta.version, uuid.uuid4().hex)}"
-        return GroupMember(meta, path, write_changelog(changes, meta, StateStoreConf().compression))
+        return changelog.GroupMember(meta, path, changelog.write_changelog(changes, meta, StateStoreConf().compression))
 
-    def _move_changelogs(self, versions: StateVersions, loaded: LoadedFiles) -> None:
+    def _move_changelogs(self, versions: StateVersions, loaded: stored_files.LoadedFiles) -> None:
         """Write the needed parts of objects that may have rows of the keys into new objects, unchanged."""
         left = list(self._parts_of_others(versions, loaded))
         unknown = sorted({ref.stored_in for ref in left} - self._has_keys.keys())
@@ -332,18 +317,20 @@ class Rewriting:
             parts = self._storage.read_together(refs)
             for ref in refs:
                 data = parts.get(ref.path) or self._storage.read(ref)
-                group.add(ref.path, GroupMember(read_changelog_meta(data), ref.path, data))
+                group.add_changelog(
+                    ref.path, changelog.GroupMember(changelog.read_changelog_meta(data), ref.path, data)
+                )
         group.close()
 
-    def _parts_of_others(self, versions: StateVersions, loaded: LoadedFiles) -> Iterator[FileRef]:
+    def _parts_of_others(self, versions: StateVersions, loaded: stored_files.LoadedFiles) -> Iterator[FileRef]:
         """Yield the changelogs in shared objects that readable versions need and that were not rewritten."""
         for version, manifest in versions.chain.items():
             for operator in manifest.operators.values():
-                held = operator.partitions
-                for p in held:
-                    name = held.head(p)
-                    if name not in self._changelogs and loaded.needs(version, name) and held.stored_in(p) != name:
-                        yield held[p].changelog
+                partitions = operator.partitions
+                for p in partitions:
+                    name = partitions.head(p)
+                    if name not in self._changelogs and loaded.needs(version, name) and partitions.stored_in(p) != name:
+                        yield partitions[p].changelog
 
     def _index_has_keys(self, path: str) -> bool:
         """Return whether an object of changelogs, even of attempts that do not count, may have rows of the keys.
@@ -353,45 +340,49 @@ class Rewriting:
         if path not in self._sizes:
             return True  # it is missing: a reader of its parts reports that
         try:
-            return any(self._may_have_keys(ref.path) for _, ref in read_index(self._storage, path, self._sizes[path]))
+            return any(
+                self._may_have_keys(ref.path) for _, ref in changelog.read_index(self._storage, path, self._sizes[path])
+            )
         except DamagedFileError as error:
             log.warning("The index of %s is damaged, so its parts are rewritten: %s", path, error)
             return True
 
     # -- snapshots -----------------------------------------------------------------------------
 
-    def _to_rebuild(self, loaded: LoadedFiles, affected: dict[Segment, frozenset[int]]) -> list[NamedSnapshot]:
+    def _to_rebuild(
+        self, loaded: stored_files.LoadedFiles, affected: dict[Segment, frozenset[int]]
+    ) -> list[stored_files.NamedSnapshot]:
         partitions = {(segment.layout, p) for segment, own in affected.items() for p in own}
-        of_partition: dict[tuple[Layout, int], list[NamedSnapshot]] = {}
+        of_partition: dict[tuple[Layout, int], list[stored_files.NamedSnapshot]] = {}
         for named in loaded.snapshots.values():
             if (named.layout, named.partition) in partitions:
                 of_partition.setdefault((named.layout, named.partition), []).append(named)
         due = []
-        for key, found in of_partition.items():
-            found.sort(key=lambda one: (one.ref.version, one.ref.file.path))
-            first = [one for one in found if one.ref.version <= loaded.oldest][-1:] or found[:1]
-            newest = found[-1:] if key not in self._built else []
+        for key, snapshots in of_partition.items():
+            snapshots.sort(key=lambda one: (one.ref.version, one.ref.file.path))
+            first = [one for one in snapshots if one.ref.version <= loaded.oldest][-1:] or snapshots[:1]
+            newest = snapshots[-1:] if key not in self._built else []
             due += list({one.ref.file.path: one for one in (*first, *newest)}.values())
         return [one for one in due if one.ref.file.path not in self._snapshots]
 
-    def _rebuild_snapshots(self, versions: StateVersions, due: list[NamedSnapshot]) -> None:
+    def _rebuild_snapshots(self, versions: StateVersions, due: list[stored_files.NamedSnapshot]) -> None:
         record = RewrittenFiles(max(versions.chain), self._changelogs, {})
         new = {version: record.of(manifest) for version, manifest in versions.chain.items()}
         with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
-            made = pool.map(lambda one: self._rebuilt(versions, new, one), due)
-            for i, (one, (stored, removed)) in enumerate(zip(due, made, strict=True)):
-                self._take(one.ref, stored)
+            rebuilt = pool.map(lambda one: self._rebuilt(versions, new, one), due)
+            for i, (one, (stored, removed)) in enumerate(zip(due, rebuilt, strict=True)):
+                self._record_moved(one.ref, stored)
                 key = one.layout, one.partition
                 self._built[key] = max(one.ref.version, self._built.get(key, -1))
                 self.removed_rows += removed
                 self._say(f"rewrote snapshot {i + 1} of {len(due)}")
 
-    def _take(self, old: SnapshotRef, stored: snapshot.StoredSnapshot) -> None:
+    def _record_moved(self, old: SnapshotRef, stored: snapshot.StoredSnapshot) -> None:
         self._snapshots[old.file.path] = stored.ref
         self._descriptors[stored.ref.file.path] = stored.descriptor
 
     def _rebuilt(
-        self, versions: StateVersions, new: dict[int, Manifest], named: NamedSnapshot
+        self, versions: StateVersions, new: dict[int, Manifest], named: stored_files.NamedSnapshot
     ) -> tuple[snapshot.StoredSnapshot, int]:
         layout, partition, ref = named.layout, named.partition, named.ref
         lineage = chains.lineage(versions.chain, ref.version, layout, partition, versions.key_groups)
@@ -399,13 +390,13 @@ class Rewriting:
         head = chains.head_of(new, ref.version, layout, partition, versions.key_groups)
         assert head is not None
         removed = 0
-        with opened_partition(versions.place, piece, open_storage=self._open) as state:
+        with stored_files.opened_partition(versions.place, piece, open_storage=self._open) as state:
             families = sorted(state.reads.column_families())
 
             def kept() -> Iterator[tuple[str, SortedPairs]]:
                 nonlocal removed
                 for family in families:
-                    for batch in scan_family(state, family):
+                    for batch in stored_files.scan_family(state, family):
                         pairs = SortedPairs(batch.column(0), batch.column(1))
                         left = self._forgotten.without(family, pairs)
                         removed += len(pairs) - len(left)
@@ -418,36 +409,36 @@ class Rewriting:
             )
         return stored, removed
 
-    def _move_snapshots(self, loaded: LoadedFiles, affected: dict[Segment, frozenset[int]]) -> None:
+    def _move_snapshots(self, loaded: stored_files.LoadedFiles, affected: dict[Segment, frozenset[int]]) -> None:
         """Write the parts of whole snapshots in objects that may have rows of the keys into new objects, unchanged.
 
         Such an object has no index. It has no rows of the keys if snapshots of other partitions account for each byte.
         """
         rewritten = {(segment.layout, p) for segment, own in affected.items() for p in own}
-        others: dict[str, tuple[NamedSnapshot, SnapshotDescriptor]] = {
+        others: dict[str, tuple[stored_files.NamedSnapshot, SnapshotDescriptor]] = {
             path: (one, one.descriptor)
             for path, one in loaded.snapshots.items()
             if (one.layout, one.partition) not in rewritten and one.descriptor is not None
         }
         accounted: dict[str, int] = {}
-        for one, held in others.values():
-            for file in _shared_files(one.ref, held):
+        for one, content in others.values():
+            for file in _shared_files(one.ref, content):
                 accounted[file.stored_in] = accounted.get(file.stored_in, 0) + file.size
         for path, nbytes in accounted.items():
             if path not in self._has_keys:
                 self._has_keys[path] = self._sizes.get(path, -1) != nbytes
-        for path, (one, held) in others.items():
-            files = _shared_files(one.ref, held)
+        for path, (one, content) in others.items():
+            files = _shared_files(one.ref, content)
             if path not in self._snapshots and any(self._has_keys[file.stored_in] for file in files):
-                self._take(one.ref, self._moved(held))
+                self._record_moved(one.ref, self._moved(content))
 
-    def _moved(self, held: SnapshotDescriptor) -> snapshot.StoredSnapshot:
+    def _moved(self, content: SnapshotDescriptor) -> snapshot.StoredSnapshot:
         """Rewrite a snapshot's descriptor, and its files that share an object with others."""
-        beside = {f.name: f.file for f in held.files if f.file is not None and f.file.within is not None}
+        beside = {f.name: f.file for f in content.files if f.file is not None and f.file.within is not None}
         small = {name: self._storage.read(ref) for name, ref in beside.items()}
-        files = tuple(f for f in held.files if f.name not in beside)
-        directory = held.path.rpartition("/")[0]
-        prepared = PreparedSnapshot(directory, held.backend, held.state, files, small, 0)
+        files = tuple(f for f in content.files if f.name not in beside)
+        directory = content.path.rpartition("/")[0]
+        prepared = PreparedSnapshot(directory, content.backend, content.state, files, small, 0)
         (stored,) = snapshot.store_together(self._storage, [prepared])
         return stored
 
@@ -459,10 +450,10 @@ class _Group:
         self._storage = storage
         self._places = places
         self._named = dict(places)
-        self._members: list[tuple[str, GroupMember]] = []
+        self._members: list[tuple[str, changelog.GroupMember]] = []
         self._nbytes = 0
 
-    def add(self, old: str, member: GroupMember) -> None:
+    def add_changelog(self, old: str, member: changelog.GroupMember) -> None:
         """Add the changelog that replaces ``old``."""
         self._named[old] = FileRef(member.path, len(member.data), "")
         self._members.append((old, member))
@@ -481,16 +472,16 @@ class _Group:
         """
         if not self._members:
             return
-        path = group_path(max(version_in(one.path) for _, one in self._members))
-        data, refs = write_group(path, [one for _, one in self._members])
+        path = changelog.group_path(max(version_in(one.path) for _, one in self._members))
+        data, refs = changelog.write_group(path, [one for _, one in self._members])
         self._storage.put_unique(path, data)
         self._places.update({old: ref for (old, _), ref in zip(self._members, refs, strict=True)})
         self._members, self._nbytes = [], 0
 
 
-def _shared_files(ref: SnapshotRef, held: SnapshotDescriptor) -> list[FileRef]:
+def _shared_files(ref: SnapshotRef, content: SnapshotDescriptor) -> list[FileRef]:
     """Return the files of a snapshot, its descriptor included, that share an object with others."""
-    files = [ref.file, *(f.file for f in held.files if f.file is not None)]
+    files = [ref.file, *(f.file for f in content.files if f.file is not None)]
     return [file for file in files if file.within is not None]
 
 

@@ -11,16 +11,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any, Protocol
 
-from backends import spans
 from backends.background_loop import BackgroundLoop
-from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.exceptions import QueryBusyError
 
 # Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
@@ -127,45 +124,6 @@ def _settle(future: Future[Any], work: Work) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-REGISTRATION_THREADS = 32
-"""A registration waits for a second if the storage of a query hangs."""
-
-_NAMES = {method: list(signature(getattr(CoordinatorPort, method)).parameters)[1:] for method in GROUPS}
-
-
-class Dispatcher:
-    """Answers messages in the threads of their groups."""
-
-    def __init__(self, coordinator: CoordinatorPort, queries: QueryThreads) -> None:
-        self._coordinator = coordinator
-        self._queries = queries
-        self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
-
-    def submit(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Begin to answer a message. Return its future, which is done if the message waits for nothing.
-
-        Raises ``QueryBusyError`` if too many messages about the same query wait, ``KeyError`` for an unknown message.
-        """
-        # As a child of the span of Ray's own tracing, if that is on.
-        answer = spans.carried(partial(self._coordinator.call, method, *args, **kwargs))
-        group = GROUPS[method]
-        if group is Group.QUERIES:
-            return self._queries.submit(query_of(method, args, kwargs), answer)
-        if group is Group.REGISTRATIONS:
-            return self._registrations.submit(answer)
-        return in_place(method, answer)
-
-
-def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the run or query name that a message is about; the message's own name if it is about none."""
-    given = {**dict(zip(_NAMES[method], args, strict=False)), **kwargs}
-    for name in ("run_id", "query"):
-        if given.get(name) is not None:
-            return str(given[name])
-    record = next((given[name] for name in ("registration", "request", "message") if name in given), None)
-    return method if record is None else str(record.run_id)
 
 
 # The loop that ends leases: it checks them once a second for as long as the coordinator lives.

@@ -170,13 +170,13 @@ class HostMetrics:
     def _publish_requests(self) -> None:
         for delta in self._statistics.deltas():
             labels = {"operator": delta.operator, "verb": delta.verb}
-            self._sink.add("statestore_requests_total", delta.requests, **labels)
-            self._sink.add("statestore_request_failures_total", delta.failures, **labels)
+            self._sink.increase("statestore_requests_total", delta.requests, **labels)
+            self._sink.increase("statestore_request_failures_total", delta.failures, **labels)
             for bound, count in zip(
                 (*REQUEST_DURATION_BOUNDS, None), delta.counts(REQUEST_DURATION_BOUNDS), strict=True
             ):
                 le = "+Inf" if bound is None else f"{bound:g}"
-                self._sink.add("statestore_request_seconds_bucket", count, **labels, le=le)
+                self._sink.increase("statestore_request_seconds_bucket", count, **labels, le=le)
 
 
 log = logging.getLogger(__name__)

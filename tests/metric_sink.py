@@ -25,7 +25,7 @@ class KeptMetrics:
     def set(self, name: str, value: float, **labels: str) -> None:
         self.values[self._key(name, GAUGE, labels)] = value
 
-    def add(self, name: str, more: float, **labels: str) -> None:
+    def increase(self, name: str, more: float, **labels: str) -> None:
         assert more >= 0, (name, more)
         key = self._key(name, COUNTER, labels)
         if more:

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coordinator_actor.checkpoints.pending_checkpoint import (
-    CompletedCheckpoint,
-    PendingCheckpoint,
-    TaskFigures,
-    TaskKey,
-)
+from coordinator_actor.checkpoints import pending_checkpoint
 from coordinator_actor.exceptions import InvalidRequestError
 
 _SLOWEST = 5
@@ -55,7 +50,7 @@ class _Overall:
     greatest: float = float("-inf")
     total: float = 0
 
-    def add(self, value: float) -> None:
+    def include(self, value: float) -> None:
         self.least = min(self.least, value)
         self.greatest = max(self.greatest, value)
         self.total += value
@@ -72,21 +67,23 @@ class CheckpointStatsTracker:
             raise InvalidRequestError(f"history is {history}; at least one checkpoint must be remembered.")
         self._history = history
         self._lock = threading.Lock()
-        self._pending: dict[int, PendingCheckpoint] = {}
+        self._pending: dict[int, pending_checkpoint.PendingCheckpoint] = {}
         self._stats: dict[int, CheckpointStats] = {}  # by ascending id
-        self._figures: dict[int, TaskFigures] = {}
+        self._figures: dict[int, pending_checkpoint.TaskFigures] = {}
         self._failures: deque[FailedCheckpointStats] = deque(maxlen=history)
         self._durations = _Overall()
         self._sizes = _Overall()
         self._triggered = self._completed = self._failed = 0
 
-    def on_triggered(self, pending: PendingCheckpoint) -> None:
+    def on_triggered(self, pending: pending_checkpoint.PendingCheckpoint) -> None:
         """Count a checkpoint that was triggered."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending
 
-    def on_completed(self, completed: CompletedCheckpoint, figures: TaskFigures | None = None) -> None:
+    def on_completed(
+        self, completed: pending_checkpoint.CompletedCheckpoint, figures: pending_checkpoint.TaskFigures | None = None
+    ) -> None:
         """Record a completed checkpoint. They may come out of order: the latest has the highest id."""
         spread = max(0.0, figures.last - figures.first) if figures else 0.0
         tasks = len(figures.tasks.keys) if figures else len(completed.states)
@@ -96,8 +93,8 @@ class CheckpointStatsTracker:
         with self._lock:
             self._pending.pop(completed.id, None)
             self._completed += 1
-            self._durations.add(completed.duration)
-            self._sizes.add(completed.size)
+            self._durations.include(completed.duration)
+            self._sizes.include(completed.size)
             if figures is not None:
                 self._figures[completed.id] = figures
             in_order = not self._stats or completed.id > next(reversed(self._stats))
@@ -141,14 +138,14 @@ class CheckpointStatsTracker:
         figures = self._figures_of(checkpoint_id)
         if figures is None:
             return None
-        found: dict[str, dict[str, list[float]]] = {
+        by_operator: dict[str, dict[str, list[float]]] = {
             operator: {"duration": [0.0] * n, "size": [0] * n} for operator, n in figures.tasks.parallelism.items()
         }
         durations, sizes = figures.durations.tolist(), figures.sizes.tolist()
         for (operator, partition), duration, size in zip(figures.tasks.keys, durations, sizes, strict=True):
-            found[operator]["duration"][partition] = duration
-            found[operator]["size"][partition] = size
-        return found
+            by_operator[operator]["duration"][partition] = duration
+            by_operator[operator]["size"][partition] = size
+        return by_operator
 
     def task_summary(self, checkpoint_id: int | None = None) -> dict[str, Any] | None:
         """Return percentiles over the tasks of one checkpoint (default: the latest), and its slowest tasks.
@@ -222,7 +219,7 @@ class CheckpointStatsTracker:
             return None
         return {"min": overall.least, "avg": overall.total / self._completed, "max": overall.greatest}
 
-    def _figures_of(self, checkpoint_id: int | None) -> TaskFigures | None:
+    def _figures_of(self, checkpoint_id: int | None) -> pending_checkpoint.TaskFigures | None:
         with self._lock:
             if checkpoint_id is None:
                 checkpoint_id = next(reversed(self._stats), None)
@@ -233,15 +230,15 @@ def percentiles(values: ArrayLike) -> dict[str, float]:
     """Return p50, p90, p99 and max by nearest rank: each is one of the values. There must be at least one value."""
     array = np.asarray(values)
     names = ("p50", "p90", "p99", "max")
-    found = np.percentile(array, (50, 90, 99, 100), method="inverted_cdf")
-    return dict(zip(names, found.tolist(), strict=True))
+    values_at = np.percentile(array, (50, 90, 99, 100), method="inverted_cdf")
+    return dict(zip(names, values_at.tolist(), strict=True))
 
 
 def _plain(stats: CheckpointStats | FailedCheckpointStats) -> dict[str, Any]:
     return dict(vars(stats))
 
 
-def _name(task: TaskKey) -> str:
+def _name(task: pending_checkpoint.TaskKey) -> str:
     return f"{task[0]}/{task[1]}"
 
 
@@ -300,7 +297,7 @@ class SnapshotLagConf:
 class LaggingSnapshot:
     """One partition that lags. ``version`` is that of its newest snapshot; None if none is known."""
 
-    key: TaskKey
+    key: pending_checkpoint.TaskKey
     version: int | None
     versions_behind: int
     seconds_behind: float
@@ -323,7 +320,7 @@ class SnapshotLag:
     def __init__(
         self,
         run_id: str,
-        keys: Iterable[TaskKey],
+        keys: Iterable[pending_checkpoint.TaskKey],
         started: float,
         base_version: int = 0,
         conf: SnapshotLagConf | None = None,
@@ -332,24 +329,24 @@ class SnapshotLag:
         self._run_id = run_id
         self._started = started
         self._base_version = base_version
-        self._uploaded: dict[TaskKey, tuple[int, float] | None] = dict.fromkeys(keys)
+        self._uploaded: dict[pending_checkpoint.TaskKey, tuple[int, float] | None] = dict.fromkeys(keys)
         self._reported: float | None = None
 
-    def report_uploaded(self, key: TaskKey, version: int, now: float) -> None:
+    def report_uploaded(self, key: pending_checkpoint.TaskKey, version: int, now: float) -> None:
         """Record a durable snapshot. It may come late: if a newer one is known, nothing changes.
 
         Raises ``InvalidRequestError`` for a partition that the run does not have.
         """
         if key not in self._uploaded:
             raise InvalidRequestError(f"Run {self._run_id} has no partition {key[0]}/{key[1]} to have a snapshot.")
-        known = self._uploaded[key]
-        if known is None or known[0] < version:
+        last_version = self._uploaded[key]
+        if last_version is None or last_version[0] < version:
             self._uploaded[key] = (version, now)
 
-    def latest(self, key: TaskKey) -> int | None:
+    def latest(self, key: pending_checkpoint.TaskKey) -> int | None:
         """Return the version of a partition's newest snapshot; None if none is known."""
-        known = self._uploaded.get(key)
-        return None if known is None else known[0]
+        last_version = self._uploaded.get(key)
+        return None if last_version is None else last_version[0]
 
     def lagging(self, latest_version: int, now: float, *, is_terminating: bool = False) -> list[LaggingSnapshot]:
         """Return the partitions that lag behind ``latest_version``, those furthest behind first.
@@ -359,14 +356,14 @@ class SnapshotLag:
         """
         if not self.conf.coordinator_report_snapshot_upload_lag:
             return []
-        found = []
-        for key, known in self._uploaded.items():
-            version, moment = (self._base_version, self._started) if known is None else known
+        late = []
+        for key, uploaded in self._uploaded.items():
+            version, moment = (self._base_version, self._started) if uploaded is None else uploaded
             versions, seconds = latest_version - version, now - moment
             if versions > self.conf.versions and (is_terminating or seconds > self.conf.seconds):
-                found.append(LaggingSnapshot(key, None if known is None else version, versions, seconds))
-        found.sort(key=lambda lag: (-lag.versions_behind, -lag.seconds_behind, lag.key))
-        return found
+                late.append(LaggingSnapshot(key, None if uploaded is None else version, versions, seconds))
+        late.sort(key=lambda lag: (-lag.versions_behind, -lag.seconds_behind, lag.key))
+        return late
 
     def warning(self, latest_version: int, now: float, *, is_terminating: bool = False) -> str | None:
         """Return the warning to log; None if no partition lags, or if the last warning was a short while ago."""

@@ -285,9 +285,9 @@ class CheckpointIDCounter:
     def get_and_increment(self) -> int:
         """Take the next id."""
         with self._lock:
-            taken = self._next
+            checkpoint_id = self._next
             self._next += 1
-            return taken
+            return checkpoint_id
 
     def get(self) -> int:
         """Return the id that will be taken next, without taking it."""

@@ -93,11 +93,11 @@ class RecordFiles:
                 return None
 
         if len(paths) < 2:
-            found = [read(path) for path in paths]
+            records = [read(path) for path in paths]
         else:
             with Pool(READERS) as pool:
-                found = list(pool.map(read, paths))
-        return [record for record in found if record is not None]
+                records = list(pool.map(read, paths))
+        return [record for record in records if record is not None]
 
 
 EPOCHS = "epochs"
@@ -173,12 +173,12 @@ class Epochs:
         call. Raises ``FencedError`` if a higher epoch is claimed: this process may have been suspended while others
         claimed, and removed old claims. Another reason is that the newest claim ends the run.
         """
-        taken: set[int] = set()  # epochs that a stale listing may leave out
+        unlisted: set[int] = set()  # epochs that a stale listing may leave out
         while True:
             numbers, before = self._look() if self._looked is None else self._looked
             self._looked = None
-            earlier = sorted({*numbers, *taken})
-            if taken:
+            earlier = sorted({*numbers, *unlisted})
+            if unlisted:
                 before = self._read(earlier[-1])
             if before is not None and before.ends(run_id) and not ends_run:
                 raise self.fenced(epoch_path(before.epoch))
@@ -190,14 +190,14 @@ class Epochs:
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
-                taken.add(epoch)
+                unlisted.add(epoch)
                 continue
             self.current = epoch
             with Pool(READERS) as pool:
                 checked = pool.submit(self.check)
-                there = self._close(earlier, pool)
+                paths = self._close(earlier, pool)
                 checked.result()
-            return there
+            return paths
 
     def _close(self, epochs: Iterable[int], pool: ThreadPoolExecutor) -> list[str]:
         """Put a fence after the last manifest of each epoch. Writers may still be active.
@@ -206,19 +206,19 @@ class Epochs:
         """
         closed: set[int] = set()
         last: dict[int, int] = {}
-        there: list[str] = []
+        paths: list[str] = []
         for path, size in self._files.storage.list(f"{MANIFESTS}/"):
             place = place_in(path)
             if place is not None:
                 last[place[0]] = max(place[1], last.get(place[0], 0))
             if size != len(FENCE):
-                there.append(path)
+                paths.append(path)
             elif place is not None:
                 closed.add(place[0])
         listed = [(epoch, last.get(epoch, 0)) for epoch in epochs if epoch not in closed]
         for (epoch, first), end in zip(listed, pool.map(self._fence, listed), strict=True):
-            there += [place_path(epoch, sequence) for sequence in range(first, end + 1) if sequence]
-        return there
+            paths += [place_path(epoch, sequence) for sequence in range(first, end + 1) if sequence]
+        return paths
 
     def _fence(self, last: tuple[int, int]) -> int:
         """Put a fence at the first place after ``last`` without a manifest. Return the sequence before it.
@@ -289,7 +289,7 @@ class Epochs:
     def runs(self) -> dict[str, EpochFile]:
         """Return the last claim of every run that has claimed an epoch. The last run comes first."""
         claims = self._files.read_all([epoch_path(k) for k in self._files.numbers(EPOCHS)], EpochFile)
-        found: dict[str, EpochFile] = {}
+        last_claims: dict[str, EpochFile] = {}
         for claim in reversed(claims):
-            found.setdefault(claim.run_id, claim)
-        return found
+            last_claims.setdefault(claim.run_id, claim)
+        return last_claims

@@ -30,16 +30,7 @@ from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, parse_location
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
-from coordinator_actor.durable.fencing import (
-    FENCE,
-    MANIFESTS,
-    Epochs,
-    RecordFiles,
-    numbered_path,
-    numbers_of,
-    place_in,
-    place_path,
-)
+from coordinator_actor.durable import fencing
 from coordinator_actor.durable.records import SavepointRecords
 
 # ``folds/<epoch>-<sequence>.json``: copies of many successive manifests in one object, for readers that begin.
@@ -65,7 +56,7 @@ class FoldFile(Struct, frozen=True):
 class ManifestFolds:
     """The folds of one query, as one process sees and extends them. ``_ids`` has the manifests of each, by its path."""
 
-    def __init__(self, files: RecordFiles) -> None:
+    def __init__(self, files: fencing.RecordFiles) -> None:
         self._files = files
         self._ids: dict[str, tuple[int, ...]] = {}
 
@@ -73,13 +64,13 @@ class ManifestFolds:
         """Return the manifests of all folds that are not known yet, as far as they can be read."""
         paths = [path for path, _ in self._files.storage.list(f"{FOLDS}/") if path not in self._ids]
         try:
-            found = self._files.read_all(paths, FoldFile)
+            folds = self._files.read_all(paths, FoldFile)
         except DamagedFileError as error:
             log.warning("Manifests are read one by one: %s", error)
             return []
-        for fold in found:
+        for fold in folds:
             self._note(fold)
-        return [manifest for fold in found for manifest in fold.manifests]
+        return [manifest for fold in folds for manifest in fold.manifests]
 
     def due(self, chain: Mapping[int, Manifest]) -> list[FoldFile]:
         """Return the folds to be written: of manifests of completed versions that are in no fold yet, by version."""
@@ -99,10 +90,10 @@ class ManifestFolds:
 
     def forget(self, kept: Collection[int]) -> list[str]:
         """Forget the folds that have none of these manifests. Return their paths."""
-        gone = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
-        for path in gone:
+        unneeded = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
+        for path in unneeded:
             del self._ids[path]
-        return gone
+        return unneeded
 
     def _note(self, fold: FoldFile) -> None:
         self._ids[_path(fold)] = tuple(manifest.id for manifest in fold.manifests)
@@ -110,7 +101,7 @@ class ManifestFolds:
 
 def _path(fold: FoldFile) -> str:
     newest = fold.manifests[-1]
-    return place_path(newest.epoch, newest.sequence).replace(MANIFESTS, FOLDS, 1)
+    return fencing.place_path(newest.epoch, newest.sequence).replace(fencing.MANIFESTS, FOLDS, 1)
 
 
 # ``rewritten/<version>-<unique>.json``: files of versions that were rewritten to remove some of their content.
@@ -144,13 +135,15 @@ class RewrittenFiles(Struct, frozen=True):
         return structs.replace(manifest, operators=operators)
 
     def _operator(self, entry: OperatorEntry) -> OperatorEntry:
-        held = entry.partitions
-        is_changed = any(held.head(p) in self.changelogs for p in held) or any(
-            ref.file.path in self.snapshots for refs in held.snapshots.values() for ref in refs
+        partitions = entry.partitions
+        is_changed = any(partitions.head(p) in self.changelogs for p in partitions) or any(
+            ref.file.path in self.snapshots for refs in partitions.snapshots.values() for ref in refs
         )
         if not is_changed:
             return entry
-        return structs.replace(entry, partitions=PartitionEntries.of({p: self._partition(held[p]) for p in held}))
+        return structs.replace(
+            entry, partitions=PartitionEntries.of({p: self._partition(partitions[p]) for p in partitions})
+        )
 
     def _partition(self, entry: PartitionEntry) -> PartitionEntry:
         return PartitionEntry(
@@ -193,28 +186,6 @@ class CheckpointPlace(Struct, frozen=True):
     def is_at(self, checkpoint_location: str) -> bool:
         """Return whether a location is this place, whatever its name: a link leads to the same place."""
         return _canonical(self.checkpoint_location) == _canonical(checkpoint_location)
-
-
-class CheckpointPlaces:
-    """The records of one state."""
-
-    def __init__(self, files: RecordFiles) -> None:
-        self._files = files
-
-    def newest(self) -> CheckpointPlace | None:
-        """Return the newest record, None for a state that does not record its checkpoint."""
-        numbers = self._files.numbers(CHECKPOINTS)
-        return self._files.read(numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
-
-    def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
-        """Write the record that follows ``previous``; return it, or the one that another process has written first."""
-        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
-        path = numbered_path(CHECKPOINTS, place.number)
-        try:
-            self._files.create(path, place)
-        except FileExistsInStorageError:
-            return self._files.read(path, CheckpointPlace)
-        return place
 
 
 def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, options: Mapping[str, str]) -> str:
@@ -268,8 +239,8 @@ class QueryFile(Struct, frozen=True):
 def manifest_path(manifest: Manifest) -> str:
     """Return the path of a manifest: by epoch and sequence, or by its id if an earlier release has written it."""
     if manifest.sequence:
-        return place_path(manifest.epoch, manifest.sequence)
-    return numbered_path(MANIFESTS, manifest.id)
+        return fencing.place_path(manifest.epoch, manifest.sequence)
+    return fencing.numbered_path(fencing.MANIFESTS, manifest.id)
 
 
 def schema_path(schema_id: str) -> str:
@@ -280,20 +251,19 @@ def schema_path(schema_id: str) -> str:
 class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
-    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
-    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
-    ``rewritten`` names the records of rewritten files, as the newest manifest does; ``chain`` applies them. ``damages``
-    has, by path, the faults of older manifests that ``refresh`` was to skip, and of the chain if it ``has_gaps``
-    because of them. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
+    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``folds`` copies of manifests.
+    ``manifests`` has those that were read, by id, as they were written. ``rewritten`` names the records of rewritten
+    files, as the newest manifest does; ``chain`` applies them. ``damages`` has, by path, the faults of older manifests
+    that ``refresh`` was to skip, and of the chain if it ``has_gaps`` because of them. ``_sequence`` is that of the last
+    manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
         self.storage = storage
         self.manifests: dict[int, Manifest] = {}
-        self._files = RecordFiles(storage)
-        self.epochs = Epochs(self._files, coordinator_id)
+        self._files = fencing.RecordFiles(storage)
+        self.epochs = fencing.Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
-        self.places = CheckpointPlaces(self._files)
         self.folds = ManifestFolds(self._files)
         self.rewritten: tuple[str, ...] = ()
         self.damages: dict[str, str] = {}
@@ -315,10 +285,10 @@ class ManifestLog:
         ends_run: bool = False,
     ) -> None:
         """Claim the next epoch, then read all manifests: in this order no acknowledged manifest can be missed."""
-        there = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
+        paths = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
         self._sequence = 0
         # If the newest is gone by now, another coordinator has claimed the state since: this one writes nothing more.
-        self._read(there)
+        self._read(paths)
 
     def refresh(
         self, folded: Callable[[], Iterable[Manifest]] | None = None, *, passes_over_damage: bool = False
@@ -331,28 +301,28 @@ class ManifestLog:
         newest one is recorded in ``damages`` instead. Without the newest, the valid ones among the others are unknown.
         Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is read.
         """
-        found: dict[str, DamagedFileError] = {}
-        damaged = found.__setitem__ if passes_over_damage else None
-        gone: str | None = None
+        errors: dict[str, DamagedFileError] = {}
+        damaged = errors.__setitem__ if passes_over_damage else None
+        missing: str | None = None
         for _ in range(LISTINGS):
-            listed = self.storage.list(f"{MANIFESTS}/")
+            listed = self.storage.list(f"{fencing.MANIFESTS}/")
             # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, the
             # older ones that still exist make a version that was once current, and no longer is.
-            gone = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
-            if gone is None:
+            missing = self._read((path for path, size in listed if size != len(fencing.FENCE)), folded, damaged)
+            if missing is None:
                 break
             folded = None
-        if gone is not None:
+        if missing is not None:
             raise MissingFileError(
-                f"{self.storage.full_location(gone)} was the newest manifest in a listing, and was gone before it was "
-                f"read, as those of {LISTINGS - 1} listings before: the storage answers slower than the query makes "
-                "versions. Try again."
+                f"{self.storage.full_location(missing)} was the newest manifest in a listing, and was gone before it "
+                f"was read, as those of {LISTINGS - 1} listings before: the storage answers slower than the query "
+                "makes versions. Try again."
             )
         head = self.head()
-        for path, error in found.items():
+        for path, error in errors.items():
             if head is None or not _is_older(path, head):
                 raise error
-        self.damages = {path: str(error) for path, error in sorted(found.items())}
+        self.damages = {path: str(error) for path, error in sorted(errors.items())}
 
     def _read(
         self,
@@ -361,13 +331,13 @@ class ManifestLog:
         damaged: Callable[[str, DamagedFileError], None] | None = None,
     ) -> str | None:
         """Read the manifests at some paths. Return the newest path if its manifest is gone, None if all is well."""
-        there = {path for path in paths if path.endswith(".json")}
-        if folded is None and len(there) > len(self.manifests) + FEW:
+        listed = {path for path in paths if path.endswith(".json")}
+        if folded is None and len(listed) > len(self.manifests) + FEW:
             folded = self.folds.read
         if folded is not None:
             copies = {manifest_path(copy): copy for copy in folded()}
-            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
-        missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
+            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & listed})
+        missing = sorted(listed - {manifest_path(manifest) for manifest in self.manifests.values()})
         broken: set[str] = set()
 
         def note(path: str, error: DamagedFileError) -> None:
@@ -379,9 +349,9 @@ class ManifestLog:
         # walking the chain would say so, unless it is the newest one.
         read = self._files.read_all(missing, Manifest, None if damaged is None else note)
         self.manifests.update({manifest.id: manifest for manifest in read})
-        newest = max(there, key=_age, default=None)
-        known = {manifest_path(manifest) for manifest in read}
-        return newest if newest in missing and newest not in known | broken else None
+        newest = max(listed, key=_age, default=None)
+        read_paths = {manifest_path(manifest) for manifest in read}
+        return newest if newest in missing and newest not in read_paths | broken else None
 
     def last_id(self) -> int:
         """Return the highest checkpoint id that was ever given to a manifest or a savepoint."""
@@ -404,16 +374,16 @@ class ManifestLog:
         self._records = {path: self._records.get(path) or self.record(path) for path in self.rewritten}
 
         def manifest(manifest_id: int) -> Manifest | None:
-            found = self.manifests.get(manifest_id)
-            if found is not None:
+            current = self.manifests.get(manifest_id)
+            if current is not None:
                 for record in self._records.values():
-                    found = record.of(found)
-            return found
+                    current = record.of(current)
+            return current
 
         def gap(child: Manifest, error: MissingFileError | DamagedFileError) -> Manifest | None:
             self.has_gaps = True
             if not self.damages:  # else these say why
-                self.damages = {f"{MANIFESTS}/": str(error)}
+                self.damages = {f"{fencing.MANIFESTS}/": str(error)}
             # The manifest written last before the missing one has the same versions below: a completed version does not
             # change, and a rollback first writes the version that it returns to again.
             older = [m for m in self.manifests.values() if m.id < (child.parent or 0)]
@@ -431,7 +401,7 @@ class ManifestLog:
     def has_news(self) -> bool:
         """Return whether storage has a manifest that is newer than all that are known. One listing."""
         newest = max(map(manifest_path, self.manifests.values()), default="")
-        return any(size != len(FENCE) for _, size in self.storage.list(f"{MANIFESTS}/", after=newest))
+        return any(size != len(fencing.FENCE) for _, size in self.storage.list(f"{fencing.MANIFESTS}/", after=newest))
 
     def obsolete_records(self, chain_from: int) -> list[str]:
         """Return the paths of the records that no manifest of a version from ``chain_from`` on needs."""
@@ -464,30 +434,45 @@ class ManifestLog:
             try:
                 self._files.create(path, placed)
             except FileExistsInStorageError:
-                there = self.storage.get(path)
-                if there == FENCE:
+                content = self.storage.get(path)
+                if content == fencing.FENCE:
                     raise self.epochs.fenced(path) from None
-                earlier = unseal(there, Manifest, self.storage.full_location(path))
-                self._take(earlier)
+                earlier = unseal(content, Manifest, self.storage.full_location(path))
+                self._note_written(earlier)
                 if manifest.id <= earlier.id:
                     counter.ensure_above(max(self.manifests))
                     manifest = msgspec.structs.replace(manifest, id=counter.get_and_increment())
                 continue
-            self._take(placed)
+            self._note_written(placed)
             return placed
 
-    def _take(self, written: Manifest) -> None:
+    def _note_written(self, written: Manifest) -> None:
         self.manifests[written.id] = written
         self.rewritten = written.rewritten
         self._sequence = written.sequence
 
     def _name(self, manifest_id: int) -> str:
         """Name a manifest for messages. If one is missing that an earlier one names, only its id is known."""
-        known = self.manifests.get(manifest_id)
-        if known is not None:
-            return self.storage.full_location(manifest_path(known))
+        manifest = self.manifests.get(manifest_id)
+        if manifest is not None:
+            return self.storage.full_location(manifest_path(manifest))
         after = min(manifest_path(m) for m in self.manifests.values() if m.id > manifest_id)
         return f"Manifest {manifest_id}, a file before {self.storage.full_location(after)} by its name,"
+
+    def newest_place(self) -> CheckpointPlace | None:
+        """Return the newest record of the checkpoint's place; None for a state that does not record it."""
+        numbers = self._files.numbers(CHECKPOINTS)
+        return self._files.read(fencing.numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
+
+    def record_place(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
+        """Write the record that follows ``previous``; return it, or the one that another process has written first."""
+        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
+        path = fencing.numbered_path(CHECKPOINTS, place.number)
+        try:
+            self._files.create(path, place)
+        except FileExistsInStorageError:
+            return self._files.read(path, CheckpointPlace)
+        return place
 
     def query_file(self) -> QueryFile | None:
         """Return ``query.json``, or None if it does not exist."""
@@ -529,16 +514,16 @@ def _is_schema(content: bytes, schema_id: str) -> bool:
 
 def _age(path: str) -> tuple[int, tuple[int, int]]:
     """Return the sort key of a manifest's path: those of earlier releases have no epoch in their names."""
-    place = place_in(path)
-    return (0, (numbers_of([path])[0], 0)) if place is None else (1, place)
+    place = fencing.place_in(path)
+    return (0, (fencing.numbers_of([path])[0], 0)) if place is None else (1, place)
 
 
 def _is_older(path: str, head: Manifest) -> bool:
     """Return, by its path, whether an unreadable manifest was written before another one."""
-    place = place_in(path)
+    place = fencing.place_in(path)
     if place is not None:
         return place < (head.epoch, head.sequence)
-    return bool(head.sequence) or numbers_of([path]) < [head.id]
+    return bool(head.sequence) or fencing.numbers_of([path]) < [head.id]
 
 
 # The schema history of an operator's versions.
@@ -550,8 +535,8 @@ def schema_history(chain: Mapping[int, Manifest], operator: str) -> list[tuple[s
     ``chain`` has a manifest per version, as many as are retained.
     """
     written = [(v, chain[v].operators[operator].schema_id) for v in sorted(chain) if operator in chain[v].operators]
-    found = []
+    stretches = []
     for schema_id, of_schema in groupby(written, key=lambda one: one[1]):
         versions = [version for version, _ in of_schema]
-        found.append((schema_id, versions[0], versions[-1]))
-    return found
+        stretches.append((schema_id, versions[0], versions[-1]))
+    return stretches

@@ -60,7 +60,7 @@ def move_checkpoint(
     is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
-    place = opened.log.places.newest()
+    place = opened.log.newest_place()
     if place is not None and place.is_at(opened.checkpoint.location):
         return opened.bound(is_new=False)
     if place is not None:
@@ -81,10 +81,11 @@ def move_checkpoint(
             f"{opened.state.location} is at version {head.version}: the checkpoint was not moved completely. "
             "Move its other files as well."
         )
-    made = opened.log.places.record(opened.checkpoint.location, place)
-    if not made.is_at(opened.checkpoint.location):
+    recorded = opened.log.record_place(opened.checkpoint.location, place)
+    if not recorded.is_at(opened.checkpoint.location):
         raise CheckpointPlaceError(
-            f"Another process has just moved the checkpoint of {opened.state.location} to {made.checkpoint_location}."
+            f"Another process has just moved the checkpoint of {opened.state.location} to "
+            f"{recorded.checkpoint_location}."
         )
     return opened.bound(is_new=True)
 
@@ -104,7 +105,7 @@ def fork_checkpoint(
     there is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
-    place = opened.log.places.newest()
+    place = opened.log.newest_place()
     if place is not None and place.is_at(opened.checkpoint.location):
         return opened.bound(is_new=False)
     spark = SparkCommits(opened.checkpoint)
@@ -126,7 +127,7 @@ def fork_checkpoint(
     copied = ManifestLog(state, "fork")
     if copied.query_file() is None:
         _copy(opened, state, progress)
-        copied.places.record(opened.checkpoint.location, None)
+        copied.record_place(opened.checkpoint.location, None)
         copied.ensure_query_file(msgspec.structs.replace(opened.query_file, query_id=query_id))
     else:
         _check_own_copy(opened, copied)
@@ -144,19 +145,19 @@ class _Opened:
         self.query_id = query_id_of(self.checkpoint)
         self.state = open_storage(f"{state_location.rstrip('/')}/{self.query_id}", options)
         self.log = ManifestLog(self.state, "checkpoint")
-        found = self.log.query_file()
-        if found is None:
+        query = self.log.query_file()
+        if query is None:
             raise MissingFileError(
                 f"{self.state.full_location(QUERY_FILE)} does not exist: there is no state of {checkpoint_location} "
                 f"below {state_location}. Give the directory of spark.statestore.location (state_location=). A "
                 "checkpoint that contains its state is moved and copied without this."
             )
-        if found.query_id != self.query_id:
+        if query.query_id != self.query_id:
             raise CheckpointPlaceError(
-                f"The state at {self.state.location} belongs to query {found.query_id}, and {checkpoint_location} is "
+                f"The state at {self.state.location} belongs to query {query.query_id}, and {checkpoint_location} is "
                 f"one of query {self.query_id}: this state was not made by it."
             )
-        self.query_file: QueryFile = found
+        self.query_file: QueryFile = query
         self.log.refresh()
 
     def bound(self, *, is_new: bool) -> BoundCheckpoint:
@@ -176,8 +177,8 @@ def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], 
 
     try:
         for directory in _COPIED:
-            there = {path for path, _ in target.list(directory)}
-            missing = [path for path, _ in source.list(directory) if path not in there]
+            copied = {path for path, _ in target.list(directory)}
+            missing = [path for path, _ in source.list(directory) if path not in copied]
             progress(f"copying {len(missing)} files of {source.full_location(directory)}")
             with ThreadPoolExecutor(_THREADS) as pool:
                 for _ in pool.map(copy, missing):

@@ -118,12 +118,12 @@ class CheckpointRecords:
         self._numbers = self._files.numbers(HISTORY)
         for number in reversed(self._numbers):
             try:
-                found = self._files.read_or_none(numbered_path(HISTORY, number), HistoryFile)
+                content = self._files.read_or_none(numbered_path(HISTORY, number), HistoryFile)
             except DamagedFileError as error:
                 log.warning("Checkpoints are missing in the history, which is for people only: %s", error)
                 continue
-            if found is not None:
-                return found.records
+            if content is not None:
+                return content.records
         return ()
 
     def write(self, records: tuple[CheckpointRecord, ...]) -> None:
@@ -135,13 +135,13 @@ class CheckpointRecords:
 
     def obsolete(self) -> list[str]:
         """Return the paths of the files that newer ones replace."""
-        known = sorted(self._numbers or ())
-        return [numbered_path(HISTORY, number) for number in known[:-KEPT_FILES]]
+        numbers = sorted(self._numbers or ())
+        return [numbered_path(HISTORY, number) for number in numbers[:-KEPT_FILES]]
 
     def forget(self, paths: list[str]) -> None:
         """Forget files that were removed."""
-        gone = set(paths)
-        self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in gone]
+        removed = set(paths)
+        self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in removed]
 
 
 def as_plain(record: CheckpointRecord) -> dict[str, Any]:
@@ -259,13 +259,13 @@ class LookupRecords:
 
     def batches(self) -> dict[str, list[int]]:
         """List the batches that have records, ascending, by the query that looked up. One listing."""
-        found: dict[str, list[int]] = {}
+        by_query: dict[str, list[int]] = {}
         for path, _ in self._files.storage.list(f"{LOOKUPS}/"):
             _, by, name = path.split("/", 2)
             number = name.removesuffix(".json")
             if name.endswith(".json") and number.isdecimal():
-                found.setdefault(by, []).append(int(number))
-        return {by: sorted(batches) for by, batches in found.items()}
+                by_query.setdefault(by, []).append(int(number))
+        return {by: sorted(batches) for by, batches in by_query.items()}
 
     def remove(self, by: str, batches: Sequence[int]) -> None:
         """Remove the records of batches."""
@@ -330,13 +330,13 @@ class SavepointRecords:
 
         The run may do no batch after the version of that savepoint.
         """
-        there = [path for path, _ in self._files.storage.list(f"{DIRECTORY}/")]
-        held = [r for r in self._read(numbers_of(there)) if r.stop and r.run_id == run_id]
-        return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in there), None)
+        paths = [path for path, _ in self._files.storage.list(f"{DIRECTORY}/")]
+        holds = [r for r in self._read(numbers_of(paths)) if r.stop and r.run_id == run_id]
+        return next((r for r in reversed(holds) if _released_path(r.checkpoint_id) not in paths), None)
 
-    def obsolete(self, held: int | None) -> list[str]:
-        """Return the paths of the records that are not kept; ``held`` is always kept."""
-        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != held]
+    def obsolete(self, stopping: int | None) -> list[str]:
+        """Return the paths of the records that are not kept; ``stopping`` is always kept."""
+        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != stopping]
         return [path for i in old for path in (savepoint_record_path(i), _released_path(i))]
 
     def release(self, checkpoint_id: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -127,6 +130,124 @@ class SparkCommits:
             raise DamagedFileError(
                 f"{where} does not say the times of its batch as Spark writes them: {error}"
             ) from error
+
+
+T = TypeVar("T")
+
+
+class _SingleFlight(Generic[T]):
+    """One request for all threads that ask for the same batch, and its answer until another batch is requested."""
+
+    def __init__(self, ask: Callable[[int], T]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._batch: int | None = None
+        self._answer: Future[T] = Future()
+
+    def at(self, batch_id: int) -> T:
+        """Return the answer for a batch. A false answer and an error are not kept: the next caller asks again."""
+        while True:
+            with self._lock:
+                is_ours = self._batch != batch_id
+                if is_ours:
+                    self._batch, self._answer = batch_id, Future()
+                answer = self._answer
+            if is_ours:
+                return self._asked(batch_id, answer)
+            # The thread that asked raises its error, and a False may be older than this call: then ask again.
+            if answer.exception() is None and (result := answer.result()):
+                return result
+
+    def _asked(self, batch_id: int, answer: Future[T]) -> T:
+        result: T | None = None
+        try:
+            result = self._ask(batch_id)
+        except BaseException as error:
+            self._forget(answer)
+            answer.set_exception(
+                error if isinstance(error, Exception) else RuntimeError("the thread that asked has ended")
+            )
+            raise
+        if not result:
+            self._forget(answer)
+        answer.set_result(result)
+        return result
+
+    def _forget(self, answer: Future[T]) -> None:
+        with self._lock:
+            if self._answer is answer:
+                self._batch = None
+
+
+class SparkLogs:
+    """Spark's ``commits/`` and ``offsets/`` as one run reads them: each question once, outside the lock of the run.
+
+    A batch waits for two writes, its changes and its manifest. Before them its first task needs two facts: the batch
+    before is committed, and the times of its own batch. The driver reports a committed batch while Spark plans the next
+    one, so that the first fact is known when the tasks come. Callers that need the same answer at the same time share
+    one request. Many threads may share an object; the lock of the run guards ``times_for_tasks`` alone.
+
+    ``uses_time``: an operator of the query uses times; otherwise they are not read. ``last_times`` are those that were
+    read last, for people; ``rose_at`` is when the current watermark was first read, by the clock of the coordinator.
+    """
+
+    def __init__(self, commits: SparkCommits, clock: Callable[[], float], *, uses_time: bool) -> None:
+        self._committed = _SingleFlight(commits.has)
+        self._times = _SingleFlight(commits.times)
+        self._clock = clock
+        self._uses_time = uses_time
+        self._last: tuple[int, BatchTimes] | None = None
+        self.rose_at: float | None = None
+
+    def has(self, batch_id: int) -> bool:
+        """Return whether Spark has committed a batch. During a run, a committed batch stays committed."""
+        return self._committed.at(batch_id)
+
+    def times(self, batch_id: int) -> BatchTimes:
+        """Return the times of a batch that Spark has planned. Raises the errors of ``SparkCommits.times``."""
+        return self._times.at(batch_id)
+
+    def look_ahead(self, batch_id: int, *, is_before_open: bool) -> None:
+        """Read what opening a batch needs, both at the same time: whether the batch before is committed, and the
+        batch's times.
+
+        Raises the errors of ``has`` and ``times``.
+        """
+        last = self._last
+        needs_times = self._uses_time and (last is None or last[0] != batch_id)
+        if not is_before_open:
+            if needs_times:
+                self.times(batch_id)
+        elif not needs_times:
+            self.has(batch_id - 1)
+        else:
+            with Pool(1) as pool:
+                times = pool.submit(self.times, batch_id)
+                self.has(batch_id - 1)
+                times.result()
+
+    def times_for_tasks(self, batch_id: int) -> BatchTimes | None:
+        """Return the times of a batch; None if no operator uses them. Raises what ``times`` raises."""
+        if not self._uses_time:
+            return None
+        if self._last is None or self._last[0] != batch_id:
+            times = self.times(batch_id)
+            if self.rose_at is None or times.watermark_ms != self.watermark_ms:
+                self.rose_at = self._clock()
+            self._last = (batch_id, times)
+        return self._last[1]
+
+    @property
+    def last_times(self) -> BatchTimes | None:
+        """Return the times that were read last."""
+        last = self._last
+        return None if last is None else last[1]
+
+    @property
+    def watermark_ms(self) -> int:
+        """Return the watermark of the batch whose times were read last, in ms since 1970; 0 without one."""
+        times = self.last_times
+        return 0 if times is None else times.watermark_ms
 
 
 class PlannedSources(NamedTuple):

@@ -9,33 +9,21 @@ from msgspec.structs import replace
 
 from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
-from backends.formats.manifest import Lineage, PartitionEntry
-from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.exceptions import (
-    BatchHeldError,
-    CoordinatorError,
-    InvalidRequestError,
-    LineageError,
-    StaleBatchError,
-    StaleOwnerError,
-    UnknownRunError,
-)
-from coordinator_actor.handlers.locations import Locations
-from coordinator_actor.handlers.owners import assigned
+from backends.formats.manifest import Lineage
+from coordinator_actor import exceptions
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
     BatchGrant,
     Completed,
-    LookedUp,
     OpenBatch,
     OpenGrant,
     Refused,
     SnapshotUploaded,
 )
 from coordinator_actor.run.holds import UPLOAD
-from coordinator_actor.run.owners import Assignment
 from coordinator_actor.run.state import QueryState
 
 # Completes the versions whose batches Spark has committed. The lock of the run is held in all calls.
@@ -59,19 +47,11 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
     ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may be
     that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
     """
-    completed = run.versions.completed
-    if batch_id == completed:
+    if batch_id == run.versions.completed:
         return
-    if batch_id < completed:
-        raise StaleBatchError(
-            f"Batch {batch_id} of run {run.run_id} is committed already; version {completed} is completed."
-        )
-    if batch_id != completed + 1:
-        raise InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: the last completed version is {completed}."
-        )
+    run.machine.require_next(batch_id)
     if not run.spark_logs.has(batch_id - 1):
-        raise InvalidRequestError(
+        raise exceptions.InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
             f"exist in {run.registration.checkpoint_location}, or no longer."
         )
@@ -103,65 +83,53 @@ class Batches:
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         trace = spans.batch(request.run_id, request.batch_id + 1)
         with spans.span("coordinator.open_batch", trace, host=request.host_id):
-            return self._open_batch(request)
+            run = self._runs.awaited(request.run_id)
+            run.look_ahead(request.batch_id)
+            with run.lock:
+                run.lifetime.require_current()
+                self._require_host(request.host_id, request.incarnation)
+                return self._open_batch(run, request)
 
-    def _open_batch(self, request: OpenBatch) -> BatchGrant:
-        run = self._runs.awaited(request.run_id)
-        batch_id = request.batch_id
-        run.look_ahead(batch_id)
-        with run.lock:
-            run.lifetime.require_current()
-            self._require_host(request.host_id, request.incarnation)
-            if batch_id < run.batch.highest_opened:
-                raise StaleBatchError(
-                    f"A task of batch {batch_id} is too late: "
-                    f"batch {run.batch.highest_opened} of run {run.run_id} has begun."
-                )
-            advance(self._runs, run, batch_id, is_own=True)
-            if run.savepoint_hold.holds(batch_id):
-                raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
-                    f"{run.savepoint_hold.batch_id}."
-                )
-            hold = run.rewriting.at(self._registries.clock())
-            if hold is not None and hold.holds(batch_id):
-                raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} rewrites files of its versions."
-                )
-            is_new = batch_id > run.batch.highest_opened
-            waiting = [task for task in request.waiting if run.has_partition(*task)]
-            assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
-            run.batch.begin(batch_id)
-            run.history.begun(batch_id + 1, self._registries.clock())
-            is_news = request.assignment != assignment.number
-            return BatchGrant(
-                version=batch_id,
-                epoch=run.manifests.epoch,
-                assignment=assignment.number,
-                registration=run.registration,
-                heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
-                hosts=assignment.hosts if is_news else (),
-                owners=dict(assignment.owners) if is_news else {},
-                times=run.times.at(batch_id),
-            )
+    def _open_batch(self, run: QueryState, request: OpenBatch) -> BatchGrant:
+        batch_id, machine = request.batch_id, run.machine
+        machine.require_newest(batch_id)
+        advance(self._runs, run, batch_id, is_own=True)
+        now = self._registries.clock()
+        machine.require_not_held(batch_id, now)
+        is_new = batch_id > machine.highest_opened
+        waiting = [task for task in request.waiting if run.has_partition(*task)]
+        assignment = assign_owners(self._registries, run, moves=is_new, waiting=waiting)
+        machine.open_batch(batch_id, now)
+        run.history.begun(batch_id + 1, now)
+        is_news = request.assignment != assignment.number
+        return BatchGrant(
+            version=batch_id,
+            epoch=run.manifests.epoch,
+            assignment=assignment.number,
+            registration=run.registration,
+            heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
+            hosts=assignment.hosts if is_news else (),
+            owners=dict(assignment.owners) if is_news else {},
+            times=run.spark_logs.times_for_tasks(batch_id),
+        )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         run = self._runs.get(run_id)
         run.lifetime.require_served()
         run.require_partition(operator, partition)
-        owner = assigned(self._registries, run).owner(operator, partition)
+        owner = assign_owners(self._registries, run).owner(operator, partition)
         # Without the lock of the run, which may be held over storage. Read the version first: the chain keeps it.
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
-        is_begun = run.may_be_committed(completed)
+        is_begun = run.machine.may_be_committed(completed)
         return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_begun=is_begun)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         run = self._runs.get(run_id)
         run.lifetime.require_served()
-        announced = run.announcements.to(host_id)
+        announced = run.announcement_to(host_id)
         if announced is None:
-            raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
+            raise exceptions.UnknownRunError(f"Run {run_id} is being registered; ask again.")
         return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
@@ -169,10 +137,12 @@ class Batches:
         with run.lock:
             run.require_partition(operator, partition)
             versions = run.versions
-            if use == UPLOAD and run.rewriting.at(self._registries.clock()) is not None:
-                raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are being rewritten.")
+            if use == UPLOAD and run.machine.rewriting.at(self._registries.clock()) is not None:
+                raise exceptions.BatchHeldError(
+                    f"No snapshot of run {run_id} is taken while its files are being rewritten."
+                )
             if version > versions.completed:
-                raise InvalidRequestError(
+                raise exceptions.InvalidRequestError(
                     f"Version {version} is not completed; {versions.completed} is the last one that is."
                 )
             if version not in versions.readable:
@@ -180,16 +150,16 @@ class Batches:
                     f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is "
                     f"no longer kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
                 )
-            found = versions.lineage(operator, partition, version)
+            lineage = versions.lineage(operator, partition, version)
             run.files_in_use.begin(
                 (operator, partition),
                 use,
                 self._registries.clock(),
-                is_rescaling=found.rescaled is not None,
+                is_rescaling=lineage.rescaled is not None,
                 # An upload reads no changelogs.
-                oldest=math.inf if use == UPLOAD else found.oldest,
+                oldest=math.inf if use == UPLOAD else lineage.oldest,
             )
-            return found
+            return lineage
 
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
         run = self._runs.awaited(run_id)
@@ -228,49 +198,47 @@ class Batches:
         # All of one version: those of an older one are rejected.
         trace = spans.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
-            return self._acknowledge_many(run_id, host_id, incarnation, messages)
+            run = self._runs.awaited(run_id)
+            with run.lock:
+                run.lifetime.require_current()
+                self._require_host(host_id, incarnation)
+                return self._acknowledge(run, host_id, messages)
 
-    def _acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    def _acknowledge(
+        self, run: QueryState, host_id: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
-        run = self._runs.awaited(run_id)
-        with run.lock:
-            run.lifetime.require_current()
-            self._require_host(host_id, incarnation)
-            current = run.assignment.current
-            for message in messages:
-                # A host that has changed a partition without an owner holds it.
-                if current is None or current.find(message.operator, message.partition) is None:
-                    run.assignment.report((message.operator, message.partition), host_id)
-            assignment = assigned(self._registries, run)
-            answers: dict[int, Acknowledged | Refused] = {}
-            changes: dict[TaskKey, PartitionEntry] = {}
-            taken: list[Acknowledge] = []
-            version = run.batch.highest_opened + 1
-            for i, message in enumerate(messages):
-                try:
-                    known = _checked(run, message, assignment)
-                except (CoordinatorError, StateStoreError) as error:
-                    answers[i] = Refused(type(error).__name__, str(error))
-                    continue
-                version = message.version
-                if known is None:
-                    changes[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
-                    taken.append(message)
-                else:
-                    answers[i] = known
-            accepted: Acknowledged | Refused
-            now = self._registries.clock()
+        current = run.assignment.current
+        for message in messages:
+            # A host that has changed a partition without an owner holds it.
+            if current is None or current.find(message.operator, message.partition) is None:
+                run.assignment.report((message.operator, message.partition), host_id)
+        assignment = assign_owners(self._registries, run)
+        answers: list[Acknowledged | Refused | None] = []
+        accepted: list[Acknowledge] = []
+        for message in messages:
+            task = (message.operator, message.partition)
             try:
-                durations = {(m.operator, m.partition): m.duration for m in messages}
-                stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
-                stages = {task: stage for task, stage in stages.items() if task in changes}
-                manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
-                accepted = Acknowledged(version, manifest_id)
-                run.history.acknowledged(version, taken, now)
-            except (CoordinatorError, StateStoreError) as error:
-                accepted = Refused(type(error).__name__, str(error))
-            return tuple(answers.get(i, accepted) for i in range(len(messages)))
+                run.require_partition(*task)
+                answer = run.machine.check_acknowledgement(message, assignment.owner(*task))
+            except (exceptions.CoordinatorError, StateStoreError) as error:
+                answers.append(_refused(error))
+                continue
+            run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
+            answers.append(answer)
+            if answer is None:
+                accepted.append(message)
+        outcome = self._accept(run, accepted) if accepted else Acknowledged(0, None)
+        return tuple(outcome if answer is None else answer for answer in answers)
+
+    def _accept(self, run: QueryState, messages: Sequence[Acknowledge]) -> Acknowledged | Refused:
+        """Take checked changes of one version. They all have one answer."""
+        version, now = messages[0].version, self._registries.clock()
+        try:
+            manifest_id = run.acknowledge(messages)
+        except (exceptions.CoordinatorError, StateStoreError) as error:
+            return _refused(error)
+        run.history.acknowledged(version, messages, now)
+        return Acknowledged(version, manifest_id)
 
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         moved = {}
@@ -290,9 +258,9 @@ class Batches:
 
     def _rebalance(self, run: QueryState) -> int:
         before = run.assignment.current
-        if before is None or run.batch.highest_opened >= run.versions.completed:
+        if before is None or run.machine.highest_opened >= run.versions.completed:
             return 0
-        after = assigned(self._registries, run, rebalance=True)
+        after = assign_owners(self._registries, run, rebalance=True)
         run.announce()
         return sum(after.find(*task) != before.find(*task) for task in run.tasks())
 
@@ -301,59 +269,5 @@ class Batches:
             self._registries.hosts.require(host_id, incarnation)
 
 
-def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged | None:
-    """Raise an error unless the changes may be taken.
-
-    Return the earlier answer if they were taken before, and that answer was lost; else None.
-    """
-    task = (message.operator, message.partition)
-    run.require_partition(*task)
-    owner = assignment.owner(*task)
-    if owner.host_id != message.host_id:
-        raise StaleOwnerError(
-            f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."
-        )
-    versions, batch = run.versions, run.batch
-    if message.version - 1 == versions.completed:
-        # The batch may have been opened before a restart of the coordinator, and the host has yet to report it.
-        batch.opened(versions.completed)
-    if message.version != batch.highest_opened + 1 or message.version <= versions.completed:
-        raise StaleBatchError(
-            f"Version {message.version} of run {run.run_id} cannot be committed: batch {batch.highest_opened} is the "
-            f"newest one opened, version {versions.completed} the last completed one."
-        )
-    base = versions.head(message.version - 1, *task)
-    if message.base != base:
-        raise LineageError(
-            f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with "
-            f"{base}."
-        )
-    run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
-    prepared = versions.chain.get(message.version)
-    if prepared is None or prepared.run_id != run.run_id:
-        return None
-    if not batch.is_taken(message.version, task, PartitionEntry(message.attempt, message.file)):
-        return None
-    return Acknowledged(message.version, prepared.id if batch.is_named(task) else None)
-
-
-# Lookups of one query in the state of another: the version that a batch reads, and its location.
-
-
-class Lookups:
-    """Answers the tasks of queries that look up."""
-
-    def __init__(self, registries: Registries, locations: Locations) -> None:
-        self._registries = registries
-        self._locations = locations
-
-    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
-        location = self._locations.locate(operator, query)
-        run = self._registries.runs.get(location.run_id)
-        run.lifetime.require_served()
-        try:
-            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
-        except VersionNotFoundError:
-            run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
-            raise
-        return LookedUp(location, record.version, record.at_ms)
+def _refused(error: Exception) -> Refused:
+    return Refused(type(error).__name__, str(error))

@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any
 
 from backends.background_loop import FailingLoop
-from backends.conf import StateStoreProviderId
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
+from coordinator_actor.handlers.owners import assign_owners, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -29,7 +28,6 @@ from coordinator_actor.messages import (
     HostReport,
     QueryRegistration,
     SavepointOrder,
-    SessionPlacement,
 )
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.threads import Apart
@@ -156,23 +154,23 @@ class Hosts:
             self._registries.needed()
             if hand_over is not None and hand_over.number > lease.hand_over.number:
                 lease.hand_over = hand_over
-            known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
-            over = {r for r in held if (known[r].lifetime.ended if r in known else self._runs.is_over(r))}
+            runs = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
+            over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
             said = lease.hand_over.exchanged.get(run.run_id, "")
             if run.run_id not in held or said == run.last_exchange:
-                run.rewriting.note_clean(host_id)
+                run.machine.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
-        for run_id, run in known.items():
-            announced = None if run_id in over else run.announcements.to(host_id)
+        for run_id, run in runs.items():
+            announced = None if run_id in over else run.announcement_to(host_id)
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
             if announced is not None and (
-                held[run_id] < announced.version or is_over or run.rewriting.is_to_be_told(now)
+                held[run_id] < announced.version or is_over or run.machine.rewriting.is_to_be_told(now)
             ):
                 completed.append(announced)
         # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
@@ -180,7 +178,7 @@ class Hosts:
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
         return HostOrders(
             known=lease.is_reported
-            and all(run_id in known or run_id in over or self._runs.is_expected(run_id) for run_id in held),
+            and all(run_id in runs or run_id in over or self._runs.is_expected(run_id) for run_id in held),
             completed=tuple(completed),
             unload_runs=tuple(run_id for run_id in held if run_id in over),
             savepoints=savepoints,
@@ -190,9 +188,7 @@ class Hosts:
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
             giving=giving,
             ended_runs=tuple(
-                run_id
-                for run_id, run in known.items()
-                if run.lifetime.stopped_at is not None and run.lifetime.is_served
+                run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served
             ),
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
         )
@@ -204,17 +200,17 @@ class Hosts:
         if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
             return []
         try:
-            return list(savepoints.orders_for(host_id, assigned(self._registries, run)))
+            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run)))
         finally:
             run.lock.release()
 
     def unregister_session(self, session_id: str) -> bool:
         return self._registries.end_session(session_id)
 
-    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> tuple[str, ...]:
         with self._registries.lock:
             if self._registries.has_ended(session_id):
-                return SessionPlacement()
+                return ()
             self._registries.placement_problems[session_id] = tuple(problems)
             self._registries.hosts.leave(session_id, leaving)
             runs = [run for run in self._runs.of_session(session_id) if run.lifetime.is_current]
@@ -223,7 +219,7 @@ class Hosts:
         needed = {host_id for run in runs for host_id in needed_by(run)}
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
         released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
-        return SessionPlacement(tuple(released))
+        return tuple(released)
 
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
         with self._registries.lock:
@@ -260,54 +256,20 @@ class Hosts:
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Record the batches that a host has opened and acknowledged, after a restart of the coordinator."""
-    run.batch.opened(report.opened.get(run.run_id, -1))
-    known: dict[int, dict[TaskKey, PartitionEntry]] = {}
+    run.machine.note_opened(report.opened.get(run.run_id, -1))
+    acknowledged: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
         task = (message.operator, message.partition)
         if message.run_id != run.run_id or message.version <= run.versions.completed:
             continue
         run.assignment.report(task, message.host_id, overrides=True)
-        if message.version not in known:
-            known[message.version] = run.batch.acknowledged(message.version)
+        if message.version not in acknowledged:
+            acknowledged[message.version] = run.machine.acknowledged(message.version)
         entry = PartitionEntry(message.attempt, message.file)
-        is_news = task not in known[message.version] or run.batch.is_newer(task, message.stage)
+        is_news = task not in acknowledged[message.version] or run.machine.is_newer(task, message.stage)
         # A known acknowledgement may still lack the stage of its task.
-        is_same = known[message.version].get(task) == entry
+        is_same = acknowledged[message.version].get(task) == entry
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
-            stages = {} if message.stage is None else {task: message.stage}
-            run.acknowledge(message.version, {task: entry}, stages=stages)
+            run.acknowledge([message])
             if is_news:
                 run.history.acknowledged(message.version, [message], now)
-
-
-# Spark's messages about active state store instances (Spark: ``StateStoreCoordinator``).
-
-
-class Instances:
-    """Reports and verifies which executor has which instance."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._lock = registries.lock
-        self._instances = registries.instances
-
-    def report_active_instance(
-        self,
-        provider_id: StateStoreProviderId,
-        host: str,
-        executor_id: str,
-        other_provider_ids: Sequence[StateStoreProviderId] = (),
-    ) -> list[StateStoreProviderId]:
-        with self._lock:
-            return self._instances.report(provider_id, host, executor_id, other_provider_ids)
-
-    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        with self._lock:
-            return self._instances.verify(provider_id, executor_id)
-
-    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
-        with self._lock:
-            return self._instances.location(provider_id)
-
-    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        with self._lock:
-            return self._instances.locations(provider_ids)

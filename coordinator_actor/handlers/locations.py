@@ -8,19 +8,21 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from backends.exceptions import VersionNotFoundError
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError, WrongOperatorError
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, RunningOperator
+from coordinator_actor.messages import KvStateLocationOracle, LookedUp, OperatorLocation, RunningOperator
 from coordinator_actor.run.state import QueryState
 
 
 class Locations:
     """Finds the owners of operators' partitions.
 
-    Takes the lock of no run: that may be held during requests to storage, and clients must not wait for it.
+    Only ``look_up`` takes the lock of a run: that may be held during requests to storage, and clients must not wait for
+    it.
     """
 
     def __init__(self, registries: Registries) -> None:
@@ -30,9 +32,9 @@ class Locations:
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
-        found = [run for run in named if run.operator(operator) is not None]
-        found = _meant(found)
-        if not found:
+        runs = [run for run in named if run.operator(operator) is not None]
+        runs = _meant(runs)
+        if not runs:
             is_final = query is not None and any(run.lifetime.is_current for run in named)
             if not is_final:
                 self._require_not_ended(operator, query, served)
@@ -46,18 +48,18 @@ class Locations:
             where = "No running query" if query is None else f"No running query {query!r}"
             message = f"{where} has an operator {operator!r}; operators that exist: {exist}."
             raise WrongOperatorError(message) if is_final else UnknownOperatorError(message)
-        if len(found) > 1:
+        if len(runs) > 1:
             names = ", ".join(
-                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in found
+                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in runs
             )
             raise WrongOperatorError(
                 f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
                 f"or run id: {names}."
             )
-        run = found[0]
+        run = runs[0]
         spec = run.operator(operator)
         assert spec is not None
-        assignment = assigned(self._registries, run)
+        assignment = assign_owners(self._registries, run)
         return OperatorLocation(
             run.registration.query_id,
             run.run_id,
@@ -67,6 +69,18 @@ class Locations:
             run.versions.completed,
             tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
         )
+
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        # May wait for storage, unlike the other messages here. A batch of another query asks.
+        location = self.locate(operator, query)
+        run = self._runs.get(location.run_id)
+        run.lifetime.require_served()
+        try:
+            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
+        except VersionNotFoundError:
+            run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
+            raise
+        return LookedUp(location, record.version, record.at_ms)
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
@@ -112,11 +126,11 @@ class Locations:
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         served = self._runs.served()
         location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
-        found = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
-        if not found:
+        runs = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
+        if not runs:
             return None
-        run = found[0]
-        assignment = assigned(self._registries, run)
+        run = runs[0]
+        assignment = assign_owners(self._registries, run)
         registration = run.registration
         owners = {
             name: [assignment.owner(name, p) for p in range(len(places))] for name, places in assignment.owners.items()
@@ -172,7 +186,7 @@ class Figures:
             ]
             now = self._registries.clock()
             runs = [(run, now - run.lifetime.driver_seen) for run in self._runs.by_id.values()]
-            instances = self._registries.instances.describe()
+            instances = self._registries.instances.describe_instances()
             failing = [
                 {"process": process, **to_builtins(loop)}
                 for process, reported, loops in self._registries.failing.values()
@@ -215,7 +229,7 @@ class Figures:
 
 
 def _described(run: QueryState) -> dict[str, Any]:
-    registration, versions, pending = run.registration, run.versions, run.batch.pending
+    registration, versions, pending = run.registration, run.versions, run.machine.pending
     records = run.history.records()
     began = run.spark.began(versions.completed, pending)
     return {
@@ -238,7 +252,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "backends": {o.name: o.backend for o in registration.operators},
         "schemas": {o.name: o.schema for o in registration.operators},
         "schema_history": {o.name: schema_history(versions.chain, o.name) for o in registration.operators},
-        "watermark_rose_at": run.times.rose_at,
+        "watermark_rose_at": run.spark_logs.rose_at,
         "input": None if run.spark.pace is None else to_builtins(run.spark.pace),
-        "batch_times": None if run.times.last is None else to_builtins(run.times.last),
+        "batch_times": None if run.spark_logs.last_times is None else to_builtins(run.spark_logs.last_times),
     }

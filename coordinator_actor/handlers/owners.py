@@ -20,17 +20,12 @@ from backends.conf import StateStoreId, StateStoreProviderId
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.messages import HostInfo, WarmUp
-from coordinator_actor.run.owners import Assignment, NewOwners, assign
+from coordinator_actor.messages import WarmUp
+from coordinator_actor.run.owners import Assignment, SessionHosts
 from coordinator_actor.run.state import QueryState
 
-WARM_VERSIONS = 10
-"""A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
-partition.
-"""
 
-
-def assigned(
+def assign_owners(
     registries: Registries,
     run: QueryState,
     *,
@@ -47,7 +42,7 @@ def assigned(
     """
     with run.assignment.lock:
         began, before = spans.now(), run.assignment.current
-        after = _assigned(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
+        after = _assign_owners(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
         if spans.is_on() and after is not before:
             _trace(run, began, before, after)
         return after
@@ -61,116 +56,40 @@ def _trace(run: QueryState, began: int, before: Assignment | None, after: Assign
     spans.finished("coordinator.assign", trace, began, moved=moved, planned=planned, num_hosts=len(after.hosts))
 
 
-def _assigned(
+def _assign_owners(
     registries: Registries, run: QueryState, *, moves: bool, rebalance: bool, waiting: Collection[TaskKey]
 ) -> Assignment:
-    held = run.assignment
+    ownership, before, completed = run.assignment, run.assignment.current, run.versions.completed
     with registries.lock:
-        current, generation = held.current, registries.hosts.generation
-        reporting = held.awaits_reports and registries.expects_reports()
-        moving = {} if reporting or current is None or not moves else _ready(registries, run, current)
-        if (
-            current is not None
-            and current.generation == generation
-            and not moving
-            and not (held.is_unbalanced and not reporting)
-            and not (rebalance and held.planned)
-            and not (current.is_partial and _may_be_completed(current, held.reports, waiting, reporting=reporting))
-        ):
-            return current
-        nodes = registries.hosts.nodes_of_session(run.registration.session_id)
-        if not nodes:
-            raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
-        staying = registries.hosts.staying(run.registration.session_id)
-        infos = [registries.hosts.leases[host_id].info for host_id in nodes]
-        reported = registries.hosts.reported(run.run_id) if current is None or current.is_partial else ()
-        owned = {**registries.hosts.holders(run.run_id), **held.reported}
-    tasks = list(run.tasks())
-    if current is not None:
-        owned.update({t: owner.host_id for t in tasks if (owner := current.find(*t)) is not None})
-        # The host that was to get the partition of a lost host may have loaded it.
-        owned.update({t: receiver for t, receiver in held.planned.items() if owned.get(t) not in nodes})
-    before = {task: host_id for task, host_id in owned.items() if host_id in nodes}
-    names = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
-    known = {name: host_id for name, task in names.items() if (host_id := moving.get(task, before.get(task)))}
-    # Only kept or awaited partitions are placed, so that each host has its share of those.
-    wanted = set(waiting)
-    placed = [name for name, task in names.items() if not reporting or name in known or task in wanted]
-    salt = run.registration.query_id
-    at_once = rebalance and not reporting
-    owners = _placed(placed, nodes, staying, known, salt, rebalance=at_once)
-    target = owners if reporting or at_once else assign(placed, staying, owners, rebalance=True, salt=salt)
-    planned = {names[name]: host_id for name, host_id in target.items() if owners[name] != host_id}
-    # Another coordinator, or this one after a restart, must not give the same number to another assignment.
-    number = (run.manifests.epoch << 20) + 1 if current is None else current.number + 1
-    by_task = {task: owners.get(name) for name, task in names.items()}
-    assignment = Assignment.of(number, generation, infos, by_task, held.reports)
-    location = run.registration.checkpoint_location
-    new: dict[str, set[TaskKey]] = {}
-    with registries.lock:
-        for task in tasks:
-            owner = assignment.find(*task)
-            former = None if current is None else current.find(*task)
-            if owner is None:
-                continue
-            if former is None or former.host_id != owner.host_id:
-                instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
-                registries.instances.report(instance, owner.ip, owner.host_id)
-            # Another incarnation of a host has none of the partitions that the host has owned.
-            has_it = before.get(task) == owner.host_id if former is None else _same(former, owner)
-            if not has_it:
-                new.setdefault(owner.host_id, set()).add(task)
-    completed = run.versions.completed
-    # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
-    givers = [*before.items(), *reported]
-    given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
-    held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
-    earlier = held.new_owners.of_host if held.new_owners.version == completed else {}
-    held.new_owners = NewOwners(
+        hosts, session_id = registries.hosts, run.registration.session_id
+        is_reporting = ownership.awaits_reports and registries.expects_reports()
+        ready: Mapping[TaskKey, str] = {}
+        if moves and not is_reporting and ownership.planned:
+            ready = ownership.ready_moves({h: lease.hand_over for h, lease in hosts.leases.items()}, completed)
+        is_valid = ownership.is_valid(hosts.generation, is_reporting=is_reporting, rebalance=rebalance, waiting=waiting)
+        if before is not None and is_valid and not ready:
+            return before
+        infos = {host_id: hosts.leases[host_id].info for host_id in hosts.nodes_of_session(session_id)}
+        if not infos:
+            raise UnknownHostError(f"No state store host of session {session_id} is alive.")
+        session = SessionHosts(hosts.generation, infos, hosts.staying(session_id), hosts.reported(run.run_id))
+    after = ownership.assign(
+        session,
+        ready,
         completed,
-        {
-            host_id: frozenset(new.get(host_id, set()) | earlier.get(host_id, frozenset()).intersection(owned_now))
-            for host_id, owned_now in assignment.of_host.items()
-        },
+        run.manifests.epoch,
+        is_reporting=is_reporting,
+        rebalance=rebalance,
+        waiting=waiting,
     )
-    held.change(assignment, None if reporting else planned)
-    return assignment
-
-
-def _same(one: HostInfo, other: HostInfo) -> bool:
-    return (one.host_id, one.incarnation) == (other.host_id, other.incarnation)
-
-
-def _placed(
-    partitions: Collection[str],
-    nodes: Mapping[str, str],
-    staying: Mapping[str, str],
-    known: Mapping[str, str],
-    salt: str,
-    *,
-    rebalance: bool,
-) -> dict[str, str]:
-    """Return the owner of each partition: those that are free go to hosts that stay."""
-    if rebalance:
-        return assign(list(partitions), staying, known, rebalance=True, salt=salt)
-    leaving = {name: host_id for name, host_id in known.items() if host_id not in staying and host_id in nodes}
-    rest = assign([name for name in partitions if name not in leaving], staying, known, salt=salt)
-    return {name: leaving.get(name) or rest[name] for name in partitions}
-
-
-def _ready(registries: Registries, run: QueryState, current: Assignment) -> dict[TaskKey, str]:
-    """Return the planned moves that can be made now, each with its new owner. The registries are locked."""
-    ready, leases, completed = {}, registries.hosts.leases, run.versions.completed
-    for task, receiver in run.assignment.planned.items():
-        owner = current.find(*task)
-        giver = None if owner is None else leases.get(owner.host_id)
-        lease = leases.get(receiver)
-        if giver is None or lease is None or run.run_id not in giver.hand_over.giving:
-            continue
-        warm = lease.hand_over.warm.get(run.run_id, {}).get(task[0], {}).get(task[1])
-        if warm is not None and warm >= completed - WARM_VERSIONS:
-            ready[task] = receiver
-    return ready
+    location = run.registration.checkpoint_location
+    with registries.lock:
+        for task in run.tasks():
+            owner, former = after.find(*task), None if before is None else before.find(*task)
+            if owner is not None and (former is None or former.host_id != owner.host_id):
+                instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
+                registries.instances.report_active_instance(instance, owner.ip, owner.host_id)
+    return after
 
 
 def plan_moves(registries: Registries, run: QueryState) -> None:
@@ -178,17 +97,17 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
 
     Does not wait: a thread that works on the run may wait for storage. Plans nothing before all partitions have owners.
     """
-    held = run.assignment
-    if not held.is_made:
+    ownership = run.assignment
+    if not ownership.is_made:
         return
     with suppress(UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
-            assigned(registries, run)
-        if held.planned and run.lock.acquire(blocking=False):
+            assign_owners(registries, run)
+        if ownership.planned and run.lock.acquire(blocking=False):
             try:
-                before = held.current
-                is_idle = run.lifetime.is_current and run.batch.highest_opened < run.versions.completed
-                if is_idle and assigned(registries, run, moves=True) is not before:
+                before = ownership.current
+                is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
+                if is_idle and assign_owners(registries, run, moves=True) is not before:
                     run.announce()
             finally:
                 run.lock.release()
@@ -208,9 +127,9 @@ def _spread(registries: Registries, run: QueryState) -> bool:
     if has_copies or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
         return False
     try:
-        is_untouched = run.batch.highest_opened < 0
+        is_untouched = run.machine.highest_opened < 0
         if is_untouched:
-            assigned(registries, run, rebalance=True)
+            assign_owners(registries, run, rebalance=True)
         return is_untouched
     finally:
         run.lock.release()
@@ -232,13 +151,13 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 def gives(run: QueryState, host_id: str) -> bool:
     """Return whether partitions of a host are to move, or have moved and the host knows no later version yet."""
-    held, announced = run.assignment, run.announcements.to(host_id)
-    with held.lock:
-        current = held.current
-        if announced is not None and held.given.get(host_id, -1) >= announced.version:
+    ownership, announced = run.assignment, run.announcement_to(host_id)
+    with ownership.lock:
+        current = ownership.current
+        if announced is not None and ownership.givers.get(host_id, -1) >= announced.version:
             return True
         return current is not None and any(
-            owner.host_id == host_id for task in held.planned if (owner := current.find(*task)) is not None
+            owner.host_id == host_id for task in ownership.planned if (owner := current.find(*task)) is not None
         )
 
 
@@ -248,13 +167,8 @@ def needed_by(run: QueryState) -> set[str]:
     These tasks know the hosts of the time when the batch began. Needs no lock of the run.
     """
     with run.assignment.lock:
-        current, given = run.assignment.current, dict(run.assignment.given)
+        current, givers = run.assignment.current, dict(run.assignment.givers)
     owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
     completed = run.versions.completed
-    asked = {host_id for host_id, at in given.items() if at >= completed}
-    return owning | asked if run.batch.highest_opened >= completed else owning
-
-
-def _may_be_completed(current: Assignment, reports: int, waiting: Collection[TaskKey], *, reporting: bool) -> bool:
-    """Return whether partitions without an owner can have one now."""
-    return not reporting or current.reports != reports or any(current.find(*task) is None for task in waiting)
+    asked = {host_id for host_id, at in givers.items() if at >= completed}
+    return owning | asked if run.machine.highest_opened >= completed else owning

@@ -17,7 +17,7 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
 from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
@@ -58,10 +58,10 @@ class Queries:
         with self._registries.lock:
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
-            known = self._runs.find(registration.run_id)
-            if known is not None:
-                known.lifetime.seen(self._registries.clock())
-                return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
+            run = self._runs.find(registration.run_id)
+            if run is not None:
+                run.lifetime.driver_seen = self._registries.clock()
+                return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
             trace = spans.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
                 answer = self._register(registration, initial)
@@ -119,11 +119,11 @@ class Queries:
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
-        self._runs.add(run, savepoints, was_over=was_over)
+        self._runs.register_run(run, savepoints, was_over=was_over)
         if run.versions.completed and not was_known:
             # Hosts load existing state while Spark plans the first batch.
             with suppress(UnknownHostError):
-                assigned(self._registries, run)
+                assign_owners(self._registries, run)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,
@@ -139,7 +139,7 @@ class Queries:
             with other.lock:
                 if other.lifetime.is_current:
                     try:
-                        other.batch.wait_no_more()
+                        other.name_repeats()
                     except FencedError:
                         log.info("Run %s was already replaced in another cluster", other.run_id)
 
@@ -163,7 +163,7 @@ class Queries:
         """Renew the lease of a run. Return whether the run is known: registered, or permanently over."""
         run = self._runs.find(run_id)
         if run is not None and not run.lifetime.ended:
-            run.lifetime.seen(self._registries.clock())
+            run.lifetime.driver_seen = self._registries.clock()
             self._registries.needed()
         return run is not None or self._runs.is_over_for_good(run_id)
 
@@ -172,17 +172,17 @@ class Queries:
     ) -> bool:
         with self._registries.lock:
             run = self._runs.find(run_id)
-            known = self._renewed(run_id)
+            is_known = self._renewed(run_id)
         if run is None or run.lifetime.ended:
-            return known
+            return is_known
         with run.lock:
             try:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
                 catch_up(self._runs, run)
                 if not is_stopping:
-                    run.savepoint_hold.end_recorded()
+                    run.end_recorded_hold()
             finally:  # failing storage must not hide the batch
-                run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
+                run.spark.record_heartbeat(is_at_work, run.versions.completed, self._registries.clock())
                 run.spark.pace = pace
         return True
 
@@ -231,7 +231,7 @@ class Queries:
             if run.lifetime.is_current:
                 self._finish(run)
                 self._runs.stop(run)
-            run.lifetime.seen(self._registries.clock())
+            run.lifetime.driver_seen = self._registries.clock()
             return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
 
     def _take_up_ended(self, registration: QueryRegistration) -> RegisteredQuery:
@@ -255,7 +255,7 @@ class Queries:
         if completed not in run.versions.chain:
             return RegisteredQuery(f"Version {completed} of run {run_id} has no manifest.", 0, completed)
         run.stop(self._registries.clock())
-        self._runs.add_stopped(run)
+        self._runs.register_ended_run(run)
         log.info("Run %s, whose query has ended, can be read at version %d", run_id, completed)
         return RegisteredQuery(None, newest.epoch, completed)
 
@@ -273,7 +273,7 @@ class Queries:
                 by = "no run" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
+            exchange, served = run.last_exchange, run.versions.chain.get(run.versions.completed)
             # The served version may get another manifest: files were exchanged, as when keys are forgotten, or some
             # tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
@@ -283,9 +283,9 @@ class Queries:
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
                     current = run.versions.chain.get(completed)
-                    is_same = known is not None and current is not None and known.version == current.version
-                    if run.last_exchange != exchange or (is_same and known != current):
-                        run.rewriting.exchanged(self._registries.clock())
+                    is_same = served is not None and current is not None and served.version == current.version
+                    if run.last_exchange != exchange or (is_same and served != current):
+                        run.machine.rewriting.exchanged(self._registries.clock())
         if run.looked_at is not None:
             run.looked_at = began
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
@@ -317,9 +317,9 @@ class Queries:
         with self._registries.lock:
             return [r for r in self._runs.by_id.values() if now - r.lifetime.driver_seen > self._conf.driver_timeout]
 
-    def forget(self, gone: Sequence[QueryState]) -> None:
+    def forget(self, overdue: Sequence[QueryState]) -> None:
         """End runs whose leases are over. Not to be called under the lock of the registries."""
-        for run in gone:
+        for run in overdue:
             # Not permanently: a machine may have slept, and the driver (only the driver) may bring the run back.
             log.warning("The driver of run %s has sent no heartbeat; the run is forgotten", run.run_id)
             self._runs.forget(run, LEASE_OVER)

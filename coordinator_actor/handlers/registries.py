@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,14 +13,8 @@ from types import MappingProxyType
 from backends.background_loop import FailingLoop
 from backends.conf import StateStoreProviderId
 from backends.host_memory import BoundedDict
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.exceptions import (
-    ReplacedHostError,
-    RetiredRunError,
-    UnknownHostError,
-    UnknownQueryError,
-    UnknownRunError,
-)
 from coordinator_actor.messages import HandOver, HostInfo, QueryRegistration
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
@@ -35,74 +29,68 @@ Executor = tuple[str, str]
 
 
 class InstanceRegistry:
-    """The providers that each executor has loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
+    """The providers that each executor has loaded, and the messages about them (Spark: ``StateStoreCoordinator``).
 
-    Instances are kept by run, because the instances of a run are removed together and other runs may have many.
+    The debug messages are Spark's. Instances are kept by run, because the instances of a run are removed together and
+    other runs may have many. ``lock`` guards everything here; see ``Registries``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self._runs: dict[str, dict[StateStoreProviderId, Executor]] = {}
         self._executors: dict[Executor, Executor] = {}
 
-    def report(
+    def report_active_instance(
         self,
         provider_id: StateStoreProviderId,
         host: str,
         executor_id: str,
-        others: Iterable[StateStoreProviderId] = (),
+        other_provider_ids: Sequence[StateStoreProviderId] = (),
     ) -> list[StateStoreProviderId]:
-        """Make an instance active at an executor. Return those of ``others`` that are active elsewhere by now.
+        # As in Spark, an instance that no executor has reported stays: a restarted coordinator knows none at first.
+        with self._lock:
+            # One tuple per executor, not one per instance.
+            executor = self._executors.setdefault((host, executor_id), (host, executor_id))
+            self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
+            log.debug("Reported state store %s is active at %s", provider_id, executor_id)
+            return [o for o in other_provider_ids if self._executor_of(o) not in (None, executor)]
 
-        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows none at first.
-        """
-        # One tuple per executor, not one per instance.
-        executor = self._executors.setdefault((host, executor_id), (host, executor_id))
-        self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
-        log.debug("Reported state store %s is active at %s", provider_id, executor_id)
-        return [o for o in others if (held := self._held(o)) is not None and held != executor]
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        with self._lock:
+            executor = self._executor_of(provider_id)
+        is_active = executor is not None and executor[1] == executor_id
+        log.debug("Verified that state store %s is active: %s", provider_id, is_active)
+        return is_active
 
-    def verify(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Return whether an executor has the active instance."""
-        return self.verify_many((provider_id,), executor_id)[0]
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        return self.get_locations((provider_id,))[0]
 
-    def verify_many(self, provider_ids: Sequence[StateStoreProviderId], executor_id: str) -> list[bool]:
-        """Return for each instance whether an executor has it, in the order asked."""
-        responses = [(held := self._held(p)) is not None and held[1] == executor_id for p in provider_ids]
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        with self._lock:
+            executors = [self._executor_of(provider_id) for provider_id in provider_ids]
+        locations = [None if executor is None else f"executor_{executor[0]}_{executor[1]}" for executor in executors]
         if log.isEnabledFor(logging.DEBUG):
-            for provider_id, response in zip(provider_ids, responses, strict=True):
-                log.debug("Verified that state store %s is active: %s", provider_id, response)
-        return responses
-
-    def location(self, provider_id: StateStoreProviderId) -> str | None:
-        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
-        return self.locations((provider_id,))[0]
-
-    def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """Return ``location`` of each instance, in the order asked."""
-        found = [None if (held := self._held(p)) is None else f"executor_{held[0]}_{held[1]}" for p in provider_ids]
-        if log.isEnabledFor(logging.DEBUG):
-            for provider_id, location in zip(provider_ids, found, strict=True):
+            for provider_id, location in zip(provider_ids, locations, strict=True):
                 log.debug("Got location of the state store %s: %s", provider_id, location)
-        return found
-
-    def of_run(self, run_id: str) -> list[StateStoreProviderId]:
-        """Return the active instances of a run."""
-        return list(self._runs.get(run_id, ()))
+        return locations
 
     def deactivate(self, run_id: str) -> None:
         """Forget the instances of a run."""
-        gone = self._runs.pop(run_id, {})
-        if not self._runs:
-            self._executors.clear()
+        with self._lock:
+            instances = self._runs.pop(run_id, {})
+            if not self._runs:
+                self._executors.clear()
         if log.isEnabledFor(logging.DEBUG):
-            ids = ", ".join(map(str, gone))
+            ids = ", ".join(map(str, instances))
             log.debug("Deactivating instances related to checkpoint location %s: %s", run_id, ids)
 
-    def describe(self) -> list[dict[str, str]]:
+    def describe_instances(self) -> list[dict[str, str]]:
         """Return all active instances, for people."""
-        return [{"id": str(p), "host": h, "executor_id": e} for run in self._runs.values() for p, (h, e) in run.items()]
+        with self._lock:
+            runs = [(p, h, e) for run in self._runs.values() for p, (h, e) in run.items()]
+        return [{"id": str(p), "host": h, "executor_id": e} for p, h, e in runs]
 
-    def _held(self, provider_id: StateStoreProviderId) -> Executor | None:
+    def _executor_of(self, provider_id: StateStoreProviderId) -> Executor | None:
         run = self._runs.get(provider_id.query_run_id)
         return None if run is None else run.get(provider_id)
 
@@ -166,9 +154,11 @@ class RunRegistry:
         with self._lock:
             run = self.by_id.get(run_id)
             if run is None and self.is_over_for_good(run_id):
-                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
+                raise exceptions.RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
         if run is None:
-            raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
+            raise exceptions.UnknownRunError(
+                f"Run {run_id} is not registered with this coordinator; it must be registered again."
+            )
         return run
 
     def awaited(self, run_id: str) -> QueryState:
@@ -229,15 +219,17 @@ class RunRegistry:
         Raises ``UnknownQueryError`` if there is none, or more than one.
         """
         running = self.current()
-        found = [run for run in running if run.is_named(query)]
-        if or_ended and not found:
-            found = [run for run in self.served() if run.is_named(query)]
-        if len(found) != 1:
+        named = [run for run in running if run.is_named(query)]
+        if or_ended and not named:
+            named = [run for run in self.served() if run.is_named(query)]
+        if len(named) != 1:
             names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
             exist = ", ".join(names) or "none"
-            how_many = "Several running queries are" if found else "No running query with state is"
-            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id.")
-        return found[0]
+            how_many = "Several running queries are" if named else "No running query with state is"
+            raise exceptions.UnknownQueryError(
+                f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id."
+            )
+        return named[0]
 
     # -- runs that are over --------------------------------------------------------------------
 
@@ -264,9 +256,9 @@ class RunRegistry:
     def lost(self) -> list[OverRun]:
         """Return the runs whose drivers were lost while their queries ran, and that were not started again since."""
         with self._lock:
-            there = {run.registration.state_location for run in self.by_id.values()}
-            found = {e.registration.state_location: e for e in self._ended.values()}  # of a location, the last one
-        return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
+            registered = {run.registration.state_location for run in self.by_id.values()}
+            last_runs = {e.registration.state_location: e for e in self._ended.values()}  # of a location, the last one
+        return [e for at, e in last_runs.items() if e.why == LEASE_OVER and e.was_running and at not in registered]
 
     def at_location(self, state_location: str) -> list[QueryState]:
         """Return the registered runs whose state is at ``state_location``."""
@@ -275,7 +267,7 @@ class RunRegistry:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def add(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
+    def register_run(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
         """Register a run that has claimed its state. Runs on the same state are replaced, and end.
 
         ``was_over``: the run was permanently over when its registration began. Raises ``RetiredRunError`` if the run
@@ -284,7 +276,9 @@ class RunRegistry:
         run_id, location = run.run_id, run.registration.state_location
         with self._lock:
             if not was_over and self.is_over_for_good(run_id):
-                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered.")
+                raise exceptions.RetiredRunError(
+                    f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered."
+                )
             replaced = self._retire(location, run_id)
             self.by_id[run_id] = run
             self._changed.notify_all()
@@ -305,7 +299,7 @@ class RunRegistry:
         self.end(run, why)
         self.remember_over(run.run_id, LEASE_OVER)
 
-    def add_stopped(self, run: QueryState) -> None:
+    def register_ended_run(self, run: QueryState) -> None:
         """Register the last run on a state, whose query has ended, so that it can be read.
 
         Earlier ones are replaced, and end.
@@ -316,7 +310,7 @@ class RunRegistry:
         with self._lock:
             running = next((other for other in self.at_location(location) if other.lifetime.is_current), None)
             if running is not None:
-                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
+                raise exceptions.RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
             replaced = self._retire(location, run.run_id)
             self.by_id[run.run_id] = run
             self._changed.notify_all()
@@ -327,7 +321,7 @@ class RunRegistry:
         """Replace the runs on a state, and return them. The lock is held."""
         replaced = self.at_location(location)
         for other in replaced:
-            other.lifetime.retire(run_id)
+            other.lifetime.retired_by = run_id
             if other.lifetime.stopped_at is not None:  # its driver has already reported its end
                 del self.by_id[other.run_id]
                 self._over[other.run_id] = f"replaced by {run_id}"
@@ -342,7 +336,7 @@ class RunRegistry:
     def end(self, run: QueryState, why: str) -> None:
         """End a run: nothing of it is active or pending any more, and it can no longer be read."""
         was_running = run.lifetime.is_current
-        run.lifetime.end()
+        run.lifetime.ended = True
         with self._lock:
             at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
             self._ended[run.run_id] = OverRun(run.registration, at, why, was_running)
@@ -360,9 +354,8 @@ class RunRegistry:
             return self._failures.get(run_id, "")
 
     def _end_work(self, run: QueryState, why: str) -> None:
-        with self._lock:
-            self._instances.deactivate(run.run_id)
-        run.batch.checkpoints.cancel_all("the query has ended")
+        self._instances.deactivate(run.run_id)
+        run.machine.checkpoints.cancel_all("the query has ended")
         with self._lock:
             savepoints = self._savepoints.pop(run.run_id, None)
             if savepoints is not None:
@@ -397,14 +390,14 @@ REMEMBERED_HOSTS = 10_000
 class HostLease:
     """One host, and the time of its last heartbeat, in seconds by the coordinator's clock.
 
-    ``is_reported``: the host's report is processed, or is being processed. ``held`` has the partitions that it held
+    ``is_reported``: the host's report is processed, or is being processed. ``partitions`` are those that it held
     when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves.
     """
 
     info: HostInfo
     seen: float
     is_reported: bool = True
-    held: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    partitions: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     hand_over: HandOver = field(default_factory=HandOver)
 
 
@@ -419,8 +412,8 @@ class HostLeases(UserDict[str, HostLease]):
         self.generation = 0
 
     def __setitem__(self, host_id: str, lease: HostLease) -> None:
-        known = self.data.get(host_id)
-        if known is None or known.info != lease.info:
+        earlier = self.data.get(host_id)
+        if earlier is None or earlier.info != lease.info:
             self.generation += 1
         self.data[host_id] = lease
 
@@ -449,7 +442,7 @@ class HostRegistry:
         return self.leases.generation
 
     def register(
-        self, info: HostInfo, now: float, held: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
+        self, info: HostInfo, now: float, partitions: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
     ) -> None:
         """Add a host that holds these partitions, or replace its incarnation.
 
@@ -457,26 +450,19 @@ class HostRegistry:
         """
         restart, incarnation = self._newest.get(info.host_id, (info.restart, info.incarnation))
         if info.restart < restart:
-            raise ReplacedHostError(
+            raise exceptions.ReplacedHostError(
                 f"Incarnation {info.incarnation} of host {info.host_id} (restart {info.restart}, at {info.address}) "
                 f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
             )
         self._newest[info.host_id] = (info.restart, info.incarnation)
-        self.leases[info.host_id] = HostLease(info, now, held=held)
-
-    def holders(self, run_id: str) -> dict[TaskKey, str]:
-        """Return the host of each partition of a run that a live host held when it registered: the first one's."""
-        found: dict[TaskKey, str] = {}
-        for task, host_id in self.reported(run_id):
-            found.setdefault(task, host_id)
-        return found
+        self.leases[info.host_id] = HostLease(info, now, partitions=partitions)
 
     def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
         """Return the partitions of a run that live hosts held when they registered, each with its host."""
         return [
             ((operator, partition), host_id)
             for host_id, lease in self.leases.items()
-            for operator, partitions in lease.held.get(run_id, {}).items()
+            for operator, partitions in lease.partitions.get(run_id, {}).items()
             for partition in partitions
         ]
 
@@ -498,7 +484,9 @@ class HostRegistry:
         """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
         lease = self.leases.get(host_id)
         if lease is None or lease.info.incarnation != incarnation:
-            raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
+            raise exceptions.UnknownHostError(
+                f"Host {host_id} (incarnation {incarnation}) is not registered; register it again."
+            )
 
     def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
         """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""
@@ -564,7 +552,7 @@ class Registries:
         self.clock = clock
         self.lock = threading.RLock()
         self.hosts = HostRegistry()
-        self.instances = InstanceRegistry()
+        self.instances = InstanceRegistry(self.lock)
         self.runs = RunRegistry(self.lock, self.instances, clock)
         self.started = self.last_needed = clock()
         self._reports_until = self.started + report_timeout
@@ -603,11 +591,11 @@ class Registries:
             self.hosts.leave(session_id, ())
             for host_id in self.hosts.of_session(session_id):
                 del self.hosts.leases[host_id]
-            gone = self.runs.of_session(session_id)
-            for run in gone:
+            runs = self.runs.of_session(session_id)
+            for run in runs:
                 self.runs.remove(run.run_id)
             others = bool(self.hosts.leases)
-        for run in gone:
+        for run in runs:
             self.runs.end(run, "its session has ended")
         return others
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, RetiredRunError, UnknownHostError
 from coordinator_actor.handlers.batches import catch_up
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold
@@ -28,38 +28,38 @@ class Rewritings:
         run = self._runs.running(query, or_ended=seconds <= 0)
         with run.lock:
             if seconds <= 0:
-                run.rewriting.end(holder)
+                run.machine.rewriting.end(holder)
                 self._announce_owners(run)
                 return self._held(run, None, "no holder holds the query")
             run.lifetime.require_current()
             # The message may have waited for the lock until the hold was over.
             now = self._registries.clock()
-            known = run.rewriting.at(now)
-            if hold and (known is None or known.id != hold):
+            current = run.machine.rewriting.at(now)
+            if hold and (current is None or current.id != hold):
                 raise self._lapsed(run)
-            if known is not None and known.holder != holder:
+            if current is not None and current.holder != holder:
                 raise InvalidRequestError(
-                    f"The files of run {run.run_id} are already being rewritten by {known.holder}; "
+                    f"The files of run {run.run_id} are already being rewritten by {current.holder}; "
                     "retry when that is done."
                 )
-            if run.savepoint_hold.batch_id is not None:
+            if run.machine.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
                     f"Run {run.run_id} stops with a savepoint: its files cannot be rewritten now. Do it after "
                     "the stop, with the checkpoint location."
                 )
-            held = known if hold and known is not None else run.rewriting.begin(holder, now, seconds)
+            renewed = current if hold and current is not None else run.machine.rewriting.begin(holder, now, seconds)
             catch_up(self._runs, run)
             # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
-            first = None if batches is False else held.batch_id
+            first = None if batches is False else renewed.batch_id
             if batches and waits_for is None and first is None:
-                first = run.next_batch_to_hold
+                first = run.machine.next_batch_to_hold
             # Requests to storage may have taken long: the hold starts now.
-            held = run.rewriting.renew(held, self._registries.clock(), seconds, first)
-            waits_for = waits_for or _worked_on(run, held)
+            renewed = run.machine.rewriting.renew(renewed, self._registries.clock(), seconds, first)
+            waits_for = waits_for or _worked_on(run, renewed)
             if waits_for is None:
                 run.name_snapshots()
-            return self._held(run, held, waits_for)
+            return self._held(run, renewed, waits_for)
 
     def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
         run = self._runs.get(run_id)
@@ -69,10 +69,10 @@ class Rewritings:
                 return  # the message was repeated
             record = run.manifests.record(path)
             now = self._registries.clock()
-            held = run.rewriting.at(now)
-            if held is None or held.id != hold:
+            current = run.machine.rewriting.at(now)
+            if current is None or current.id != hold:
                 raise self._lapsed(run)
-            is_quiet = not self._copied(run, now) and not _worked_on(run, held)
+            is_quiet = not self._copied(run, now) and not _worked_on(run, current)
             if not is_quiet or run.manifests.epoch != epoch or record.version != run.versions.completed:
                 raise InvalidRequestError(
                     f"Run {run_id} has advanced (version {run.versions.completed}, epoch {run.manifests.epoch}) since "
@@ -80,13 +80,13 @@ class Rewritings:
                     "start over."
                 )
             with suppress(UnknownHostError):  # there is no host that needs to learn of it
-                assigned(self._registries, run)
+                assign_owners(self._registries, run)
             try:
                 run.adopt_rewritten(path, record)
             except StorageError:
-                run.lifetime.end()
+                run.lifetime.ended = True
             else:
-                run.rewriting.exchanged(now)
+                run.machine.rewriting.exchanged(now)
                 return
         # The manifest may exist, or may appear later: then the exchange counts, and the program that has asked for it
         # removes the old files, which this run would continue with. A new claim of the state settles it.
@@ -104,7 +104,7 @@ class Rewritings:
         if run.last_exchange and not run.assignment.is_made:
             before = run.assignment.current
             with suppress(UnknownHostError):
-                if assigned(self._registries, run) is not before:
+                if assign_owners(self._registries, run) is not before:
                     run.announce()
 
     @staticmethod
@@ -128,7 +128,9 @@ class Rewritings:
     def _held(self, run: QueryState, hold: Hold | None, waits_for: str | None) -> HeldQuery:
         with self._registries.lock:
             hosts = self._registries.hosts.nodes_of_session(run.registration.session_id)
-        untold = tuple(host_id for host_id in hosts if run.last_exchange and not run.rewriting.is_clean(host_id))
+        untold = tuple(
+            host_id for host_id in hosts if run.last_exchange and not run.machine.rewriting.is_clean(host_id)
+        )
         held_by = "" if hold is None else hold.id
         return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold, held_by)
 
@@ -155,9 +157,9 @@ class Savepoints:
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
     ) -> SavepointStatus:
-        known = self.savepoint_status(request_id)
-        if known.known:
-            return known
+        status = self.savepoint_status(request_id)
+        if status.known:
+            return status
         run = self._runs.running(query)
         with run.lock:
             run.lifetime.require_current()

@@ -224,15 +224,15 @@ def _keep_snapshot(ref: SnapshotRef, descriptor: SnapshotDescriptor | None, kept
 
 def _of_version(reader: SnapshotReader, versions: StateVersions, version: int) -> set[str]:
     """Return the paths of the files that a version can be loaded from, and of its manifests and schemas."""
-    found: set[str] = set()
+    paths: set[str] = set()
     refs: list[SnapshotRef] = []
     for operator, entry in versions.operators(version).items():
-        found.add(schema_path(entry.schema_id))
+        paths.add(schema_path(entry.schema_id))
         left = [piece.lineage for piece in versions.reading(operator, version).pieces]
         while left:
             lineage = left.pop()
             base = versions.base(lineage)
-            found.update(ref.file.stored_in for ref in lineage.changelogs if ref.version > base)
+            paths.update(ref.file.stored_in for ref in lineage.changelogs if ref.version > base)
             refs += [ref for ref in lineage.snapshots if ref.version >= base]
             if lineage.rescaled is not None and base < 0:
                 left += [source.lineage for source in lineage.rescaled.sources]
@@ -241,7 +241,7 @@ def _of_version(reader: SnapshotReader, versions: StateVersions, version: int) -
     for ref in refs:
         _keep_snapshot(ref, reader.descriptor(ref), of_snapshots)
     manifests = {manifest_path(m) for v, m in versions.chain.items() if v <= version}
-    return {QUERY_FILE, *found, *of_snapshots, *manifests}
+    return {QUERY_FILE, *paths, *of_snapshots, *manifests}
 
 
 def _described(path: str, size: int, kept: Iterable[str], versions: StateVersions) -> StoredFile:
@@ -371,9 +371,9 @@ def _lineage_now(place: StatePlace, piece: Piece, error: MissingFileError, open_
     version = piece.lineage.version
     oldest = version if piece.since is None else piece.since
     versions = StateVersions.look(place, open_storage=open_storage)
-    there = versions.readable
-    if oldest not in there or version not in there:
-        kept = f"versions {there[0]} to {there[-1]} are kept" if there else "none is kept"
+    readable = versions.readable
+    if oldest not in readable or version not in readable:
+        kept = f"versions {readable[0]} to {readable[-1]} are kept" if readable else "none is kept"
         raise VersionNotFoundError(
             f"Version {oldest} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
             "a later one, or let the query keep more versions (min_versions_to_retain)."
@@ -403,22 +403,24 @@ def changes(
                 piece = structs.replace(piece, lineage=_lineage_now(place, piece, error, open_storage))
                 data = storage.read(_changelog(piece.lineage, version))
             _, changed = read_changelog(data, storage.full_location(_changelog(piece.lineage, version).path))
-            found = {f: changed.families[f] for f in families if f in changed.families and len(changed.families[f])}
-            if not found:
+            changed_families = {
+                f: changed.families[f] for f in families if f in changed.families and len(changed.families[f])
+            }
+            if not changed_families:
                 continue
             load(place, state, piece, version - 1, open_storage=open_storage)
-            there = state.reads.column_families()
+            families_now = state.reads.column_families()
             yield (
                 version,
                 {
                     family: ChangedPairs(
                         pairs.keys,
                         state.reads.get_many(pairs.keys, None, family)
-                        if family in there
+                        if family in families_now
                         else pa.nulls(len(pairs), pa.binary()),
                         pairs.values,
                     )
-                    for family, pairs in found.items()
+                    for family, pairs in changed_families.items()
                 },
             )
 

@@ -83,15 +83,15 @@ def find_state(
     its id. If it has no state, the directory next to Spark's own files is used. Raises ``MissingFileError`` if neither
     has state.
     """
-    given = dict(options or {})
-    checkpoint = open_storage(checkpoint_location, given)
+    storage_options = dict(options or {})
+    checkpoint = open_storage(checkpoint_location, storage_options)
     places = [f"{checkpoint.location.rstrip('/')}/{STATE_DIRECTORY}"]
     if state_location:
         places.insert(0, f"{state_location.rstrip('/')}/{query_id_of(checkpoint)}")
     for place in places:
-        storage = open_storage(place, given)
+        storage = open_storage(place, storage_options)
         if storage.exists("query.json"):
-            return StatePlace(checkpoint.location, storage.location, given)
+            return StatePlace(checkpoint.location, storage.location, storage_options)
     raise MissingFileError(
         f"No state of a query is kept at {' or '.join(places)}: there is no query.json. Give the checkpoint location "
         "of a query with operators of the state store, and state_location= if spark.statestore.location was set when "
@@ -143,17 +143,17 @@ class StateVersions:
             log.refresh(passes_over_damage=passes_over_damage)
             try:
                 leaves_out = passes_over_damage and (bool(log.damages) or attempt == LOOKS)
-                found = cls(place, log, log.chain(leaves_out=leaves_out), completed, file.key_groups, log.damages)
+                versions = cls(place, log, log.chain(leaves_out=leaves_out), completed, file.key_groups, log.damages)
             except MissingFileError:
                 # A manifest was removed after it was listed. The newer manifest that has caused this exists by now.
                 if attempt == LOOKS:
                     raise
                 continue
             if log.has_gaps:
-                found = replace(found, loadable=tuple(found._loadable()))
+                versions = replace(versions, loadable=tuple(versions._loadable()))
             # If not even the last completed version is kept, then later versions were completed during the look.
-            if found.readable or completed == 0 or attempt == LOOKS:
-                return found
+            if versions.readable or completed == 0 or attempt == LOOKS:
+                return versions
 
     @property
     def readable(self) -> Sequence[int]:
@@ -210,48 +210,48 @@ class StateVersions:
         Raises ``VersionNotFoundError`` with the versions that exist, and ``DamagedFileError`` if the last completed one
         cannot be read because of a manifest that was skipped.
         """
-        there = self.readable
+        readable = self.readable
         if version is None:
-            if self.loadable is not None and self.completed not in there:
+            if self.loadable is not None and self.completed not in readable:
                 raise DamagedFileError(
                     f"Version {self.completed} of the state at {self.place.state_location}, the last completed one, "
-                    f"cannot be read: {self._there()}."
+                    f"cannot be read: {self._available()}."
                 )
-            if not there and self.completed == 0:
+            if not readable and self.completed == 0:
                 raise VersionNotFoundError(
                     f"No batch of {self.place.checkpoint_location} is committed yet, so the state at "
                     f"{self.place.state_location} has no completed version. Start the query, and wait for its "
                     "first batch."
                 )
-            if self.completed not in there:
-                other = "Name one of them with version=, or start the query" if there else "Start the query"
+            if self.completed not in readable:
+                other = "Name one of them with version=, or start the query" if readable else "Start the query"
                 raise VersionNotFoundError(
                     f"Spark's commits at {self.place.checkpoint_location} say that the last completed version is "
-                    f"{self.completed}, but at {self.place.state_location} {self._there()}. {other}: it recovers "
+                    f"{self.completed}, but at {self.place.state_location} {self._available()}. {other}: it recovers "
                     "what it can, or says what is missing."
                 )
-            return there[-1]
+            return readable[-1]
         if isinstance(version, bool) or not isinstance(version, int):
             raise InvalidStateStoreArgument(f"version={version!r} must be an int, the number of a state version.")
-        if version not in there:
+        if version not in readable:
             raise VersionNotFoundError(
-                f"Version {version} of the state at {self.place.state_location} cannot be read: {self._there()}. "
+                f"Version {version} of the state at {self.place.state_location} cannot be read: {self._available()}. "
                 "Version N+1 is the state after batch N."
             )
         return version
 
-    def _there(self) -> str:
+    def _available(self) -> str:
         return ". ".join((self._kept(), *(what.rstrip(".") for what in self.damages.values())))
 
     def _kept(self) -> str:
-        there = self.readable
-        if not there and self.loadable is not None:
+        readable = self.readable
+        if not readable and self.loadable is not None:
             return "no version can, since manifests are missing"
-        if not there and self.chain and self.completed:
+        if not readable and self.chain and self.completed:
             return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
-        if not there:
+        if not readable:
             return "no version is completed"
-        return f"there are the versions {named(there)}" if len(there) > 1 else f"there is version {there[0]}"
+        return f"there are the versions {named(readable)}" if len(readable) > 1 else f"there is version {readable[0]}"
 
     def operators(self, version: int) -> Mapping[str, OperatorEntry]:
         """Return the operators at a readable version. The empty version 0 counts as having those of the first one."""
@@ -294,15 +294,15 @@ class StateVersions:
         if missing:
             raise VersionNotFoundError(
                 f"What version {missing[0]} of the state at {self.place.state_location} has changed cannot be read: "
-                f"{self._there()}."
+                f"{self._available()}."
             )
         entry = self.entry(operator, end)
         pieces: list[Piece] = []
         for segment in reversed(chains.segments(self.chain, operator, end)):
             if segment.last > start:
-                held = self.chain[segment.last].operators[operator]
+                of_segment = self.chain[segment.last].operators[operator]
                 since = max(start, segment.first - 1)
-                pieces += (structs.replace(p, since=since) for p in self.pieces(operator, held, segment.last))
+                pieces += (structs.replace(p, since=since) for p in self.pieces(operator, of_segment, segment.last))
         schema = self.schema(entry)
         return Reading(self.place, operator, end, schema, tuple(pieces), self.key_groups, entry.num_partitions)
 
@@ -327,13 +327,13 @@ def _first_start(lineage: Lineage, first: int) -> int | None:
 
 def spans(versions: Iterable[int]) -> list[tuple[int, int]]:
     """Return ascending versions as pairs: the first and last version of each stretch without a gap."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for version in versions:
-        if found and found[-1][1] == version - 1:
-            found[-1] = found[-1][0], version
+        if ranges and ranges[-1][1] == version - 1:
+            ranges[-1] = ranges[-1][0], version
         else:
-            found.append((version, version))
-    return found
+            ranges.append((version, version))
+    return ranges
 
 
 def named(versions: Iterable[int]) -> str:
@@ -360,15 +360,15 @@ class VersionTimes:
     @classmethod
     def of(cls, versions: StateVersions) -> VersionTimes:
         """Return the times of the versions that storage shows. Raises ``StorageError``."""
-        found, times = [], list[int]()
+        numbers, times = [], list[int]()
         others = _OtherTimes(versions)
         for version in versions.readable:
             following, manifest = versions.chain.get(version + 1), versions.chain.get(version)
-            known = None if following is None else following.parent_completed_ms
-            at = known if known is not None else 0 if manifest is None else others.completed_ms(manifest)
-            found.append(version)
+            completed_ms = None if following is None else following.parent_completed_ms
+            at = completed_ms if completed_ms is not None else 0 if manifest is None else others.completed_ms(manifest)
+            numbers.append(version)
             times.append(max(at, times[-1] if times else at))
-        return cls(versions.place.checkpoint_location, tuple(found), tuple(times))
+        return cls(versions.place.checkpoint_location, tuple(numbers), tuple(times))
 
     def version_at(self, ms: int) -> int:
         """Return the version that was the last completed one at a time.
@@ -409,10 +409,10 @@ class _OtherTimes:
         return SparkCommits(CheckpointStorage.open(self._place.checkpoint_location, self._place.options))
 
     def completed_ms(self, manifest: Manifest) -> int:
-        known = self._in_history.get(manifest.id)
-        if known is None:
-            known = self._commits.committed_ms(manifest.version - 1)
-        return manifest.created_ms if known is None else max(known, manifest.created_ms)
+        moment_ms = self._in_history.get(manifest.id)
+        if moment_ms is None:
+            moment_ms = self._commits.committed_ms(manifest.version - 1)
+        return manifest.created_ms if moment_ms is None else max(moment_ms, manifest.created_ms)
 
 
 def ms_of(time: str | datetime) -> int:
@@ -421,8 +421,8 @@ def ms_of(time: str | datetime) -> int:
     Raises ``InvalidStateStoreArgument``.
     """
     try:
-        given = datetime.fromisoformat(time) if isinstance(time, str) else time
-        aware = given if given.tzinfo is not None else given.replace(tzinfo=timezone.utc)
+        moment = datetime.fromisoformat(time) if isinstance(time, str) else time
+        aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
         return int(aware.timestamp() * 1000)
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidStateStoreArgument(

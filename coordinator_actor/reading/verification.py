@@ -78,9 +78,9 @@ class _File:
 
     @property
     def ref(self) -> FileRef:
-        held = self.changelog or self.snapshot
-        assert held is not None
-        return held.file
+        file = self.changelog or self.snapshot
+        assert file is not None
+        return file.file
 
     @property
     def path(self) -> str:
@@ -140,9 +140,9 @@ def verify_version(
         first = pool.map(lambda f: _check(storage, f), files.values())
         for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), first, strict=True), 1):
             note(file.path, file.stored_in, file, (size, what))
-            for held in () if descriptor is None else descriptor.files:
-                if held.file is not None:
-                    parts.setdefault(held.file.path, _Part(held.file, file)).snapshots.add(file.path)
+            for named in () if descriptor is None else descriptor.files:
+                if named.file is not None:
+                    parts.setdefault(named.file.path, _Part(named.file, file)).snapshots.add(file.path)
             progress(done, len(files) + len(parts))
         second = pool.map(lambda part: _check_part(storage, part), parts.values())
         for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
@@ -168,8 +168,8 @@ def verify_version(
             except StateStoreError as error:
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
-    found = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
-    return Verification(at, len(files) + len(parts), nbytes, found, tuple(lost), rows)
+    all_damages = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
+    return Verification(at, len(files) + len(parts), nbytes, all_damages, tuple(lost), rows)
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
@@ -218,9 +218,9 @@ def _files(versions: StateVersions, operator: str, partition: int, lineage: Line
             # If a manifest is damaged, the version below may be unknown.
             yield _File(operator, partition, changelog=ref, base=base, knows_base=below == ref.version - 1)
         base, below = ref.file.path, ref.version
-    for held in lineage.snapshots:
-        if held.version >= kept_from:
-            yield _File(operator, partition, snapshot=held)
+    for uploaded in lineage.snapshots:
+        if uploaded.version >= kept_from:
+            yield _File(operator, partition, snapshot=uploaded)
 
 
 def _partition_of(directory: str) -> int:

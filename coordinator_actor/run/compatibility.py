@@ -11,20 +11,16 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema, columns_in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
-from coordinator_actor.durable.manifests import (
-    CheckpointPlace,
-    QueryFile,
-    checkpoint_command,
-    is_inside,
-    values_in_words,
-)
+from coordinator_actor.durable import manifests
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.run.recovery import NOT_CONSUMED, how_to_repeat, incomplete_message
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import tasks_of
 
 
-def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
+def refusal_of(
+    run: QueryState, stored: manifests.QueryFile | None, place: manifests.CheckpointPlace | None
+) -> str | None:
     """Return why the run may not continue from the stored state, or None. Reads storage; changes nothing.
 
     ``stored`` and ``place`` are the state's records of its query and of its checkpoint's place.
@@ -66,33 +62,33 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
     return None
 
 
-def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
+def place_refusal(run: QueryState, place: manifests.CheckpointPlace | None) -> str | None:
     """Return why the run may not use a state whose checkpoint is at ``place`` (None: it has no record), or None."""
     registration = run.registration
     state, here = registration.state_location, registration.checkpoint_location
-    if place is None or is_inside(state, here) or place.is_at(here):
+    if place is None or manifests.is_inside(state, here) or place.is_at(here):
         return None
     base = state.rstrip("/").rpartition("/")[0]
     options = registration.storage_options
     return (
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
         "two checkpoints must not share a state. If the checkpoint was moved, run\n"
-        f"  {checkpoint_command('move', here, base, options)}\n"
+        f"  {manifests.checkpoint_command('move', here, base, options)}\n"
         "If this is a copy that needs a separate state, run\n"
-        f"  {checkpoint_command('fork', here, base, options)}"
-        f"{values_in_words(options)}"
+        f"  {manifests.checkpoint_command('fork', here, base, options)}"
+        f"{manifests.values_in_words(options)}"
     )
 
 
-def bound_elsewhere(run: QueryState, place: CheckpointPlace | None) -> str | None:
+def bound_elsewhere(run: QueryState, place: manifests.CheckpointPlace | None) -> str | None:
     """Record where the checkpoint is, unless ``place`` already says so.
 
     Return why the run may not continue, or None.
     """
-    registration, places = run.registration, run.manifests.places
-    if is_inside(registration.state_location, registration.checkpoint_location):
+    registration = run.registration
+    if manifests.is_inside(registration.state_location, registration.checkpoint_location):
         return None
-    return place_refusal(run, place or places.record(registration.checkpoint_location, None))
+    return place_refusal(run, place or run.manifests.record_place(registration.checkpoint_location, None))
 
 
 def _program_refusal(run: QueryState, base: Manifest) -> str | None:
@@ -145,14 +141,16 @@ def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> Oper
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
     stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
     where = run.registration.state_location
-    there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
-    if there is not None and here is not None and there != here:
-        part = "key" if there.key != here.key else "state"
+    stored_rows, declared_rows = (
+        s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema))
+    )
+    if stored_rows is not None and declared_rows is not None and stored_rows != declared_rows:
+        part = "key" if stored_rows.key != declared_rows.key else "state"
         checkpoint = run.registration.checkpoint_location
         return (
             f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}: {error} "
-            f"Stored: {_columns(there)}. Program: {_columns(here)}. Outputs of an aggregate can be added, removed and "
-            "reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
+            f"Stored: {_columns(stored_rows)}. Program: {_columns(declared_rows)}. Outputs of an aggregate can be "
+            "added, removed and reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
             f"rewrite_state({checkpoint!r}, {spec.name!r}, function, {checkpoint.rstrip('/') + '-2'!r}, "
             "program=dataframe), where function makes the new rows of the old ones."
         )

@@ -18,9 +18,9 @@ from backends.exceptions import FileExistsInStorageError
 from backends.formats.manifest import Manifest
 from backends.formats.manifest_chain import delta_bytes
 from backends.storage.requests import num_requests, used_since, used_together
-from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint, TaskKey
 from coordinator_actor.durable.records import MAX_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
-from coordinator_actor.messages import MAX_STEPS, Acknowledge, CommitFigures
+from coordinator_actor.messages import MAX_STEPS, Acknowledge, CommitFigures, InputPace
 
 WRITE_SECONDS = 10.0
 """How long a record may wait to be written. A coordinator that is killed loses this much of the history."""
@@ -108,7 +108,7 @@ class CheckpointHistory:
         record = _record(manifest, counted, used_since(used, self._used_before), now)
         self._used_before = used
         with self._lock:
-            self._put(record)
+            self._put_record(record)
             self._forget_oldest()
             self._unwritten = True
 
@@ -117,7 +117,7 @@ class CheckpointHistory:
         with self._lock:
             record = self._records.get(manifest.id)
             if record is not None:
-                self._put(structs.replace(record, full_bytes=full_bytes))
+                self._put_record(structs.replace(record, full_bytes=full_bytes))
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -176,15 +176,15 @@ class CheckpointHistory:
                 self._written = now
 
     def _load(self) -> None:
-        found = {record.id: record for record in self._files.load()}
+        earlier = {record.id: record for record in self._files.load()}
         with self._lock:
-            for record in found.values():
+            for record in earlier.values():
                 if record.id not in self._records:
-                    self._put(record)
+                    self._put_record(record)
             self._forget_oldest()
             self._is_loaded = True
 
-    def _put(self, record: CheckpointRecord) -> None:
+    def _put_record(self, record: CheckpointRecord) -> None:
         self._num_changes += 1
         self._records[record.id] = record
         self._changed[record.id] = self._num_changes
@@ -203,7 +203,7 @@ class CheckpointHistory:
 
 
 def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:
-    made = CheckpointRecord(
+    record = CheckpointRecord(
         id=manifest.id,
         version=manifest.version,
         epoch=manifest.epoch,
@@ -215,7 +215,7 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
         storage=used,
     )
     if counted is None:
-        return made
+        return record
     figures = [f for f in counted.figures.values() if f is not None]
     times: dict[str, StepTime] = {}
     for each in figures:
@@ -227,7 +227,7 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
                 times[name] = StepTime(ms, ms)
     used = used_together(used, counted.storage)
     return structs.replace(
-        made,
+        record,
         begun_ms=_ms(counted.begun),
         first_acknowledged_ms=_ms(counted.first),
         last_acknowledged_ms=_ms(counted.last),
@@ -246,3 +246,44 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
 
 def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds * 1000)
+
+
+# The time since Spark began to work on a batch, as the driver reports it.
+#
+# The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source;
+# after the last acknowledgement the sink writes. The checkpoint alone would suggest that no batch runs in these phases.
+
+
+class SparkAtWork:
+    """The reports of a run's driver, in a heartbeat a second. Only ``record_heartbeat`` needs the lock of the run."""
+
+    def __init__(self) -> None:
+        self.pace: InputPace | None = None
+        """The pace of the input in the last batch that the driver knows."""
+        # The completed version, and since when Spark is at the batch after it;
+        self._running: tuple[int, float] | None = None
+        # the version that was completed last, and since when Spark was at its batch.
+        self._last: tuple[int, float] | None = None
+
+    def record_heartbeat(self, is_at_work: bool, completed: int, now: float) -> None:
+        """Record a heartbeat. ``completed`` is the completed version: after it, another batch is at work."""
+        running = self._running
+        if running is not None and completed == running[0] + 1:
+            self._last = (completed, running[1])
+        if not is_at_work:
+            self._running = None
+        elif running is None or running[0] != completed:
+            self._running = (completed, now)
+
+    def began(self, completed: int, pending: PendingCheckpoint | None) -> float | None:
+        """Return when the batch after the completed version began, at the latest; None if there is none."""
+        moments = [] if pending is None else [pending.started]
+        running = self._running
+        if running is not None and running[0] == completed:
+            moments.append(running[1])
+        return min(moments, default=None)
+
+    def began_of(self, version: int) -> float | None:
+        """Return when the batch of the newest completed version began; None for one that heartbeats did not see."""
+        last = self._last
+        return last[1] if last is not None and last[0] == version else None

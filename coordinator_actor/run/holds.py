@@ -13,7 +13,6 @@ from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.durable.records import SavepointRecords
 
 TOLD_SECONDS = 60.0
 """For this many seconds the version whose files were exchanged is announced to hosts again: an answer to a heartbeat
@@ -63,9 +62,9 @@ class RewritingHold:
 
     def begin(self, holder: str, now: float, seconds: float) -> Hold:
         """Begin a hold. The same holder gets its existing hold: the message may be a repetition."""
-        known = self.at(now)
-        is_known = known is not None and known.holder == holder
-        self._hold = Hold(known.id if known and is_known else uuid.uuid4().hex, holder, None, now + seconds)
+        current = self.at(now)
+        is_known = current is not None and current.holder == holder
+        self._hold = Hold(current.id if current and is_known else uuid.uuid4().hex, holder, None, now + seconds)
         return self._hold
 
     def renew(self, hold: Hold, now: float, seconds: float, batch_id: int | None) -> Hold:
@@ -100,41 +99,20 @@ class RewritingHold:
 # Holds a run's batches while the run is being stopped with a savepoint.
 
 
+@dataclass(frozen=True)
 class SavepointHold:
-    """The hold of one run. The lock of the run guards writes; its record in storage outlives the coordinator.
+    """The hold of one run; its record in storage outlives the coordinator.
 
     ``batch_id`` is the first batch that must wait; None if no batch must. ``record_id`` is the savepoint whose record
     holds the run, if an earlier coordinator has begun the hold.
     """
 
-    def __init__(self, records: SavepointRecords) -> None:
-        self._records = records
-        self.batch_id: int | None = None
-        self.record_id: int | None = None
+    batch_id: int | None = None
+    record_id: int | None = None
 
     def holds(self, batch_id: int) -> bool:
         """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
-
-    def begin(self, batch_id: int) -> None:
-        """Hold the tasks of a batch."""
-        self.batch_id, self.record_id = batch_id, None
-
-    def take_over(self, run_id: str) -> None:
-        """Take over a hold that an earlier coordinator has begun and not ended, if there is one."""
-        hold = self._records.hold_of(run_id)
-        if hold is not None:
-            self.batch_id, self.record_id = hold.version, hold.checkpoint_id
-
-    def end(self) -> None:
-        """Release all batches."""
-        self.batch_id, self.record_id = None, None
-
-    def end_recorded(self) -> None:
-        """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""
-        if self.record_id is not None:
-            self._records.release(self.record_id)
-            self.end()
 
 
 # The partitions of a run whose files are being read or written: retention must not remove these files.
@@ -185,10 +163,10 @@ class FilesInUse:
 
     def renew(self, task: TaskKey, use: str, now: float) -> bool:
         """Renew a load. Return False if it is not known, or has expired: then files may be gone."""
-        known = self._uses.get((task, use))
-        if known is None or known.until <= now:
+        current = self._uses.get((task, use))
+        if current is None or current.until <= now:
             return False
-        self._uses[task, use] = replace(known, until=now + BUSY_SECONDS)
+        self._uses[task, use] = replace(current, until=now + BUSY_SECONDS)
         return True
 
     def end(self, task: TaskKey, use: str, now: float = math.inf) -> bool:
@@ -196,12 +174,14 @@ class FilesInUse:
 
         Return whether its files were protected until ``now``: else some may have been removed.
         """
-        known = self._uses.pop((task, use), None)
-        return now < self._all_until or (known is not None and now < known.until)
+        current = self._uses.pop((task, use), None)
+        return now < self._all_until or (current is not None and now < current.until)
 
     def is_uploading(self, now: float) -> bool:
         """Return whether a snapshot is being uploaded, or may be: an earlier coordinator may have known of it."""
-        return now < self._all_until or any(use == UPLOAD and held.until > now for (_, use), held in self._uses.items())
+        return now < self._all_until or any(
+            use == UPLOAD and upload.until > now for (_, use), upload in self._uses.items()
+        )
 
     def oldest(self, now: float) -> float:
         """Return the lowest version with changelogs that are being read; infinite if there is none.

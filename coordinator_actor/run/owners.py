@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,7 @@ import xxhash
 
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import UnknownHostError, UnknownRunError
-from coordinator_actor.messages import NOBODY, Completed, HostInfo
-from coordinator_actor.run.versions import QueryVersions
+from coordinator_actor.messages import NOBODY, HandOver, HostInfo
 
 Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
@@ -29,6 +29,10 @@ SCORED_PARTITIONS = 1024
 """Scores are computed for at most this many partitions at a time: with 200 hosts they fit the cache of a core."""
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
+WARM_VERSIONS = 10
+"""A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
+partition.
+"""
 
 
 def assign(
@@ -56,11 +60,11 @@ def assign(
     kept: dict[str, list[str]] = {h: [] for h in names}
     free = []
     for partition in partitions:
-        held = kept.get(current.get(partition, ""))
-        if held is None:
+        partitions_of_owner = kept.get(current.get(partition, ""))
+        if partitions_of_owner is None:
             free.append(partition)
         else:
-            held.append(partition)
+            partitions_of_owner.append(partition)
     if not free and not rebalance:
         return {p: current[p] for p in partitions}
     loads = np.array([len(kept[h]) for h in names], np.int64)
@@ -148,10 +152,10 @@ def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
         order = np.lexsort((np.arange(len(asking)), ~scores, wanted))
         sorted_wanted = wanted[order]
         rank = np.arange(len(order)) - np.searchsorted(sorted_wanted, sorted_wanted)
-        taken = order[rank < left[sorted_wanted]]
-        result[asking[taken]] = wanted[taken]
-        left -= np.bincount(wanted[taken], minlength=len(left))
-        asking = np.delete(asking, taken)
+        winners = order[rank < left[sorted_wanted]]
+        result[asking[winners]] = wanted[winners]
+        left -= np.bincount(wanted[winners], minlength=len(left))
+        asking = np.delete(asking, winners)
     return result
 
 
@@ -177,10 +181,10 @@ def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
     return mixed
 
 
-def _released(held: list[str], host: Hashes, count: int) -> list[str]:
+def _released(partitions: list[str], host: Hashes, count: int) -> list[str]:
     """Return the ``count`` partitions of a host that score lowest with it, whatever their order."""
-    scores = _scores(_hashes(held), host)[:, 0]
-    return [held[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
+    scores = _scores(_hashes(partitions), host)[:, 0]
+    return [partitions[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
 
 
 def _hashes(names: Sequence[str]) -> Hashes:
@@ -231,13 +235,13 @@ class Assignment:
 
     def owner(self, operator: str, partition: int) -> HostInfo:
         """Return the owner of a partition. Raises ``UnknownRunError`` if its holder may still report."""
-        found = self.find(operator, partition)
-        if found is None:
+        owner = self.find(operator, partition)
+        if owner is None:
             raise UnknownRunError(
                 f"The owner of {operator}/{partition} is not known yet: this coordinator was just started, and hosts "
                 "still report what they hold; ask again."
             )
-        return found
+        return owner
 
     def find(self, operator: str, partition: int) -> HostInfo | None:
         """Return the owner of a partition; None if there is none yet, or no such partition."""
@@ -254,23 +258,37 @@ class NewOwners:
     of_host: Mapping[str, frozenset[TaskKey]] = field(default_factory=dict)
 
 
+class SessionHosts(NamedTuple):
+    """The live hosts of a run's session at one moment, as an assignment needs them.
+
+    ``generation`` is that of the set of hosts. ``infos`` are by host id, ascending. ``staying`` has the node of each
+    host that is not leaving. ``reported`` has the partitions of the run that hosts held when they registered, each with
+    its host.
+    """
+
+    generation: int
+    infos: Mapping[str, HostInfo]
+    staying: Mapping[str, str]
+    reported: Sequence[tuple[TaskKey, str]]
+
+
 class RunAssignment:
-    """The assignment of one run, and the reports before the first one is made.
+    """Decides on the owners of one run's partitions. Does no I/O, and waits for no storage.
 
     ``current`` is None until the first batch or request. ``reported`` has the hosts that acknowledgements of partitions
     came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts may hold
     partitions of it. ``is_unbalanced``: hosts may have more than their share, and the moves are not planned yet.
 
     ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
-    the target assignment. ``given`` has the completed version at the time when a host last gave partitions away. Until
+    the target assignment. ``givers`` has the completed version at the time when a host last gave partitions away. Until
     a later version is completed, that host does not know of it. ``new_owners`` load their partitions before tasks ask
-    for them.
+    for them. ``salt`` keeps queries with the same operators from using the same hosts.
 
     ``lock`` guards all changes here. It is not held during requests to storage, so clients learn of owners while a
     query's storage hangs. It is taken after the lock of the run, and before that of the registries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, tasks: Iterable[TaskKey], salt: str) -> None:
         self.lock = threading.RLock()
         self.current: Assignment | None = None
         self.is_unbalanced = False
@@ -278,8 +296,11 @@ class RunAssignment:
         self.reported: dict[TaskKey, str] = {}
         self.reports = 0
         self.planned: Mapping[TaskKey, str] = {}
-        self.given: dict[str, int] = {}
+        self.givers: dict[str, int] = {}
         self.new_owners = NewOwners()
+        self._run_id = run_id
+        self._tasks = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
+        self._salt = salt
 
     @property
     def is_made(self) -> bool:
@@ -299,43 +320,109 @@ class RunAssignment:
         with self.lock:
             self.is_unbalanced = True
 
-    def change(self, assignment: Assignment, planned: Mapping[TaskKey, str] | None) -> None:
-        """Activate an assignment, and the planned moves that follow; None if no moves are planned."""
-        with self.lock:
-            self.current = assignment
-            self.planned = planned or {}
-            self.is_unbalanced = planned is None
+    # -- deciding, under the lock --------------------------------------------------------------
 
+    def is_valid(
+        self, generation: int, *, is_reporting: bool, rebalance: bool = False, waiting: Collection[TaskKey] = ()
+    ) -> bool:
+        """Return whether the current assignment stays, apart from moves that are ready.
 
-# The announcements of a run's completed version to its hosts.
-
-
-class Announcements:
-    """The completed version as it is announced to hosts. The lock of the run guards only ``prepare``."""
-
-    def __init__(self, run_id: str, versions: QueryVersions, assignment: RunAssignment) -> None:
-        self._run_id = run_id
-        self._versions = versions
-        self._assignment = assignment
-        self._of_all: Completed | None = None
-        self._by_host: dict[str, Completed] = {}
-
-    def prepare(self, rewritten: str) -> None:
-        """Prepare the announcements: for each host the heads of its own partitions.
-
-        ``rewritten`` is the path of the record of the last exchange of files, or "".
+        ``is_reporting``: hosts of an earlier coordinator may still report what they hold.
         """
-        assignment, completed = self._assignment.current, self._versions.completed
-        of_host = {} if assignment is None else assignment.of_host
-        by_host = {
-            host: Completed(self._run_id, completed, self._versions.heads(completed, tasks), rewritten=rewritten)
-            for host, tasks in of_host.items()
-        }
-        # In this order: readers without the lock look at ``_of_all`` first.
-        self._by_host = by_host
-        self._of_all = Completed(self._run_id, completed, {}, rewritten=rewritten)
+        current = self.current
+        if current is None or current.generation != generation:
+            return False
+        if (self.is_unbalanced and not is_reporting) or (rebalance and self.planned):
+            return False
+        has_news = not is_reporting or current.reports != self.reports
+        return not (current.is_partial and (has_news or any(current.find(*task) is None for task in waiting)))
 
-    def to(self, host_id: str) -> Completed | None:
-        """Return the announcement for a host; None while the run is being registered. Needs no lock."""
-        of_all = self._of_all
-        return None if of_all is None else self._by_host.get(host_id, of_all)
+    def ready_moves(self, hand_overs: Mapping[str, HandOver], completed: int) -> dict[TaskKey, str]:
+        """Return the planned moves that can be made now, each with its new owner: it has loaded a warm copy.
+
+        ``hand_overs`` has the last report of each live host.
+        """
+        ready: dict[TaskKey, str] = {}
+        for task, receiver in self.planned.items():
+            owner = None if self.current is None else self.current.find(*task)
+            giver, taker = hand_overs.get("" if owner is None else owner.host_id), hand_overs.get(receiver)
+            if giver is None or taker is None or self._run_id not in giver.giving:
+                continue
+            warm = taker.warm.get(self._run_id, {}).get(task[0], {}).get(task[1])
+            if warm is not None and warm >= completed - WARM_VERSIONS:
+                ready[task] = receiver
+        return ready
+
+    def assign(
+        self,
+        hosts: SessionHosts,
+        moves: Mapping[TaskKey, str],
+        completed: int,
+        epoch: int,
+        *,
+        is_reporting: bool,
+        rebalance: bool = False,
+        waiting: Collection[TaskKey] = (),
+    ) -> Assignment:
+        """Make and activate another assignment, with these ``moves``; with ``rebalance`` all planned moves happen.
+
+        While hosts are reporting, only partitions with a known holder and those in ``waiting`` get owners, and nothing
+        else moves.
+        """
+        current, infos = self.current, hosts.infos
+        owned = {**dict(reversed(hosts.reported)), **self.reported}  # of several holders, the first one counts
+        if current is not None:
+            owned.update({t: owner.host_id for t in self._tasks.values() if (owner := current.find(*t)) is not None})
+            # The host that was to get the partition of a lost host may have loaded it.
+            owned.update({t: receiver for t, receiver in self.planned.items() if owned.get(t) not in infos})
+        before = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        owner_of = {n: host_id for n, task in self._tasks.items() if (host_id := moves.get(task, before.get(task)))}
+        # Only kept or awaited partitions are placed, so that each host has its share of those.
+        wanted = set(waiting)
+        placed = [n for n, task in self._tasks.items() if not is_reporting or n in owner_of or task in wanted]
+        at_once = rebalance and not is_reporting
+        owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
+        is_final = is_reporting or at_once
+        target = owners if is_final else assign(placed, hosts.staying, owners, rebalance=True, salt=self._salt)
+        planned = {self._tasks[n]: host_id for n, host_id in target.items() if owners[n] != host_id}
+        # Another coordinator, or this one after a restart, must not give the same number to another assignment.
+        number = (epoch << 20) + 1 if current is None else current.number + 1
+        by_task = {task: owners.get(n) for n, task in self._tasks.items()}
+        after = Assignment.of(number, hosts.generation, tuple(infos.values()), by_task, self.reports)
+        # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
+        reported = hosts.reported if current is None or current.is_partial else ()
+        givers = {h: completed for t, h in (*before.items(), *reported) if by_task.get(t) not in (None, h)}
+        self.givers = {**{host_id: at for host_id, at in self.givers.items() if at >= completed}, **givers}
+        self.new_owners = self._new_owners(current, after, before, completed)
+        self.current, self.planned, self.is_unbalanced = after, {} if is_reporting else planned, is_reporting
+        return after
+
+    def _placed(
+        self, partitions: Sequence[str], hosts: SessionHosts, owner_of: Mapping[str, str], *, rebalance: bool
+    ) -> dict[str, str]:
+        """Return the owner of each partition: those that are free go to hosts that stay."""
+        if rebalance:
+            return assign(partitions, hosts.staying, owner_of, rebalance=True, salt=self._salt)
+        leaving = {n: h for n, h in owner_of.items() if h not in hosts.staying and h in hosts.infos}
+        rest = assign([n for n in partitions if n not in leaving], hosts.staying, owner_of, salt=self._salt)
+        return {n: leaving.get(n) or rest[n] for n in partitions}
+
+    def _new_owners(
+        self, current: Assignment | None, after: Assignment, before: Mapping[TaskKey, str], completed: int
+    ) -> NewOwners:
+        earlier = self.new_owners.of_host if self.new_owners.version == completed else {}
+        of_host: dict[str, frozenset[TaskKey]] = {}
+        for host, (host_id, tasks) in zip(after.hosts, after.of_host.items(), strict=True):
+            new = set(earlier.get(host_id, ())).intersection(tasks)
+            for task in tasks:
+                former = None if current is None else current.find(*task)
+                # Another incarnation of a host has none of the partitions that the host has owned.
+                has_it = before.get(task) == host_id if former is None else _same(former, host)
+                if not has_it:
+                    new.add(task)
+            of_host[host_id] = frozenset(new)
+        return NewOwners(completed, of_host)
+
+
+def _same(one: HostInfo, other: HostInfo) -> bool:
+    return (one.host_id, one.incarnation) == (other.host_id, other.incarnation)

@@ -34,12 +34,12 @@ class StoredChanges(NamedTuple):
 
     run_id: str
     layouts: Mapping[str, Layout]
-    found: dict[TaskKey, PartitionEntry]
+    entries: dict[TaskKey, PartitionEntry]
 
     @property
     def missing(self) -> list[TaskKey]:
         """Return the partitions without changes."""
-        return [task for task in tasks_of(self.layouts) if task not in self.found]
+        return [task for task in tasks_of(self.layouts) if task not in self.entries]
 
 
 def stored_changes(
@@ -51,8 +51,8 @@ def stored_changes(
     run began, perhaps with another number of partitions. Changes of two runs never make one version: each run may have
     seen other rows.
     """
-    found = dict(acknowledged)
-    grouped = _grouped(log, version) if any(task not in found for task in tasks_of(versions.layouts)) else {}
+    entries = dict(acknowledged)
+    grouped = _grouped(log, version) if any(task not in entries for task in tasks_of(versions.layouts)) else {}
     runs = {
         run_id: versions.layouts,
         **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
@@ -62,7 +62,7 @@ def stored_changes(
         for of_run, layouts in runs.items():
             if layouts.keys() != versions.layouts.keys():
                 continue
-            missing = [task for task in tasks_of(layouts) if task not in found]
+            missing = [task for task in tasks_of(layouts) if task not in entries]
 
             def changes_of(
                 task: TaskKey, of_run: str = of_run, layouts: Mapping[str, Layout] = layouts
@@ -71,20 +71,20 @@ def stored_changes(
                 return _stored_changelog(log, versions, layouts[task[0]], task[1], version, of_run, grouped, paths)
 
             changes = zip(missing, pool.map(changes_of, missing), strict=True)
-            found.update({task: entry for task, entry in changes if entry is not None})
-            if found:
-                return StoredChanges(of_run, layouts, found)
-    return StoredChanges(run_id, versions.layouts, found)
+            entries.update({task: entry for task, entry in changes if entry is not None})
+            if entries:
+                return StoredChanges(of_run, layouts, entries)
+    return StoredChanges(run_id, versions.layouts, entries)
 
 
 def _alone(log: ManifestLog, version: int) -> dict[str, list[tuple[str, int]]]:
     """Return path and size of the changelogs of a version in separate files, by directory, the last first."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    by_directory: dict[str, list[tuple[str, int]]] = {}
     for path, size in reversed(log.storage.list("operators")):
         directory, _, name = path.rpartition("/")
         if name.startswith(f"{version}-") and name.endswith(".changelog"):
-            found.setdefault(directory, []).append((path, size))
-    return found
+            by_directory.setdefault(directory, []).append((path, size))
+    return by_directory
 
 
 def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
@@ -197,7 +197,7 @@ def first_look(
         newest = pool.submit(manifests.epochs.newest)
         folded = pool.submit(manifests.folds.read)
         is_apart = not is_inside(registration.state_location, registration.checkpoint_location)
-        place = pool.submit(manifests.places.newest) if is_apart else None
+        place = pool.submit(manifests.newest_place) if is_apart else None
         proof = pool.submit(prove_own)
         # Spark's commits before the manifests: an older run may still advance, and a committed batch has a manifest.
         completed = commits.next_batch()

@@ -29,7 +29,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
     with run.lock:
-        if run.rewriting.at(now) is not None:
+        if run.machine.rewriting.at(now) is not None:
             return []
     # Before each plan: readers of storage record their look-ups without a message to the coordinator. The version of a
     # record is the newest completed one. A plan that was begun before the record was written keeps that version.
@@ -45,8 +45,8 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         versions.plan_retention(
             run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
-        recorded, unnamed = versions.recorded, [s for found in versions.unnamed.values() for s in found]
-        if recorded is None or recorded.oldest == 0 or run.rewriting.at(now) is not None:
+        recorded, unnamed = versions.recorded, [s for refs in versions.unnamed.values() for s in refs]
+        if recorded is None or recorded.oldest == 0 or run.machine.rewriting.at(now) is not None:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)
@@ -56,7 +56,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         manifests = [*run.manifests.forget(kept), *run.manifests.folds.forget(kept)]
     # Without the lock: there may be a million files.
     descriptors = _read_descriptors(run, refs)
-    found: list[str] = []
+    garbage: list[str] = []
     try:
         needed = manifest_chain.needed_files(chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
@@ -64,13 +64,13 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
     else:
         files.needed(needed)
-        found = manifest_chain.garbage(files.paths, needed, recorded.oldest)
+        garbage = manifest_chain.garbage(files.paths, needed, recorded.oldest)
 
     def is_in_use(path: str) -> bool:
         is_group = path.startswith(f"{GROUPS_DIRECTORY}/")
         return path.startswith(in_use) or (is_group and version_in(path) >= oldest_in_use)
 
-    unused = [path for path in found if not is_in_use(path)]
+    unused = [path for path in garbage if not is_in_use(path)]
     storage.delete_all([*unused, *manifests])
     files.removed(unused)
     return [*unused, *manifests]
@@ -86,11 +86,11 @@ def tidy_records(run: QueryState) -> None:
     manifests = run.manifests
     with run.lock:
         run.lifetime.require_current()
-        folds, held = manifests.folds.due(run.versions.completed_chain), run.savepoint_hold.record_id
+        folds, record_id = manifests.folds.due(run.versions.completed_chain), run.machine.savepoint_hold.record_id
         oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
     if run.lifetime.records_are_due:
-        records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)]
+        records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(record_id)]
         manifests.storage.delete_all([*records, *manifests.obsolete_records(oldest)])
 
 
@@ -103,8 +103,8 @@ def loaded_bytes(run: QueryState) -> tuple[Manifest, int | None] | None:
         return None
 
     def size_of(ref: SnapshotRef) -> int | None:
-        held = descriptors.get(ref.file.path)
-        return None if held is None else ref.file.size + held.nbytes
+        descriptor = descriptors.get(ref.file.path)
+        return None if descriptor is None else ref.file.size + descriptor.nbytes
 
     # Without the lock: there may be millions of changelogs.
     return chain[completed], full_bytes(chain, completed, size_of)
@@ -114,11 +114,11 @@ def _snapshots(run: QueryState) -> list[SnapshotRef]:
     """Return all snapshots that manifests of completed versions name, of every kept layout, and the unnamed ones."""
     versions = run.versions
     below = versions.completed_chain
-    found = []
+    snapshots = []
     for operator in versions.layouts:
         for segment in manifest_chain.segments(below, operator):
-            found += [s for refs in manifest_chain.snapshots(below, segment).values() for s in refs]
-    return found + [s for unnamed in versions.unnamed.values() for s in unnamed]
+            snapshots += [s for refs in manifest_chain.snapshots(below, segment).values() for s in refs]
+    return snapshots + [s for unnamed in versions.unnamed.values() for s in unnamed]
 
 
 def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, SnapshotDescriptor]:
@@ -126,10 +126,10 @@ def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, 
 
     Each is read once, by ``READERS`` threads. Those of damaged snapshots are left out. Raises ``StorageError``.
     """
-    storage, held = run.manifests.storage, dict(run.versions.descriptors)
+    storage, cached = run.manifests.storage, dict(run.versions.descriptors)
     unread: dict[str, list[SnapshotRef]] = {}
     for ref in refs:
-        if ref.file.path not in held:
+        if ref.file.path not in cached:
             unread.setdefault(ref.file.stored_in, []).append(ref)
 
     def read(parts: list[SnapshotRef]) -> Iterator[tuple[str, SnapshotDescriptor]]:
@@ -141,13 +141,13 @@ def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, 
             except (DamagedFileError, MissingFileError) as error:
                 log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
 
-    found = {ref.file.path: held[ref.file.path] for ref in refs if ref.file.path in held}
+    kept = {ref.file.path: cached[ref.file.path] for ref in refs if ref.file.path in cached}
     if unread:
         with Pool(min(READERS, len(unread))) as pool:
             for descriptors in pool.map(lambda parts: dict(read(parts)), unread.values()):
-                found |= descriptors
+                kept |= descriptors
     with run.lock:
         # Snapshots may have been added in between.
-        added = {path: d for path, d in run.versions.descriptors.items() if path not in held}
-        run.versions.keep_descriptors({**found, **added})
-    return {**found, **added}
+        added = {path: d for path, d in run.versions.descriptors.items() if path not in cached}
+        run.versions.keep_descriptors({**kept, **added})
+    return {**kept, **added}

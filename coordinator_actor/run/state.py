@@ -1,67 +1,61 @@
-"""One registered run of a query. ``QueryState`` owns all facts that the coordinator knows about the run."""
+"""One registered run of a query: ``QueryState`` reads what the state machine needs, and writes what it decides."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import msgspec
+from msgspec import structs
 
+from backends import spans
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
-from backends.spans import Pool
 from backends.storage.requests import used_together
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker, SnapshotLag, SnapshotLagConf
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
 from coordinator_actor.durable.records import CheckpointRecords, LookupRecords
-from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
-from coordinator_actor.messages import OperatorSpec, QueryRegistration
-from coordinator_actor.run.batches import NO_DURATIONS, LoggedTimes, RunningBatch, SparkAtWork, SparkLogs
-from coordinator_actor.run.history import CheckpointHistory
-from coordinator_actor.run.holds import FilesInUse, KnownFiles, RewritingHold, SavepointHold
-from coordinator_actor.run.owners import Announcements, RunAssignment
+from coordinator_actor.messages import Acknowledge, Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
+from coordinator_actor.run.holds import FilesInUse, KnownFiles, SavepointHold
+from coordinator_actor.run.machine import RunMachine, WriteManifest
+from coordinator_actor.run.owners import RunAssignment
 from coordinator_actor.run.recovery import StoredChanges, incomplete_message, stored_changes
-from coordinator_actor.run.versions import NO_STAGES, LookedUpVersions, ManifestWriter, QueryVersions, tasks_of
+from coordinator_actor.run.versions import LookedUpVersions, QueryVersions, tasks_of
 
-# The lifetime of one registered run: running, ended and still read, replaced by a newer run, or over.
+log = logging.getLogger(__name__)
 
-
+LAG_SECONDS = 5.0
+"""A follower looks about once a second. It is late if its last successful look began longer ago than this."""
 RECORDS_EVERY = 60
 """One maintenance in this many looks for old claims and savepoint records."""
 
 
-def _share_of(run_id: str) -> float:
-    """Return a share from 0 to 1, which staggers the maintenance of runs that begin together."""
-    return zlib.crc32(run_id.encode()) / (1 << 32)
-
-
 class RunLifetime:
-    """The lifetime of a run. Needs no lock: each value is replaced as a whole. Moments are of the coordinator's clock.
+    """The lifetime of a run: running, ended and still read, replaced by a newer run, or over.
 
-    ``driver_seen`` is the time of the driver's last message. ``stopped_at`` is when the query ended: from then on the
-    run changes nothing, and hosts continue to answer from its last version, until the run is over (``ended``).
-    ``retired_by`` is the newer run that has replaced this one. ``maintained`` is when garbage was removed last; at
-    first a time before the run began, which differs from run to run.
+    Needs no lock: each value is replaced as a whole. Moments are of the coordinator's clock. ``driver_seen`` is the
+    time of the driver's last message. ``stopped_at`` is when the query ended: from then on the run changes nothing, and
+    hosts continue to answer from its last version, until the run is over (``ended``). ``retired_by`` is the newer run
+    that has replaced this one. ``maintained`` is when garbage was removed last; at first a time before the run began,
+    which differs from run to run, so that the maintenance of runs that begin together is staggered.
     """
 
     def __init__(self, registration: QueryRegistration, now: float) -> None:
         self._registration = registration
         self.driver_seen = now
-        self.maintained = now - _share_of(registration.run_id) * registration.maintenance_interval
+        share = zlib.crc32(registration.run_id.encode()) / (1 << 32)
+        self.maintained = now - share * registration.maintenance_interval
         self.ended = False
         self.stopped_at: float | None = None
         self.retired_by: str | None = None
         self._maintenances = 0
-
-    def seen(self, now: float) -> None:
-        """Record a message of the driver."""
-        self.driver_seen = now
 
     def prolong(self, seconds: float, now: float) -> None:
         """Let the lease of the driver run ``seconds`` longer."""
@@ -76,14 +70,6 @@ class RunLifetime:
     def records_are_due(self) -> bool:
         """Return whether this maintenance looks for records that are no longer needed: the first one, and few more."""
         return self._maintenances % RECORDS_EVERY == 1
-
-    def retire(self, run_id: str) -> None:
-        """Record that a newer run replaces this one."""
-        self.retired_by = run_id
-
-    def end(self) -> None:
-        """Record that the run is over: it may not change anything any more, and can no longer be read."""
-        self.ended = True
 
     @property
     def is_served(self) -> bool:
@@ -112,20 +98,15 @@ class RunLifetime:
             raise RetiredRunError(f"Run {run.run_id} is over; start the query again.")
 
 
-log = logging.getLogger(__name__)
-
-LAG_SECONDS = 5.0
-"""A follower looks about once a second. It is late if its last successful look began longer ago than this."""
-
-
 class QueryState:
-    """One registered run of a query.
+    """One registered run of a query: its state machine, and the storage around it.
 
-    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held during
-    requests to the run's storage, so messages that must not wait for storage do not take the lock. They read values
-    that are only ever replaced as a whole: the chain and the completed version, the registration, the announcements to
-    hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and ``spark_logs`` have
-    separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read it.
+    ``lock`` guards all writes to the run and its parts: ``machine`` with its ``versions``, and ``files_in_use``. It is
+    held during requests to the run's storage, so messages that must not wait for storage do not take the lock. They
+    read values that are only ever replaced as a whole: the chain and the completed version, the registration, the
+    announcements to hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and
+    ``spark_logs`` have separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read
+    it. ``looked_at`` is when a follower's last successful look at storage began; None if the run follows no query.
     """
 
     def __init__(
@@ -137,25 +118,22 @@ class QueryState:
         snapshot_lag: SnapshotLagConf | None = None,
     ) -> None:
         self.lock = threading.RLock()
+        self.run_id = registration.run_id
         self.manifests = manifests
         self.commits = commits
-        self.spark_logs = SparkLogs(commits)
+        operators = registration.operators
+        self.spark_logs = SparkLogs(commits, clock, uses_time=any(o.uses_time for o in operators))
+        self.spark = SparkAtWork()
         self.lifetime = RunLifetime(registration, clock())
         self.counter = CheckpointIDCounter()
-        operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
         self.versions = QueryVersions(layouts, registration.key_groups)
+        self.machine = RunMachine(self.run_id, self.versions, self.counter)
         self.registration = registration
         self.adopt(operators)
-        self.times = LoggedTimes(self.spark_logs, clock, uses_time=any(o.uses_time for o in operators))
-        self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
-        self.assignment = RunAssignment()
-        self.announcements = Announcements(self.run_id, self.versions, self.assignment)
+        self.assignment = RunAssignment(self.run_id, self.tasks(), registration.query_id)
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
-        self.rewriting = RewritingHold()
-        self.savepoint_hold = SavepointHold(manifests.savepoints)
-        self.spark = SparkAtWork()
         self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
@@ -164,30 +142,25 @@ class QueryState:
         )
         self.is_taken_up = False
         self.looked_at: float | None = None
-        """When a follower's last successful look at storage began; None if the run follows no query."""
-        self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
+        self._announced: Completed | None = None
+        self._announced_to: Mapping[str, Completed] = {}
         self._clock = clock
         self._lag_conf = snapshot_lag or SnapshotLagConf()
         self._lag: SnapshotLag | None = None
-        self._begun_before: int | None = None
+        self._slow: int | None = None  # the checkpoint that a warning was made of
 
     # -- what the program declares -------------------------------------------------------------
 
     def adopt(self, operators: tuple[OperatorSpec, ...]) -> None:
         """Take the declarations with their schemas evolved over all runs. Nothing else of them differs."""
-        self.registration = msgspec.structs.replace(self.registration, operators=operators)
+        self.registration = structs.replace(self.registration, operators=operators)
         self._specs = {o.name: o for o in operators}
-        self.schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
-
-    @property
-    def run_id(self) -> str:
-        """Return the run id."""
-        return self.registration.run_id
+        self.machine.schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
 
     @property
     def stats(self) -> CheckpointStatsTracker:
         """Return the figures of the run's micro-batches."""
-        return self.batch.checkpoints.stats
+        return self.machine.checkpoints.stats
 
     def operator(self, name: str) -> OperatorSpec | None:
         """Return the declaration of an operator, or None."""
@@ -226,8 +199,28 @@ class QueryState:
 
     def stop(self, now: float) -> None:
         """Record that the query has ended: the run changes nothing any more, and its last version can still be read."""
-        self.registration = msgspec.structs.replace(self.registration, ended=True)
+        self.registration = structs.replace(self.registration, ended=True)
         self.lifetime.stopped_at = now
+
+    # -- writes of the state machine -----------------------------------------------------------
+
+    def perform(self, write: WriteManifest | None) -> None:
+        """Write a manifest that the state machine has decided on, and report the outcome to it.
+
+        Raises the error of a failed write.
+        """
+        if write is None:
+            return
+        version, number = write.manifest.version, write.manifest.id
+        try:
+            with spans.alone("coordinator.manifest", run_id=self.run_id, version=version, manifest_id=number):
+                manifest = self.manifests.append(write.manifest, self.counter)
+        except BaseException as error:
+            self.machine.write_failed(write, error, self._clock())
+            raise
+        self.machine.manifest_written(write, manifest)
+        if write.checkpoint is not None:
+            self.history.prepared(version, self._clock())
 
     # -- beginning -----------------------------------------------------------------------------
 
@@ -248,7 +241,7 @@ class QueryState:
         self.versions.load({v: m for v, m in chain.items() if v >= oldest})
         self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.had_begun(completed):
-            self._begun_before = completed
+            self.machine.begun_before = completed
         self.announce()
 
     def claim(self, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
@@ -256,140 +249,86 @@ class QueryState:
 
         ``initial`` has the files of version 0 of a query that begins with state. Raises ``IncompleteBatchError``.
         """
-        manifests, versions = self.manifests, self.versions
+        manifests, versions, schema_ids = self.manifests, self.versions, self.machine.schema_ids
         # Files that a manifest names are in storage.
         named = {operator.schema_id for m in versions.chain.values() for operator in m.operators.values()}
         for operator in self.registration.operators:
-            if self.schema_ids[operator.name] not in named:
-                manifests.ensure_schema(self.schema_ids[operator.name], operator.schema)
-        manifests.claim(self.run_id, versions.layouts.values(), self.schema_ids)
-        with Pool(1) as pool:
+            if schema_ids[operator.name] not in named:
+                manifests.ensure_schema(schema_ids[operator.name], operator.schema)
+        manifests.claim(self.run_id, versions.layouts.values(), schema_ids)
+        with spans.Pool(1) as pool:
             last_id = pool.submit(manifests.last_id)
             # No other run can make a version any more, but an older run may just have committed one.
             completed = self.commits.next_batch()
             self.counter.ensure_above(last_id.result())
         self.load(max(versions.completed, completed))
         if initial is not None and not versions.chain and versions.completed == 0:
-            self._writer.begin_with(initial, self.schema_ids)
+            self.perform(self.machine.begin_with(initial, self._clock()))
         if versions.completed > 0 and versions.completed not in versions.chain:
             self._recover(versions.completed)
 
     def take_over(self, *, was_known: bool = True) -> None:
         """Begin the work of this run on the claimed state, with a prepared version or a held batch if there is one.
 
-        Later writes of an older coordinator are ignored. ``was_known``: the run has claimed the state before, so that a
-        savepoint may hold it.
+        ``was_known``: the run has claimed the state before, so that a savepoint may hold it.
         """
-        versions = self.versions
-        if self._replace_record():
+        versions, had_begun = self.versions, self.commits.had_begun(self.versions.completed)
+        record = self.machine.renew_record(self.manifests.epoch, had_begun=had_begun)
+        if record is not None and record.manifest.version < max(versions.chain):
             log.info("Run %s rolls back to version %d", self.run_id, versions.completed)
-        following = versions.chain.get(versions.completed + 1)
-        if following is not None and following.run_id == self.run_id:
-            self.batch.restore_prepared(following)
-        if self.commits.had_begun(versions.completed):
-            self._begun_before = versions.completed
-        versions.carry_snapshots()
+        self.perform(record)
+        self.machine.resume(had_begun=had_begun)
         if self.last_exchange:
-            self.rewriting.exchanged(self._clock())  # an earlier coordinator may not have informed all hosts
+            # An earlier coordinator may not have informed all hosts.
+            self.machine.rewriting.exchanged(self._clock())
         self.announce()
-        if was_known:
-            self.savepoint_hold.take_over(self.run_id)
-        conf = self._lag_conf
-        self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, conf)
-
-    def _replace_record(self) -> bool:
-        """Make the state the record of this epoch. Return whether versions above the completed one are given up.
-
-        They are given up if the user has removed Spark's last batches: the rows to come may differ, so no later version
-        may be put together with them. A version that was merely not committed in time stays, because its batch is
-        repeated with the same rows. Snapshots that only abandoned manifests name are named again, also for the sake of
-        an earlier layout: manifests of the run's own layout cannot name its snapshots.
-        """
-        versions = self.versions
-        chain, completed = versions.chain, versions.completed
-        if not chain:
-            return False
-        newest = max(chain)
-        lost = {} if newest == completed else versions.named_only_above()
-        is_same_layout = all(versions.is_in_layout(completed, operator) for operator, _ in lost)
-        is_ours = chain[newest].run_id == self.run_id
-        comes_again = newest == completed + 1 and (is_ours or self.commits.had_begun(completed))
-        goes_back = newest > completed and completed in chain and not (is_same_layout and comes_again)
-        if goes_back:
-            self._writer.write_again(completed, lost)
-        elif chain[newest].epoch != self.manifests.epoch:
-            self._writer.write_again(newest)
-        return goes_back
+        savepoint = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
+        if savepoint is not None:
+            self.machine.savepoint_hold = SavepointHold(savepoint.version, savepoint.checkpoint_id)
+        self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, self._lag_conf)
 
     # -- batches -------------------------------------------------------------------------------
 
     def look_ahead(self, batch_id: int) -> None:
         """Read from Spark's logs what opening a batch needs. Call this without the lock, before the batch is opened."""
-        completed, needs_times = self.versions.completed, self.times.needs_reading(batch_id)
+        completed = self.versions.completed
         if self.lifetime.is_current and completed in (batch_id - 1, batch_id):
-            self.spark_logs.ahead(batch_id, is_before_open=completed < batch_id, uses_time=needs_times)
+            self.spark_logs.look_ahead(batch_id, is_before_open=completed < batch_id)
 
-    def may_be_committed(self, batch_id: int) -> bool:
-        """Return whether Spark may have committed a batch that is not known to be committed: the batch has begun.
-
-        A batch may have begun before this coordinator, which then knows only some of its acknowledgements. Needs no
-        lock.
-        """
-        return batch_id in (self.batch.highest_opened, self._begun_before) or batch_id + 1 in self.versions.chain
-
-    def acknowledge(
-        self,
-        version: int,
-        changes: Mapping[TaskKey, PartitionEntry],
-        durations: Mapping[TaskKey, float] = NO_DURATIONS,
-        stages: Mapping[TaskKey, int] = NO_STAGES,
-    ) -> int | None:
-        """Take the changes of partitions. Return the id of the manifest if one names them, else None.
-
-        ``durations`` are in seconds. ``stages`` are Spark's stage ids, if known.
-        """
-        if version - 1 == self._begun_before:
+    def acknowledge(self, messages: Sequence[Acknowledge]) -> int | None:
+        """Take changes of one version. Return the id of the manifest that names them, or None."""
+        version = messages[0].version
+        if version - 1 == self.machine.begun_before:
             # Spark commits the batch once an earlier coordinator and this one have each acknowledged a part of it, and
             # no manifest of it is written. A run that has claimed the state since removes changelogs without a
             # manifest.
             self.manifests.epochs.check()
-        is_named = self.batch.acknowledge(version, changes, durations, stages)
-        return self.versions.chain[version].id if is_named else None
-
-    def _prepare(self, version: int, checkpoint_id: int, changes: Mapping[TaskKey, PartitionEntry]) -> None:
-        """Write the manifest of a version that every partition has acknowledged."""
-        self._writer.write(version, self.versions.layouts, changes, self.schema_ids, checkpoint_id, self.batch.stages)
-        self.history.prepared(version, self._clock())
-        self.versions.record_retention()
+        self.perform(self.machine.acknowledge(messages, self._clock()))
+        return self.machine.named_by(version)
 
     def complete(self, version: int) -> None:
         """Complete a version: Spark has committed its batch."""
-        versions = self.versions
-        is_ours = self.batch.highest_opened >= version - 1
-        if version not in versions.chain or (is_ours and versions.chain[version].run_id != self.run_id):
-            # If this run has not begun the batch, then an older one, still running when this one was registered, has
-            # committed the batch.
+        if self.machine.must_recover(version):
             self._recover(version)
             self._require_own_schemas(version)
-        elif self.batch.is_repeated:
-            # The plan has run again in part. Spark runs no more of it, and the last attempts count. If this manifest
-            # cannot be written, the version is not completed, and the next attempt writes one again.
-            self.batch.end_repeat()
-        elif self._writer.is_uncertain:
-            # A manifest whose writing failed may exist all the same, or appear later. A completed version must not
-            # change.
-            self._writer.write_again(version)
-        self.batch.completed()
-        versions.complete(version)
-        self._writer.note_completed(version)
-        self.history.completed(versions.chain[version], self._clock())
+        else:
+            self._settle(version)
+        self.machine.complete(version, self._clock())
+        self.history.completed(self.versions.chain[version], self._clock())
         self.announce()
+
+    def _settle(self, version: int) -> None:
+        self.perform(self.machine.settle(version, self._clock()))
+
+    def name_repeats(self) -> None:
+        """Name all acknowledged changes in a manifest: a newer run is about to replace this one."""
+        self.perform(self.machine.wait_no_more(self._clock()))
 
     def _require_own_schemas(self, version: int) -> None:
         """Raise ``LineageError`` if another program has written a version: this one would misread its rows."""
         manifest = self.versions.chain[version]
         for name, operator in manifest.operators.items():
-            if operator.schema_id != self.schema_ids[name]:
+            if operator.schema_id != self.machine.schema_ids[name]:
                 raise LineageError(
                     f"Run {manifest.run_id} has committed batch {version - 1} after run {self.run_id} had been "
                     f"started, with another schema of operator {name!r}. Start the query again."
@@ -405,15 +344,14 @@ class QueryState:
         changes = self.stored_changes(version)
         if missing := changes.missing:
             raise IncompleteBatchError(incomplete_message(version - 1, missing, len(tasks_of(changes.layouts))))
-        self.batch.give_up(f"batch {version - 1} is committed")
         # Rows are numbered by the schemas of the run that has written them.
         theirs = self.manifests.epochs.runs().get(changes.run_id)
         schema_ids = theirs.schema_ids if theirs is not None and changes.run_id != self.run_id else {}
-        self._writer.write(version, changes.layouts, changes.found, {**self.schema_ids, **schema_ids})
+        self.perform(self.machine.recover(version, changes.layouts, changes.entries, schema_ids, self._clock()))
 
     def stored_changes(self, version: int) -> StoredChanges:
         """Return the changes of a version that were acknowledged, or else those in storage."""
-        acknowledged = self.batch.acknowledged(version)
+        acknowledged = self.machine.acknowledged(version)
         return stored_changes(self.manifests, self.versions, self.run_id, version, acknowledged)
 
     def name_snapshots(self) -> None:
@@ -422,32 +360,24 @@ class QueryState:
         Not if a later version is prepared: the manifest would no longer be the newest. Nor if the user has removed the
         checkpoint, which the user may do right after ``stop()``: the checkpoint must not be recreated.
         """
-        versions = self.versions
-        if (
-            not self.lifetime.is_current
-            or not any(versions.unnamed.values())
-            or max(versions.chain, default=0) != versions.completed
-            or self.manifests.query_file() is None
-        ):
-            return
-        completed = versions.completed
-        named = {task: found for task, found in versions.unnamed.items() if versions.is_in_layout(completed, task[0])}
-        self._writer.write_again(completed, named)
-        versions.unnamed.clear()
+        machine = self.machine
+        if self.lifetime.is_current and machine.can_name_snapshots and self.manifests.query_file() is not None:
+            self.perform(machine.name_snapshots())
+            self.versions.unnamed.clear()
 
     def write_history(self) -> None:
         """Write the history of the last checkpoints, as the run ends. Not if the user has removed the checkpoint."""
         if self.lifetime.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
 
-    # -- rewriting files --------------------------------------------------------------------------
+    # -- holds, and rewriting files ------------------------------------------------------------
 
-    @property
-    def next_batch_to_hold(self) -> int:
-        """Return the first batch without any begun task: one may have begun before this coordinator."""
-        completed = self.versions.completed
-        has_begun = self.batch.highest_opened >= completed or self._begun_before == completed
-        return completed + 1 if has_begun else completed
+    def end_recorded_hold(self) -> None:
+        """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""
+        record_id = self.machine.savepoint_hold.record_id
+        if record_id is not None:
+            self.manifests.savepoints.release(record_id)
+            self.machine.savepoint_hold = SavepointHold()
 
     @property
     def last_exchange(self) -> str:
@@ -459,18 +389,44 @@ class QueryState:
 
         From then on a partition whose files were exchanged has another head: hosts load it again.
         """
-        self._writer.adopt(path, record)
-        self.versions.plan_anew()
+        self.perform(self.machine.exchange_files(path, record))
         self.files.list_again()
         self.announce()
 
-    # -- announcements to hosts -------------------------------------------------------------------
+    # -- announcements to hosts ----------------------------------------------------------------
 
     def announce(self) -> None:
-        """Prepare the announcements of the completed version to hosts."""
-        self.announcements.prepare(self.last_exchange)
+        """Prepare the announcements of the completed version: for each host the heads of its own partitions."""
+        assignment, completed, rewritten = self.assignment.current, self.versions.completed, self.last_exchange
+        of_host = {} if assignment is None else assignment.of_host
+        announced_to = {
+            host: Completed(self.run_id, completed, self.versions.heads(completed, tasks), rewritten=rewritten)
+            for host, tasks in of_host.items()
+        }
+        # In this order: readers without the lock look at ``_announced`` first.
+        self._announced_to = announced_to
+        self._announced = Completed(self.run_id, completed, {}, rewritten=rewritten)
 
-    # -- snapshots -----------------------------------------------------------------------------
+    def announcement_to(self, host_id: str) -> Completed | None:
+        """Return the announcement for a host; None while the run is being registered. Needs no lock."""
+        announced = self._announced
+        return None if announced is None else self._announced_to.get(host_id, announced)
+
+    # -- warnings ------------------------------------------------------------------------------
+
+    def slow_warning(self, now: float, seconds: float) -> str | None:
+        """Return the warning about a batch that has taken longer than ``seconds``.
+
+        None if there is no such batch, or if its warning was returned before.
+        """
+        batch = self.machine.pending
+        if batch is None or now - batch.started <= seconds or self._slow == batch.id:
+            return None
+        self._slow = batch.id
+        return (
+            f"Batch {batch.properties['version'] - 1} of run {self.run_id} has not been acknowledged for "
+            f"{now - batch.started:.0f} s: {batch.describe_missing()}"
+        )
 
     def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
         """Record a snapshot that counts, for the warning about partitions whose snapshots lag behind."""

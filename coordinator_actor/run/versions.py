@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
-from backends import spans
 from backends.exceptions import VersionNotFoundError
 from backends.formats import manifest_chain
-from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotDescriptor, SnapshotRef
+from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotDescriptor, SnapshotRef
 from backends.formats.manifest_chain import Layout, Retention
-from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
-from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
@@ -83,8 +80,8 @@ class QueryVersions:
     def is_in_layout(self, version: int, operator: str) -> bool:
         """Return whether a version of the chain is in the layout that the run declares."""
         manifest = self.chain.get(version)
-        held = manifest.operators.get(operator) if manifest else None
-        return held is not None and manifest_chain.layout_of(operator, held) == self.layouts[operator]
+        entry = manifest.operators.get(operator) if manifest else None
+        return entry is not None and manifest_chain.layout_of(operator, entry) == self.layouts[operator]
 
     @property
     def is_rescaled(self) -> bool:
@@ -96,17 +93,17 @@ class QueryVersions:
 
         They include those that no manifest names yet.
         """
-        held = manifest_chain.segments(self.chain, operator, self.completed)
+        segments = manifest_chain.segments(self.chain, operator, self.completed)
         named: list[SnapshotRef] = []
-        if held and held[0].layout == self.layouts[operator]:
-            named = manifest_chain.snapshots(self.completed_chain, held[0], of=partition).get(partition, [])
-        known = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
-        return tuple(sorted((s for s in known.values() if s.version <= version), key=lambda s: s.version))
+        if segments and segments[0].layout == self.layouts[operator]:
+            named = manifest_chain.snapshots(self.completed_chain, segments[0], of=partition).get(partition, [])
+        by_path = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
+        return tuple(sorted((s for s in by_path.values() if s.version <= version), key=lambda s: s.version))
 
     def lineage(self, operator: str, partition: int, version: int) -> Lineage:
         """Return the files that lead to a version of a partition."""
-        found = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
-        return msgspec.structs.replace(found, snapshots=self.snapshots(operator, partition, version))
+        lineage = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
+        return msgspec.structs.replace(lineage, snapshots=self.snapshots(operator, partition, version))
 
     # -- snapshots that no manifest names yet --------------------------------------------------
 
@@ -121,13 +118,13 @@ class QueryVersions:
 
         ``reused`` is the earlier snapshot that it shares files with, ``descriptor`` its content, if known.
         """
-        known = {s.file.path for s in self.snapshots(*task, self.completed)}
+        paths = {s.file.path for s in self.snapshots(*task, self.completed)}
         counts = (
             self.is_in_layout(new.version, task[0])
             and self.oldest < new.version <= self.completed
             and self.head(new.version, *task) == new.head
-            and new.file.path not in known
-            and (reused is None or reused.file.path in known)
+            and new.file.path not in paths
+            and (reused is None or reused.file.path in paths)
         )
         if counts:
             self.unnamed[task] = (*self.unnamed.get(task, ()), new)
@@ -146,20 +143,20 @@ class QueryVersions:
 
         These manifests may be replaced.
         """
-        for task, found in self.named_only_above().items():
+        for task, refs in self.named_only_above().items():
             if self.is_in_layout(self.completed, task[0]):
-                self.unnamed[task] = found
+                self.unnamed[task] = refs
 
     def named_only_above(self) -> Snapshots:
         """Return the snapshots of completed versions that only manifests above the completed version name."""
         below = self.completed_chain
         lost: Snapshots = {}
         for operator in self.layouts:
-            for held in manifest_chain.segments(below, operator)[:1]:
-                named = manifest_chain.snapshots(below, held)
-                for partition, found in manifest_chain.snapshots(below, held, self.chain.values()).items():
-                    if gone := tuple(s for s in found if s not in named.get(partition, ())):
-                        lost[(operator, partition)] = gone
+            for segment in manifest_chain.segments(below, operator)[:1]:
+                named = manifest_chain.snapshots(below, segment)
+                for partition, refs in manifest_chain.snapshots(below, segment, self.chain.values()).items():
+                    if lost_refs := tuple(s for s in refs if s not in named.get(partition, ())):
+                        lost[(operator, partition)] = lost_refs
         return lost
 
     # -- retention -----------------------------------------------------------------------------
@@ -203,7 +200,7 @@ class QueryVersions:
         """Record that the planned retention is in a durable manifest."""
         self.recorded = self.planned
 
-    def appended(self, manifest: Manifest) -> None:
+    def append_manifest(self, manifest: Manifest) -> None:
         """Add a manifest that was written, as the newest one."""
         kept = {v: m for v, m in self.chain.items() if manifest.chain_from <= v < manifest.version}
         self.chain = {**kept, manifest.version: manifest}
@@ -230,170 +227,6 @@ def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
         for name, operator in manifest.operators.items()
         for p, e in operator.partitions.items()
     }
-
-
-# Writes the manifests of one run. Each prepares a version or names more snapshots of one.
-
-
-NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
-NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
-
-
-class ManifestWriter:
-    """Extends the chain of a run's versions, in storage and in memory. The lock of the run guards everything here.
-
-    ``is_uncertain``: the write of the last manifest seems to have failed; the manifest may still exist.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        log: ManifestLog,
-        versions: QueryVersions,
-        counter: CheckpointIDCounter,
-        clock: Callable[[], float],
-    ) -> None:
-        self.is_uncertain = False
-        self._completed: tuple[int, int] | None = None
-        self._run_id = run_id
-        self._log = log
-        self._versions = versions
-        self._counter = counter
-        self._clock = clock
-
-    def note_completed(self, version: int) -> None:
-        """Record that a version is completed now, for the manifest of the next one."""
-        self._completed = version, self._now_ms()
-
-    def _completed_ms(self, version: int) -> int | None:
-        return None if self._completed is None or self._completed[0] != version else self._completed[1]
-
-    def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]], schema_ids: Mapping[str, str]) -> None:
-        """Write the manifest of version 0 of a query that begins with state."""
-        operators = {
-            name: OperatorEntry.of(layout.num_partitions, schema_ids[name], layout.backend, dict(initial.get(name, {})))
-            for name, layout in self._versions.layouts.items()
-        }
-        self._append(
-            Manifest(
-                id=self._counter.get_and_increment(),
-                parent=None,
-                version=0,
-                epoch=self._log.epoch,
-                run_id=self._run_id,
-                created_ms=self._now_ms(),
-                operators=operators,
-                oldest=0,
-                chain_from=0,
-            )
-        )
-
-    def write(
-        self,
-        version: int,
-        layouts: Mapping[str, Layout],
-        changes: Mapping[TaskKey, PartitionEntry],
-        schema_ids: Mapping[str, str],
-        manifest_id: int | None = None,
-        stages: Mapping[TaskKey, int] = NO_STAGES,
-    ) -> None:
-        """Write the manifest of a version, from the changes of every partition of these layouts.
-
-        ``manifest_id`` was taken from the counter before; the next one is taken by default. ``stages`` are the stages
-        that made these changes, if known.
-        """
-        versions = self._versions
-        below = versions.chain.get(version - 1)
-        keep = versions.planned or Retention(versions.oldest, min(versions.chain, default=1))
-        operators = {
-            name: OperatorEntry.of(
-                layout.num_partitions,
-                schema_ids[name],
-                layout.backend,
-                {
-                    p: PartitionEntry(e.attempt, e.changelog, versions.unnamed_in(layout, p))
-                    for p in range(layout.num_partitions)
-                    if (e := changes[(name, p)])
-                },
-                {p: stages[(name, p)] for p in range(layout.num_partitions) if (name, p) in stages},
-            )
-            for name, layout in layouts.items()
-        }
-        self._append(
-            Manifest(
-                id=self._counter.get_and_increment() if manifest_id is None else manifest_id,
-                parent=below.id if below else None,
-                version=version,
-                epoch=self._log.epoch,
-                run_id=self._run_id,
-                created_ms=self._now_ms(),
-                operators=operators,
-                oldest=keep.oldest,
-                chain_from=keep.chain_from,
-                parent_completed_ms=self._completed_ms(version - 1),
-            )
-        )
-
-    def write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS) -> None:
-        """Write the manifest of a version again, as the newest one and under this epoch, naming more snapshots.
-
-        The time when the version was prepared stays.
-        """
-        chain = self._versions.chain
-        current = chain[version]
-        operators = {
-            name: msgspec.structs.replace(
-                operator,
-                partitions=operator.partitions.with_snapshots(
-                    {p: found[(name, p)] for p in operator.partitions if (name, p) in found}
-                ),
-            )
-            for name, operator in current.operators.items()
-        }
-        self._append(
-            msgspec.structs.replace(
-                current,
-                id=self._counter.get_and_increment(),
-                epoch=self._log.epoch,
-                operators=operators,
-                # Files that a newer manifest has released do not come back.
-                oldest=max(current.oldest, self._versions.oldest),
-                chain_from=max(current.chain_from, min(chain)),
-            )
-        )
-
-    def adopt(self, path: str, record: RewrittenFiles) -> None:
-        """Write the manifest of the newest version again, with the record at ``path``, which counts from then on.
-
-        The manifests of the versions below stay as they are; the record maps the files that they name.
-        """
-        versions = self._versions
-        chain = {version: record.of(manifest) for version, manifest in versions.chain.items()}
-        newest = chain[max(chain)]
-        self._append(
-            msgspec.structs.replace(
-                newest,
-                id=self._counter.get_and_increment(),
-                epoch=self._log.epoch,
-                oldest=max(newest.oldest, versions.oldest),
-                chain_from=max(newest.chain_from, min(chain)),
-                rewritten=(path,),
-            ),
-            chain,
-        )
-
-    def _append(self, manifest: Manifest, chain: dict[int, Manifest] | None = None) -> None:
-        self.is_uncertain = True
-        name, number = "coordinator.manifest", manifest.id
-        with spans.alone(name, run_id=self._run_id, version=manifest.version, manifest_id=number):
-            appended = self._log.append(manifest, self._counter)
-        self.is_uncertain = False
-        if chain is not None:
-            self._versions.load(chain)
-        self._versions.appended(appended)
-
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
 
 
 # The versions that other queries' batches look up: each is recorded, and kept while its batch may run again.
@@ -468,10 +301,12 @@ class LookedUpVersions:
                 self._under_way += 1
                 holder = f"lookup {self._under_way} under way"
                 completed = self._versions.completed
-                made = LookupRecord(completed, self._maker(completed), int(now * 1000))
+                new_record = LookupRecord(completed, self._maker(completed), int(now * 1000))
                 self._versions.pin(holder, completed)  # before the record is written, retention may run
             try:
-                record = self._records.make(by, batch_id, made)  # another task may have been first: its record counts
+                record = self._records.make(
+                    by, batch_id, new_record
+                )  # another task may have been first: its record counts
                 with lock:
                     self._pin(by, batch_id, record)
             finally:
@@ -511,14 +346,14 @@ class LookedUpVersions:
     # -- keeping -------------------------------------------------------------------------------
 
     def _pin(self, by: str, batch_id: int, record: LookupRecord) -> None:
-        held = {**self._pins.get(by, {}), batch_id: record}
-        self._pins[by] = {b: held[b] for b in sorted(held)[-PINNED_BATCHES:]}
+        records = {**self._pins.get(by, {}), batch_id: record}
+        self._pins[by] = {b: records[b] for b in sorted(records)[-PINNED_BATCHES:]}
         self._keep(by)
 
     def _unpin(self, by: str, batch_id: int) -> None:
-        held = self._pins.get(by, {})
-        if batch_id in held:
-            left = {b: record for b, record in held.items() if b != batch_id}
+        records = self._pins.get(by, {})
+        if batch_id in records:
+            left = {b: record for b, record in records.items() if b != batch_id}
             if left:
                 self._pins[by] = left
             else:
@@ -526,9 +361,9 @@ class LookedUpVersions:
             self._keep(by)
 
     def _keep(self, by: str) -> None:
-        held = self._pins.get(by)
-        if held:
-            self._versions.pin(f"lookups of {by}", min(record.version for record in held.values()))
+        records = self._pins.get(by)
+        if records:
+            self._versions.pin(f"lookups of {by}", min(record.version for record in records.values()))
         else:
             self._versions.unpin(f"lookups of {by}")
 
@@ -540,15 +375,15 @@ class LookedUpVersions:
         run's maintenance calls this. Raises ``StorageError``.
         """
         with lock:
-            pinned = [(by, batch_id) for by, held in self._pins.items() for batch_id in held]
+            pinned = [(by, batch_id) for by, records in self._pins.items() for batch_id in records]
         listed = self._records.batches()
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
         seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
         self._seen = {key: record for key, record in seen.items() if record is not None}
         with lock:
             last = {by: self._used.get(by, 0.0) for by in {*listed, *self._pins}}
-            for by, held in self._pins.items():
-                last[by] = max(last[by], *(record.at_ms / 1000 for record in held.values()))
+            for by, records in self._pins.items():
+                last[by] = max(last[by], *(record.at_ms / 1000 for record in records.values()))
             for (by, _), record in self._seen.items():
                 last[by] = max(last[by], record.at_ms / 1000)
             for by, batch_id in pinned:

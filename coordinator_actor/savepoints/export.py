@@ -76,7 +76,7 @@ def export_partition(
             for batch in batches:
                 if is_cancelled():
                     raise StoreClosedError(f"The export of {storage_of_savepoint.full_location(path)} was cancelled.")
-                writer.add(batch)
+                writer.write_pairs(batch)
                 if throttle is not None:
                     throttle(time.perf_counter() - started, time.thread_time() - computed)
                 started, computed = time.perf_counter(), time.thread_time()
@@ -96,8 +96,8 @@ def file_schema(schema: StateSchema) -> pa.Schema:
     """
     keys, values = column_names(schema)
     fields = [pa.field(KEY_GROUP_COLUMN, pa.int32(), nullable=False)]
-    for names, given in ((keys, schema.key), (values, schema.value)):
-        fields += [f.with_name(name) for name, f in zip(names, _readable(given), strict=True)]
+    for names, schema_of in ((keys, schema.key), (values, schema.value)):
+        fields += [f.with_name(name) for name, f in zip(names, _readable(schema_of), strict=True)]
     return pa.schema(fields)
 
 
@@ -134,7 +134,7 @@ class _Writer:
         finally:
             self._parquet.close()
 
-    def add(self, batch: pa.RecordBatch) -> None:
+    def write_pairs(self, batch: pa.RecordBatch) -> None:
         """Take pairs, and write the row groups that are full."""
         keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
         groups = self._checked_groups(keys)
@@ -146,15 +146,15 @@ class _Writer:
             *self._stored.decode_values(values).columns,
         ]
         rows = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-        at, taken = 0, 0
+        at, num_bytes = 0, 0
         while at < len(keys):
             # The row that fills the bytes of the group is the last row in it.
-            by_bytes = int(np.searchsorted(ends, taken + ROW_GROUP_BYTES - self._pending_bytes)) + 1
+            by_bytes = int(np.searchsorted(ends, num_bytes + ROW_GROUP_BYTES - self._pending_bytes)) + 1
             end = min(len(keys), at + ROW_GROUP_ROWS - self._pending_rows, by_bytes)
             self._pending.append(rows.slice(at, end - at))
             self._pending_rows += end - at
-            self._pending_bytes += int(ends[end - 1]) - taken
-            at, taken = end, int(ends[end - 1])
+            self._pending_bytes += int(ends[end - 1]) - num_bytes
+            at, num_bytes = end, int(ends[end - 1])
             if self._pending_rows == ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
                 self._flush()
         self.rows += len(keys)

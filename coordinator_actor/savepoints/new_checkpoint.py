@@ -67,7 +67,7 @@ def build_partition(
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)
     empty = Changes({family: SortedPairs.empty() for family in families})
     changelog = storage.put_new(path, write_changelog(empty, meta, conf.compression))
-    made, rows = build_snapshot(
+    built, rows = build_snapshot(
         storage,
         path,
         meta.version,
@@ -78,7 +78,7 @@ def build_partition(
         scratch=scratch,
         is_cancelled=is_cancelled,
     )
-    return PartitionEntry(meta.attempt, changelog, (made.ref,)), rows
+    return PartitionEntry(meta.attempt, changelog, (built.ref,)), rows
 
 
 def build_snapshot(
@@ -119,24 +119,24 @@ def build_snapshot(
                     engine.prepare(Changes({family: batch}))(LocalState())
                 engine.prepare(empty)(LocalState())
                 rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
-            held = LocalState(version, head, rows)
-            engine.prepare(empty)(held)
+            state = LocalState(version, head, rows)
+            engine.prepare(empty)(state)
             engine.capture(captured)()
         finally:
             engine.close()
         with Pool(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-            made = snapshot.upload(
+            uploaded = snapshot.upload(
                 storage,
                 head.rpartition("/")[0],
                 backend.name,
                 captured,
-                held,
+                state,
                 earlier=None,
                 digests=snapshot.Digests(),
                 pool=pool,
                 is_cancelled=is_cancelled,
             )
-    return made, rows
+    return uploaded, rows
 
 
 CLAIM = "statestore-claim"
@@ -197,12 +197,12 @@ class NewCheckpoint:
             raise SavepointError(
                 f"{self.checkpoint.location} is inside the {what} {source.location}: choose a directory outside of it."
             )
-        held = [name for name in _SPARKS_OWN if self.checkpoint.list(name)]
-        held += [name for name in (METADATA, f".{METADATA}.crc", CLAIM) if self.checkpoint.exists(name)]
-        if held or self.state.list():
+        files = [name for name in _SPARKS_OWN if self.checkpoint.list(name)]
+        files += [name for name in (METADATA, f".{METADATA}.crc", CLAIM) if self.checkpoint.exists(name)]
+        if files or self.state.list():
             raise SavepointError(
                 f"The state needs a new checkpoint location, and in {self.checkpoint.location} there is "
-                f"{', '.join(held) or self.state.location} already. Choose another, or remove it if it was left by a "
+                f"{', '.join(files) or self.state.location} already. Choose another, or remove it if it was left by a "
                 "call that failed."
             )
 

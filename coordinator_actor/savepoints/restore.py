@@ -37,75 +37,79 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import SavepointMismatchError
 from coordinator_actor.messages import ExportedFile, OperatorSpec
+from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint, build_partition
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    check_files,
-    read_metadata,
-)
 
 # Lists the differences between a savepoint and the program that is to continue it, naming both sides.
 
 
 def differences(
-    metadata: SavepointMetadata, operators: Sequence[OperatorSpec | str], *, allow_non_restored_state: bool
+    metadata: savepoint_format.SavepointMetadata,
+    operators: Sequence[OperatorSpec | str],
+    *,
+    allow_non_restored_state: bool,
 ) -> list[str]:
     """Return the differences that keep the program from continuing, one line each.
 
     Names in ``operators`` only choose operators of the savepoint. Declarations are the whole program, which must then
     have a place for all state unless ``allow_non_restored_state``.
     """
-    held = {operator.name: operator for operator in metadata.operators}
-    found: list[str] = []
+    stored = {operator.name: operator for operator in metadata.operators}
+    reasons: list[str] = []
     for wanted in operators:
         name = wanted if isinstance(wanted, str) else wanted.name
-        operator = held.get(name)
+        operator = stored.get(name)
         if operator is None:
-            found.append(f"operator {name!r} is not in the savepoint, which has {', '.join(map(repr, sorted(held)))}")
+            reasons.append(
+                f"operator {name!r} is not in the savepoint, which has {', '.join(map(repr, sorted(stored)))}"
+            )
         elif isinstance(wanted, OperatorSpec):
-            found += _operator_differences(operator, wanted)
+            reasons += _operator_differences(operator, wanted)
     if any(isinstance(wanted, OperatorSpec) for wanted in operators) and not allow_non_restored_state:
         named = {wanted if isinstance(wanted, str) else wanted.name for wanted in operators}
-        found += [
+        reasons += [
             f"operator {name!r} is in the savepoint, but not in the program (allow_non_restored_state=True drops it)"
-            for name in sorted(held.keys() - named)
+            for name in sorted(stored.keys() - named)
         ]
-    return found
+    return reasons
 
 
-def _operator_differences(operator: SavepointOperator, spec: OperatorSpec) -> Iterator[str]:
+def _operator_differences(operator: savepoint_format.SavepointOperator, spec: OperatorSpec) -> Iterator[str]:
     if operator.kind != spec.kind:
         yield f"operator {spec.name!r} is of the kind {operator.kind!r} in the savepoint, {spec.kind!r} in the program"
     stored, declared = operator.schema, OperatorSchema.from_json(spec.schema)
     try:
         evolved(stored, declared, spec.kind)
     except IncompatibleSchemaError as error:
-        there, here = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
-        lines = [] if there is None or here is None else list(_row_differences(there, here))
+        stored_rows, declared_rows = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
+        lines = (
+            [] if stored_rows is None or declared_rows is None else list(_row_differences(stored_rows, declared_rows))
+        )
         yield from (f"operator {spec.name!r}: {line}" for line in lines or [str(error)])
 
 
 def _row_differences(stored: StateSchema, declared: StateSchema) -> Iterator[str]:
-    for what, there, here in (("key", stored.key, declared.key), ("state", stored.value, declared.value)):
-        yield from (f"{what} {line}" for line in _column_differences(there, here))
+    for what, stored_columns, declared_columns in (
+        ("key", stored.key, declared.key),
+        ("state", stored.value, declared.value),
+    ):
+        yield from (f"{what} {line}" for line in _column_differences(stored_columns, declared_columns))
 
 
 def _column_differences(stored: pa.Schema, declared: pa.Schema) -> Iterator[str]:
-    there = {field.name: _type(field) for field in stored}
+    stored_types = {field.name: _type(field) for field in stored}
     here = {field.name: _type(field) for field in declared}
-    for name, kind in there.items():
+    for name, kind in stored_types.items():
         if name not in here:
             yield f"column {name!r} ({kind}) is in the savepoint, but not in the program"
         elif here[name] != kind:
             yield f"column {name!r} is {kind} in the savepoint, {here[name]} in the program"
     for name, kind in here.items():
-        if name not in there:
+        if name not in stored_types:
             yield f"column {name!r} ({kind}) is in the program, but not in the savepoint"
-    if there == here and list(there) != list(here):
-        yield f"columns come as {', '.join(there)} in the savepoint, as {', '.join(here)} in the program"
+    if stored_types == here and list(stored_types) != list(here):
+        yield f"columns come as {', '.join(stored_types)} in the savepoint, as {', '.join(here)} in the program"
 
 
 def _type(field: pa.Field) -> str:
@@ -144,7 +148,7 @@ class RestoredSavepoint(Struct, frozen=True):
 class _Target:
     """The new form of one restored operator. ``conf.provider`` is the name of its backend in manifest and program."""
 
-    operator: SavepointOperator
+    operator: savepoint_format.SavepointOperator
     num_partitions: int
     conf: StateStoreConf
 
@@ -187,7 +191,7 @@ def restore_into_checkpoint(
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
-    metadata = read_metadata(savepoint)
+    metadata = savepoint_format.read_metadata(savepoint)
     targets = _targets(metadata, operators, num_partitions, backend, options, allow_non_restored_state)
     if threads < 1:
         raise InvalidStateStoreArgument(f"threads={threads} must be 1 or more.")
@@ -209,7 +213,7 @@ def restore_into_checkpoint(
         needed += [] if state_only else metadata.spark_files
         say = progress or log.info
         say(f"checking {len(needed)} files of {savepoint.location}")
-        local = check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
+        local = savepoint_format.check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
         restore = _Restore(metadata, new, Path(directory), local, say)
         rows = restore.write_state(targets, threads, round(clock() * 1000))
         _write_spark(new.checkpoint, () if state_only else metadata.spark_files, local)
@@ -230,34 +234,34 @@ def restore_into_checkpoint(
 
 
 def _targets(
-    metadata: SavepointMetadata,
+    metadata: savepoint_format.SavepointMetadata,
     operators: Sequence[OperatorSpec | str] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
     options: Mapping[str, str],
     allow_non_restored_state: bool,
 ) -> list[_Target]:
-    held = {operator.name: operator for operator in metadata.operators}
-    wanted = list(held) if operators is None else list(operators)
+    stored = {operator.name: operator for operator in metadata.operators}
+    wanted = list(stored) if operators is None else list(operators)
     named = [one if isinstance(one, str) else one.name for one in wanted]
     if not named or len(set(named)) != len(named):
         raise InvalidStateStoreArgument(f"operators={named!r} must name one operator or more, each of them once.")
-    found = differences(metadata, wanted, allow_non_restored_state=allow_non_restored_state)
+    reasons = differences(metadata, wanted, allow_non_restored_state=allow_non_restored_state)
     if isinstance(num_partitions, Mapping):
-        found += [
+        reasons += [
             f"num_partitions names operator {name!r}, which is not restored" for name in num_partitions.keys() - named
         ]
-    if found:
+    if reasons:
         raise SavepointMismatchError(
             f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) "
-            "does not fit the program:\n" + "\n".join(f"- {line}" for line in found)
+            "does not fit the program:\n" + "\n".join(f"- {line}" for line in reasons)
         )
     targets = []
     for one in wanted:
         spec = one if isinstance(one, OperatorSpec) else None
-        operator = held[one if isinstance(one, str) else one.name]
-        given = num_partitions.get(operator.name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = given if given is not None else spec.num_partitions if spec else operator.num_partitions
+        operator = stored[one if isinstance(one, str) else one.name]
+        count = num_partitions.get(operator.name) if isinstance(num_partitions, Mapping) else num_partitions
+        n = count if count is not None else spec.num_partitions if spec else operator.num_partitions
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= metadata.key_groups:
             raise InvalidStateStoreArgument(
                 f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, "
@@ -279,7 +283,7 @@ class _Restore:
 
     def __init__(
         self,
-        metadata: SavepointMetadata,
+        metadata: savepoint_format.SavepointMetadata,
         new: NewCheckpoint,
         scratch: Path,
         local: Mapping[str, Path],
@@ -318,13 +322,13 @@ class _Restore:
                     f"{rows[target.operator.name]} were found in its files: their key groups differ from those in the "
                     "metadata file."
                 )
-        made = {
+        written = {
             t.operator.name: OperatorEntry.of(
                 t.num_partitions, t.operator.schema.id, t.conf.provider, entries[t.operator.name]
             )
             for t in targets
         }
-        self._new.append(made, now_ms)
+        self._new.append(written, now_ms)
         return rows
 
     def _build(self, target: _Target, partition: int) -> tuple[PartitionEntry, int]:
@@ -348,7 +352,7 @@ class _Restore:
         self._say(f"restored partition {partition} of {n} of operator {name!r}: {rows} rows")
         return entry, rows
 
-    def _pairs(self, variable: SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
+    def _pairs(self, variable: savepoint_format.SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
         """Yield the stored pairs of key groups ``first`` (included) to ``end`` (not included), a row group at a time.
 
         They come in the order of keys.
@@ -362,9 +366,9 @@ class _Restore:
 def _read(path: Path, file: ExportedFile, schema: StateSchema, first: int, end: int) -> Iterator[SortedPairs]:
     expected = file_schema(schema)
     with pq.ParquetFile(path) as parquet:
-        found = parquet.schema_arrow
-        if found.names != expected.names:
-            raise DamagedFileError(f"{path} has the columns {found.names}, but its schema says {expected.names}.")
+        columns = parquet.schema_arrow.names
+        if columns != expected.names:
+            raise DamagedFileError(f"{path} has the columns {columns}, but its schema says {expected.names}.")
         for i in range(parquet.num_row_groups):
             groups = parquet.metadata.row_group(i).column(0).statistics
             if groups is not None and groups.has_min_max and (groups.max < first or groups.min >= end):

@@ -19,40 +19,21 @@ from backends import spans
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor import exceptions
+from coordinator_actor.checkpoints import pending_checkpoint
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
-from coordinator_actor.checkpoints.pending_checkpoint import (
-    AcknowledgeCheckpoint,
-    CancelReason,
-    CheckpointIDCounter,
-    CompletedCheckpoint,
-    DeclineCheckpoint,
-    PendingCheckpoint,
-    TaskKey,
-)
 from coordinator_actor.durable.records import SavepointRecord
-from coordinator_actor.exceptions import (
-    CheckpointCoordinatorShutdownError,
-    CoordinatorError,
-    InvalidRequestError,
-    SavepointDeclinedError,
-    SavepointExpiredError,
-    SavepointFailedError,
-)
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.run.holds import SavepointHold
 from coordinator_actor.run.owners import Assignment
 from coordinator_actor.run.state import QueryState
+from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.export import copy_spark_files
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    write_metadata,
-)
 
-_ERRORS: dict[CancelReason, type[CoordinatorError]] = {
-    CancelReason.EXPIRED: SavepointExpiredError,
-    CancelReason.DECLINED: SavepointDeclinedError,
-    CancelReason.SHUTDOWN: CheckpointCoordinatorShutdownError,
+_ERRORS: dict[pending_checkpoint.CancelReason, type[exceptions.CoordinatorError]] = {
+    pending_checkpoint.CancelReason.EXPIRED: exceptions.SavepointExpiredError,
+    pending_checkpoint.CancelReason.DECLINED: exceptions.SavepointDeclinedError,
+    pending_checkpoint.CancelReason.SHUTDOWN: exceptions.CheckpointCoordinatorShutdownError,
 }
 
 
@@ -63,17 +44,17 @@ class SavepointCoordinator(CheckpointCoordinator):
     savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger`` notifies the tasks of a new
     savepoint; ``timeout`` and ``clock`` are those of a ``CheckpointCoordinator``.
 
-    ``_futures_lock`` guards the futures and paths. It is never held together with the lock of ``PendingCheckpoints``.
+    ``_futures_lock`` guards the futures and paths. It is never held together with ``_lock`` of the base class.
     """
 
     def __init__(
         self,
         job_id: str,
-        tasks: Iterable[TaskKey],
+        tasks: Iterable[pending_checkpoint.TaskKey],
         *,
-        id_counter: CheckpointIDCounter,
-        store: Callable[[CompletedCheckpoint], str],
-        trigger: Callable[[PendingCheckpoint], None] | None = None,
+        id_counter: pending_checkpoint.CheckpointIDCounter,
+        store: Callable[[pending_checkpoint.CompletedCheckpoint], str],
+        trigger: Callable[[pending_checkpoint.PendingCheckpoint], None] | None = None,
         timeout: float | None = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -107,10 +88,12 @@ class SavepointCoordinator(CheckpointCoordinator):
         future.add_done_callback(lambda done: self._on_done(checkpoint_id, began, done))
         try:
             self.trigger_checkpoint(timestamp, checkpoint_id=checkpoint_id, properties=properties)
-        except CheckpointCoordinatorShutdownError as error:
+        except exceptions.CheckpointCoordinatorShutdownError as error:
             self._fail(checkpoint_id, error)
-        except CoordinatorError as error:
-            failure = SavepointFailedError(f"Savepoint {checkpoint_id} of {self.job_id} was not triggered: {error}")
+        except exceptions.CoordinatorError as error:
+            failure = exceptions.SavepointFailedError(
+                f"Savepoint {checkpoint_id} of {self.job_id} was not triggered: {error}"
+            )
             failure.__cause__ = error.__cause__ or error
             self._fail(checkpoint_id, failure)
         except BaseException:
@@ -126,29 +109,31 @@ class SavepointCoordinator(CheckpointCoordinator):
 
     # ---- hooks of the base class
 
-    def _store(self, completed: CompletedCheckpoint) -> None:
+    def _store(self, completed: pending_checkpoint.CompletedCheckpoint) -> None:
         """Store the savepoint, unless its future was cancelled."""
         with self._futures_lock:
             future = self._futures.pop(completed.id, None)
             if future is not None and future.set_running_or_notify_cancel():
                 self._storing[completed.id] = future
             if completed.id not in self._storing:
-                raise SavepointFailedError(f"Savepoint {completed.id} of {self.job_id} was cancelled by its requester.")
+                raise exceptions.SavepointFailedError(
+                    f"Savepoint {completed.id} of {self.job_id} was cancelled by its requester."
+                )
         path = self._write(completed)
         with self._futures_lock:
             self._paths[completed.id] = path
 
-    def _hand_over(self, completed: CompletedCheckpoint) -> None:
+    def _hand_over(self, completed: pending_checkpoint.CompletedCheckpoint) -> None:
         """Pass the path to the user who requested the savepoint."""
         with self._futures_lock:
             future, path = self._storing.pop(completed.id), self._paths.pop(completed.id)
         future.set_result(path)
 
-    def _cancelled(self, pending: PendingCheckpoint, error: Exception | None) -> None:
+    def _cancelled(self, pending: pending_checkpoint.PendingCheckpoint, error: Exception | None) -> None:
         """Make the future fail with the reason."""
         assert pending.cancelled is not None
         reason, why = pending.cancelled
-        failure = _ERRORS.get(reason, SavepointFailedError)(
+        failure = _ERRORS.get(reason, exceptions.SavepointFailedError)(
             f"Savepoint {pending.id} of {self.job_id} was not made: {why}."
         )
         failure.__cause__ = error
@@ -182,7 +167,7 @@ class SavepointCoordinator(CheckpointCoordinator):
 
 log = logging.getLogger(__name__)
 
-SPARKS_FILES: TaskKey = ("Spark's own files", 0)
+SPARKS_FILES: pending_checkpoint.TaskKey = ("Spark's own files", 0)
 """The files that the coordinator copies: one more task that every savepoint waits for."""
 
 InBackground = Callable[[Callable[[], None]], None]
@@ -232,7 +217,7 @@ class RunSavepoints:
         self._open_storage = open_storage
         self._in_background = in_background
         self._clock = clock
-        self._held: dict[int, _Savepoint] = {}
+        self._savepoints: dict[int, _Savepoint] = {}
         self.requests: Mapping[str, Future[str]] = {}
         self._stopping: Future[str] | None = None
         self._stopping_id: int | None = None
@@ -257,20 +242,20 @@ class RunSavepoints:
         version = run.versions.completed
         if stop:
             if self._stopping is not None:
-                raise InvalidRequestError(f"Run {run.run_id} is already being stopped with a savepoint.")
+                raise exceptions.InvalidRequestError(f"Run {run.run_id} is already being stopped with a savepoint.")
             # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
             begun = run.commits.last_begun()
-            version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
-            held = run.savepoint_hold.batch_id
-            if held is not None and held > run.batch.highest_opened:
-                version = held  # an earlier coordinator has not allowed any batch after this version
+            version = max(run.versions.completed, run.machine.highest_opened + 1, 0 if begun is None else begun + 1)
+            held_from = run.machine.savepoint_hold.batch_id
+            if held_from is not None and held_from > run.machine.highest_opened:
+                version = held_from  # an earlier coordinator has not allowed any batch after this version
         if version == 0:
-            raise InvalidRequestError(
+            raise exceptions.InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so no state exists to save; "
                 "wait for one."
             )
         if stop:
-            run.savepoint_hold.begin(version)
+            run.machine.savepoint_hold = SavepointHold(version)
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests = {**self.requests, request_id: future}
         if stop:
@@ -281,7 +266,7 @@ class RunSavepoints:
         """Return the ids of the savepoints that are being made. Needs no lock."""
         return list(self.coordinator.get_pending_checkpoints())
 
-    def _trigger(self, pending: PendingCheckpoint) -> None:
+    def _trigger(self, pending: pending_checkpoint.PendingCheckpoint) -> None:
         run, asked = self._run, pending.properties
         location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
         now_ms = int(self._clock() * 1000)
@@ -289,7 +274,7 @@ class RunSavepoints:
             run.manifests.savepoints.create(
                 SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
             )
-        self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
+        self._savepoints[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
         if asked["stop"]:
             self._stopping_id = pending.id
         log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
@@ -297,30 +282,32 @@ class RunSavepoints:
 
     def on_completed(self) -> None:
         """Begin the savepoints that have waited for a version that is completed now."""
-        for checkpoint_id, held in list(self._held.items()):
-            if not held.begun and held.version <= self._run.versions.completed:
-                held.begun = True
-                self._run.versions.pin(checkpoint_id, held.version)
-                self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
+        for checkpoint_id, savepoint in list(self._savepoints.items()):
+            if not savepoint.begun and savepoint.version <= self._run.versions.completed:
+                savepoint.begun = True
+                self._run.versions.pin(checkpoint_id, savepoint.version)
+                self._in_background(lambda c=checkpoint_id, h=savepoint: self._copy_spark_files(c, h))  # type: ignore[misc]
 
-    def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
+    def _copy_spark_files(self, checkpoint_id: int, savepoint: _Savepoint) -> None:
         """Copy Spark's files. Runs without the lock of the run, because it takes time."""
         registration = self._run.registration
         try:
             with spans.span("savepoint.spark_files", self._trace(checkpoint_id)):
                 spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
-                files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+                files = copy_spark_files(spark, self._storage(savepoint.location), savepoint.version - 1)
         except Exception as error:  # any error makes the savepoint fail
             log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
             reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
             self.coordinator.receive_decline_message(
-                DeclineCheckpoint(self._run.run_id, SPARKS_FILES, checkpoint_id, reason)
+                pending_checkpoint.DeclineCheckpoint(self._run.run_id, SPARKS_FILES, checkpoint_id, reason)
             )
             return
         self._acknowledge(checkpoint_id, SPARKS_FILES, files, sum(f.size for f in files), 0.0)
 
-    def _acknowledge(self, checkpoint_id: int, task: TaskKey, state: Any, size: int, duration: float) -> None:
-        message = AcknowledgeCheckpoint(self._run.run_id, task, checkpoint_id, state, size, duration)
+    def _acknowledge(
+        self, checkpoint_id: int, task: pending_checkpoint.TaskKey, state: Any, size: int, duration: float
+    ) -> None:
+        message = pending_checkpoint.AcknowledgeCheckpoint(self._run.run_id, task, checkpoint_id, state, size, duration)
         self.coordinator.receive_acknowledge_message(message)
 
     def exported(self, message: SavepointExported) -> None:
@@ -331,7 +318,7 @@ class RunSavepoints:
         task = (message.operator, message.partition)
         if message.failure is not None:
             self.coordinator.receive_decline_message(
-                DeclineCheckpoint(self._run.run_id, task, message.checkpoint_id, message.failure)
+                pending_checkpoint.DeclineCheckpoint(self._run.run_id, task, message.checkpoint_id, message.failure)
             )
             return
         size = sum(f.size for f in message.files.values())
@@ -341,8 +328,8 @@ class RunSavepoints:
         """Yield the orders that a host has yet to carry out."""
         run = self._run
         pending = self.coordinator.get_pending_checkpoints()
-        for checkpoint_id, held in list(self._held.items()):
-            if not held.begun or checkpoint_id not in pending:
+        for checkpoint_id, savepoint in list(self._savepoints.items()):
+            if not savepoint.begun or checkpoint_id not in pending:
                 continue
             missing = pending[checkpoint_id].not_yet_acknowledged
             partitions: dict[str, list[int]] = {}
@@ -351,28 +338,33 @@ class RunSavepoints:
                     partitions.setdefault(operator, []).append(partition)
             if partitions:
                 yield SavepointOrder(
-                    run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
+                    run.registration,
+                    checkpoint_id,
+                    savepoint.version,
+                    savepoint.location,
+                    partitions,
+                    is_held=savepoint.stop,
                 )
 
     def _trace(self, savepoint_id: int) -> spans.Trace:
         return spans.savepoint(self._run.run_id, savepoint_id)
 
-    def _store(self, completed: CompletedCheckpoint) -> str:
+    def _store(self, completed: pending_checkpoint.CompletedCheckpoint) -> str:
         with spans.span("savepoint.metadata", self._trace(completed.id)):
             return self._stored(completed)
 
-    def _stored(self, completed: CompletedCheckpoint) -> str:
-        run, held = self._run, self._held[completed.id]
+    def _stored(self, completed: pending_checkpoint.CompletedCheckpoint) -> str:
+        run, savepoint = self._run, self._savepoints[completed.id]
         registration = run.registration
         operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
-        write_metadata(
-            self._storage(held.location),
-            SavepointMetadata(
+        savepoint_format.write_metadata(
+            self._storage(savepoint.location),
+            savepoint_format.SavepointMetadata(
                 checkpoint_id=completed.id,
                 query_id=registration.query_id,
                 query_name=registration.name,
-                version=held.version,
-                batch_id=held.version - 1,
+                version=savepoint.version,
+                batch_id=savepoint.version - 1,
                 created_ms=int(self._clock() * 1000),
                 key_groups=registration.key_groups,
                 checkpoint_location=registration.checkpoint_location,
@@ -380,8 +372,8 @@ class RunSavepoints:
                 spark_files=tuple(completed.states[SPARKS_FILES]),
             ),
         )
-        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, held.location)
-        return held.location
+        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, savepoint.location)
+        return savepoint.location
 
     def _storage(self, location: str) -> CheckpointStorage:
         return self._open_storage(location, self._run.registration.storage_options)
@@ -401,8 +393,8 @@ class RunSavepoints:
         """Fail overdue savepoints, and release the versions that are no longer needed. Does no I/O."""
         self.coordinator.expire()
         pending = self.coordinator.get_pending_checkpoints()
-        for checkpoint_id in [c for c in self._held if c not in pending]:
-            del self._held[checkpoint_id]
+        for checkpoint_id in [c for c in self._savepoints if c not in pending]:
+            del self._savepoints[checkpoint_id]
             self._run.versions.unpin(checkpoint_id)
 
     def _let_go(self) -> None:
@@ -419,7 +411,7 @@ class RunSavepoints:
                 )
                 return
         self._stopping, self._stopping_id = None, None
-        self._run.savepoint_hold.end()
+        self._run.machine.savepoint_hold = SavepointHold()
 
     def shutdown(self, why: str) -> None:
         """Make all pending savepoints fail: the run is over."""
@@ -433,11 +425,15 @@ def savepoint_families(schema: str) -> dict[str, str]:
     return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
 
 
-def _savepoint_operator(spec: OperatorSpec, files: Mapping[TaskKey, Any]) -> SavepointOperator:
+def _savepoint_operator(
+    spec: OperatorSpec, files: Mapping[pending_checkpoint.TaskKey, Any]
+) -> savepoint_format.SavepointOperator:
     """Return an operator as it was exported: all rows are of the newest schema."""
     schema, partitions = OperatorSchema.from_json(spec.schema).compacted(), range(spec.num_partitions)
     variables = tuple(
-        SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))
+        savepoint_format.SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))
         for name, s in schema.families.items()
     )
-    return SavepointOperator(spec.name, spec.kind, spec.backend, len(partitions), variables, schema.to_json())
+    return savepoint_format.SavepointOperator(
+        spec.name, spec.kind, spec.backend, len(partitions), variables, schema.to_json()
+    )

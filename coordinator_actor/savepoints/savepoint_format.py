@@ -221,8 +221,8 @@ def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> F
     there is a savepoint already.
     """
     check_metadata(metadata)
-    there = dict(storage.list())
-    absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
+    sizes = dict(storage.list())
+    absent = [file.path for file in metadata.files() if sizes.get(file.path) != file.size]
     if absent:
         raise SavepointError(
             f"{len(absent)} files of the savepoint at {storage.location} are missing or do not have the size they "
@@ -246,10 +246,10 @@ def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
             "deleted; remove such a directory by hand."
         ) from error
     name = storage.full_location(METADATA_FILE)
-    found = unseal(data, _Version, name).format_version
-    if found != SAVEPOINT_FORMAT_VERSION:
+    version = unseal(data, _Version, name).format_version
+    if version != SAVEPOINT_FORMAT_VERSION:
         raise SavepointError(
-            f"{name} has the format {found}; this release reads {SAVEPOINT_FORMAT_VERSION}. Use the newer release."
+            f"{name} has the format {version}; this release reads {SAVEPOINT_FORMAT_VERSION}. Use the newer release."
         )
     metadata = unseal(data, SavepointMetadata, name)
     check_metadata(metadata)
@@ -285,17 +285,17 @@ def read_stored_savepoints(
     A savepoint with a damaged metadata file is listed with its ``damage``, so that it hides no other savepoint.
     """
     storage = open_storage(base_path, storage_options or {})
-    found: list[SavepointInfo] = []
+    savepoints: list[SavepointInfo] = []
     for path, _ in storage.list():
         name, slash, file = path.partition("/")
         if not slash or file != METADATA_FILE:
             continue
         one = open_storage(f"{storage.location.rstrip('/')}/{name}", storage_options or {})
         try:
-            found.append(SavepointInfo(one.location, read_metadata(one)))
+            savepoints.append(SavepointInfo(one.location, read_metadata(one)))
         except (DamagedFileError, SavepointError) as error:
-            found.append(SavepointInfo(one.location, None, str(error)))
-    return sorted(found, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
+            savepoints.append(SavepointInfo(one.location, None, str(error)))
+    return sorted(savepoints, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
 
 
 def remove_stored_savepoint(
@@ -364,14 +364,14 @@ def check_files(
             return str(error)
 
     with Pool(threads, thread_name_prefix="statestore-savepoint") as pool:
-        found = list(pool.map(check, files))
-    damage = [problem for problem in found if isinstance(problem, str)]
+        errors = list(pool.map(check, files))
+    damage = [problem for problem in errors if isinstance(problem, str)]
     if damage:
         raise DamagedFileError(
             f"{len(damage)} of {len(files)} files of the savepoint at {storage.location} are missing or damaged:\n"
             + "\n".join(damage)
         )
-    return {ref.path: path for ref, path in zip(files, found, strict=True) if isinstance(path, Path)}
+    return {ref.path: path for ref, path in zip(files, errors, strict=True) if isinstance(path, Path)}
 
 
 def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:

@@ -393,7 +393,7 @@ class StateCluster:
 
     def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
         try:
-            return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
+            return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving))
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
             log.log(self.shutdown.log_level, "Could not report the placement of hosts to the coordinator: %s", error)
             return ()

@@ -552,17 +552,17 @@ def test_changes_that_arrive_while_the_run_ends_are_not_acknowledged(
     world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease of a driver ends without waiting for who is at work on the run: no manifest is written then."""
-    batch = run_of(started, "run1").batch
-    receive = batch._receive
+    checkpoints = run_of(started, "run1").machine.checkpoints
+    count = checkpoints.acknowledge
 
-    def ends(*args: Any) -> None:
-        batch.checkpoints.cancel_all("the query has ended")
-        receive(*args)
+    def ends(*args: Any) -> Any:
+        checkpoints.cancel_all("the query has ended")
+        return count(*args)
 
     for partition in (0, 1):
         message = world.stage(world.open(started, 0, partition), partition, 0, "t")
         if partition == 1:
-            monkeypatch.setattr(batch, "_receive", ends)
+            monkeypatch.setattr(checkpoints, "acknowledge", ends)
             with pytest.raises(RetiredRunError, match="its checkpoint 1 was cancelled"):
                 acknowledge(started, message)
         else:

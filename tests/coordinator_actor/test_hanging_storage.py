@@ -12,11 +12,11 @@ import pytest
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group, query_of
 from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError, QueryBusyError, UnknownRunError
 from coordinator_actor.handlers import hosts as host_messages
 from coordinator_actor.messages import HostReport, OpenBatch, QueryRegistration
-from coordinator_actor.threads import MAX_WAITING_MESSAGES, THREADS_PER_QUERY, Dispatcher, QueryThreads, query_of
+from coordinator_actor.threads import MAX_WAITING_MESSAGES, THREADS_PER_QUERY, QueryThreads
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.hanging_storage import HangingStorage
 from tests.patience import HANG, PATIENCE
@@ -34,10 +34,9 @@ class Cluster(CoordinatorPort):
         self.coordinator = Coordinator(
             lambda: world.now, storage.open, conf, self.background.append, apart=self.queries.submit
         )
-        self._dispatcher = Dispatcher(self.coordinator, self.queries)
 
     def begin(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._dispatcher.submit(method, args, kwargs)
+        return self.coordinator.submit(method, args, kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return self.begin(method, *args, **kwargs).result(PATIENCE)

@@ -17,17 +17,18 @@ from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.actor import StateStoreCoordinator
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.coordinator_port import GROUPS, MESSAGES, Arguments, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group, with_string_ids
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
-from coordinator_actor.handlers.batches import Batches, Lookups
-from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.batches import Batches
+from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.queries import Queries
+from coordinator_actor.handlers.registries import InstanceRegistry
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
 from coordinator_actor.messages import OpenBatch
 from tests.coordinator_actor.coordinator_world import World
 
-HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Rewritings, Savepoints)
+HANDLERS = (AccessTokens, Batches, Figures, Hosts, InstanceRegistry, Locations, Queries, Rewritings, Savepoints)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -121,8 +122,8 @@ def test_a_value_that_is_neither_string_nor_uuid_is_refused(message: str) -> Non
             with pytest.raises(
                 InvalidRequestError, match=f"{name} of {message} must be a string or a uuid.UUID, not 5"
             ):
-                Arguments(declared).take((), {name: 5})
-            assert Arguments(declared).take((), {name: RUN}) == ([], {name: str(RUN)})
+                with_string_ids(message, (), {name: 5})
+            assert with_string_ids(message, (), {name: RUN}) == ([], {name: str(RUN)})
 
 
 def test_records_have_strings_and_several_ids_are_not_a_string(started: Coordinator) -> None:

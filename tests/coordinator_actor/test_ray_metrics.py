@@ -34,8 +34,8 @@ def test_ray_takes_each(metric: Metric) -> None:
     if metric.kind == GAUGE:
         sink.set(metric.name, 1.5, **labels)
     elif metric.kind == COUNTER:
-        sink.add(metric.name, 0, **labels)
-        sink.add(metric.name, 2, **labels)
+        sink.increase(metric.name, 0, **labels)
+        sink.increase(metric.name, 2, **labels)
     else:
         sink.observe(metric.name, 0.25, **labels)
     if labels and metric.kind == GAUGE:

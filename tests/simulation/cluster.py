@@ -13,7 +13,7 @@ from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.threads import Dispatcher, QueryThreads
+from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
@@ -49,14 +49,13 @@ class Cluster:
         )
         queries = QueryThreads()
         # Nothing is called before the constructor has ended.
-        coordinator = process.memory["coordinator"] = Coordinator(
+        process.memory["coordinator"] = Coordinator(
             clock,
             self.world.disk.open,
             conf,
             apart=lambda query, work: queries.submit(query, partial(self._do, work)),
             dead_nodes=lambda: self.dead_nodes,
         )
-        process.memory["dispatcher"] = Dispatcher(coordinator, queries)
         process.on_death.append(lambda: s.at(0.2 + s.random.random() * 3, self._restart))
         s.spawn(process, lambda: self._every(1.0, "expire"), "leases")
         s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
@@ -283,7 +282,7 @@ class Session:
             except KNOWN_ERRORS as error:
                 s.log("placement of", self.session_id, "was not taken:", str(error))
                 continue
-            for slot in [slot for slot in self.leaving if slot.host_id in answer.released]:
+            for slot in [slot for slot in self.leaving if slot.host_id in answer]:
                 s.log("RELEASED", slot.host_id)
                 sometimes("a host that was to go is released")
                 self.leaving.remove(slot)

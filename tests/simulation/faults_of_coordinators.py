@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -30,8 +29,8 @@ from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from coordinator_actor.rewriting import ForgottenKeys, Rewriting
-from coordinator_actor.run.batches import RunningBatch
 from coordinator_actor.run.holds import Hold, KnownFiles, RewritingHold
+from coordinator_actor.run.machine import WriteManifest
 from coordinator_actor.run.retention import remove_garbage
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import LookedUpVersions, QueryVersions
@@ -89,10 +88,10 @@ def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     claim: Callable[..., list[str]] = Epochs.claim
 
-    def joining(self: Any, *args: Any) -> list[str]:
+    def joining(self: Any, *args: Any, **more: Any) -> list[str]:
         claimed = self._files.numbers(EPOCHS)
         if not claimed:
-            return claim(self, *args)
+            return claim(self, *args, **more)
         self.current = claimed[-1]
         return [path for path, size in self._files.storage.list(f"{MANIFESTS}/") if size != len(FENCE)]
 
@@ -124,25 +123,31 @@ def hasty_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hasty_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    end: Callable[..., None] = RunningBatch.end_repeat
+    settle: Callable[..., None] = QueryState._settle
 
-    def hasty(self: RunningBatch) -> None:
-        with suppress(StorageError):
-            end(self)
+    def hasty(self: QueryState, version: int) -> None:
+        is_repeat = self.machine.acknowledged(version) and self.machine.named_by(version) is None
+        try:
+            settle(self, version)
+        except StorageError:
+            if not is_repeat:
+                raise
 
-    monkeypatch.setattr(RunningBatch, "end_repeat", hasty)
+    monkeypatch.setattr(QueryState, "_settle", hasty)
 
 
 def hasty_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    again: Callable[..., bool] = RunningBatch._acknowledge_again
+    perform: Callable[..., None] = QueryState.perform
 
-    def hasty(self: RunningBatch, *args: Any) -> bool:
+    def hasty(self: QueryState, write: WriteManifest | None) -> None:
+        is_repeat = write is not None and write.checkpoint is not None and self.machine.prepared is not None
         try:
-            return again(self, *args)
+            perform(self, write)
         except StorageError:
-            return True
+            if not is_repeat:
+                raise
 
-    monkeypatch.setattr(RunningBatch, "_acknowledge_again", hasty)
+    monkeypatch.setattr(QueryState, "perform", hasty)
 
 
 def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +170,7 @@ def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: QueryState, **given: bool) -> None:
         take_over(self, **given)
-        if self.batch.prepared is not None:
+        if self.machine.prepared is not None:
             self.complete(self.versions.completed + 1)
 
     monkeypatch.setattr(QueryState, "take_over", hasty)
@@ -235,11 +240,11 @@ def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
     def removing(run: QueryState, now: float) -> list[str]:
-        held, run.rewriting = run.rewriting, RewritingHold()
+        held, run.machine.rewriting = run.machine.rewriting, RewritingHold()
         try:
             return remove_garbage(run, now)
         finally:
-            run.rewriting = held
+            run.machine.rewriting = held
 
     monkeypatch.setattr(coordinator_module, "remove_garbage", removing)
 
@@ -250,8 +255,8 @@ def exchange_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgiving(self: Any, query: str, holder: str, seconds: float, *, hold: str = "", **more: Any) -> Any:
         run = self._runs.running(query, or_ended=True)
         now = self._registries.clock()
-        if hold and run.rewriting.at(now) is None:
-            run.rewriting._hold = Hold(hold, holder, None, now + seconds)
+        if hold and run.machine.rewriting.at(now) is None:
+            run.machine.rewriting._hold = Hold(hold, holder, None, now + seconds)
         return hold_query(self, query, holder, seconds, hold=hold, **more)
 
     monkeypatch.setattr(Rewritings, "hold_query", forgiving)
@@ -335,10 +340,10 @@ def early_follower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     take_up: Callable[..., Any] = Queries.take_up_versions
 
-    def early(self: Any, run_id: str) -> Any:
+    def early(self: Any, *args: Any) -> Any:
         with monkeypatch.context() as while_it_looks:
             while_it_looks.setattr(SparkCommits, "next_batch", begun)
-            return take_up(self, run_id)
+            return take_up(self, *args)
 
     monkeypatch.setattr(Queries, "take_up_versions", early)
 

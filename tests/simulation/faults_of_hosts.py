@@ -15,9 +15,10 @@ from backends.exceptions import StorageError
 from backends.formats.changelog import group_path, write_group
 from backends.formats.manifest import PartitionEntries
 from backends.storage.locations import FileRef
-from coordinator_actor.handlers import batches, owners
 from coordinator_actor.run import recovery
 from coordinator_actor.run.holds import FilesInUse
+from coordinator_actor.run.machine import RunMachine
+from coordinator_actor.run.owners import RunAssignment
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host import commits
 from spark_bridge.host.commits import GroupCommit, GroupCommits
@@ -46,23 +47,22 @@ def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: Callable[..., Any] = batches._checked
+    check: Callable[..., Any] = RunMachine.check_acknowledgement
 
-    def lenient(run: Any, message: Any, assignment: Any) -> Any:
-        owner = assignment.owner(message.operator, message.partition)
-        return checked(run, msgspec.structs.replace(message, host_id=owner.host_id), assignment)
+    def lenient(self: RunMachine, message: Any, owner: Any) -> Any:
+        return check(self, msgspec.structs.replace(message, host_id=owner.host_id), owner)
 
-    monkeypatch.setattr(batches, "_checked", lenient)
+    monkeypatch.setattr(RunMachine, "check_acknowledgement", lenient)
 
 
 def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: Callable[..., Any] = batches._checked
+    check: Callable[..., Any] = RunMachine.check_acknowledgement
 
-    def lenient(run: Any, message: Any, assignment: Any) -> Any:
-        base = run.versions.head(message.version - 1, message.operator, message.partition)
-        return checked(run, msgspec.structs.replace(message, base=base), assignment)
+    def lenient(self: RunMachine, message: Any, owner: Any) -> Any:
+        base = self.versions.head(message.version - 1, message.operator, message.partition)
+        return check(self, msgspec.structs.replace(message, base=base), owner)
 
-    monkeypatch.setattr(batches, "_checked", lenient)
+    monkeypatch.setattr(RunMachine, "check_acknowledgement", lenient)
 
 
 def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,19 +152,20 @@ def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready: Callable[..., Any] = owners._ready
+    ready_moves: Callable[..., Any] = RunAssignment.ready_moves
 
-    def hasty(registries: Any, run: Any, current: Any) -> Any:
-        planned = run.assignment.planned
-        for receiver in planned.values():
-            if (lease := registries.hosts.leases.get(receiver)) is not None:
-                warm: dict[str, dict[int, int]] = {}
-                for operator, partition in planned:
-                    warm.setdefault(operator, {})[partition] = run.versions.completed
-                lease.hand_over = msgspec.structs.replace(lease.hand_over, warm={run.run_id: warm})
-        return ready(registries, run, current)
+    def hasty(self: RunAssignment, hand_overs: Any, completed: int) -> Any:
+        warm: dict[str, dict[int, int]] = {}
+        for operator, partition in self.planned:
+            warm.setdefault(operator, {})[partition] = completed
+        receivers = set(self.planned.values())
+        said = {
+            host_id: msgspec.structs.replace(said, warm={self._run_id: warm}) if host_id in receivers else said
+            for host_id, said in hand_overs.items()
+        }
+        return ready_moves(self, said, completed)
 
-    monkeypatch.setattr(owners, "_ready", hasty)
+    monkeypatch.setattr(RunAssignment, "ready_moves", hasty)
 
 
 def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:

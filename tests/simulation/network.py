@@ -143,7 +143,7 @@ class SimulatedPort(CoordinatorPort):
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
-                answer = target.memory["dispatcher"].submit(method, args, kwargs).result()
+                answer = target.memory["coordinator"].submit(method, args, kwargs).result()
                 if method == "adopt_rewritten":
                     if args[3] in caller.setdefault("exchanged", set()):
                         sometimes("an exchange is asked for again that was made already")

@@ -65,8 +65,8 @@ class Recorder:
 
     def _check(self) -> None:
         if self.coordinator is not None:
-            assert self.coordinator._pending._lock.acquire(timeout=1), "called with the lock held"
-            self.coordinator._pending._lock.release()
+            assert self.coordinator._lock.acquire(timeout=1), "called with the lock held"
+            self.coordinator._lock.release()
 
     def trigger(self, pending: PendingCheckpoint) -> None:
         self._check()

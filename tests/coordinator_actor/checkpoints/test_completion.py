@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, FullyAcknowledged
 from coordinator_actor.checkpoints.pending_checkpoint import CompletedCheckpoint, Received
 from coordinator_actor.exceptions import (
     CoordinatorError,
@@ -130,9 +130,9 @@ def test_a_caller_that_waited_for_a_failed_completion_tries_it_with_its_own_stat
 def waiting(coord: CheckpointCoordinator) -> bool:
     """Wait until a thread waits for a completion."""
     deadline = time.monotonic() + PATIENCE
-    while not coord._pending._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    while not coord._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
         time.sleep(0.001)
-    return bool(coord._pending._completion_ended._waiters)  # type: ignore[attr-defined]
+    return bool(coord._completion_ended._waiters)  # type: ignore[attr-defined]
 
 
 def test_shutdown_releases_callers_that_wait_for_a_completion(world: World) -> None:
@@ -206,3 +206,19 @@ def test_a_callback_may_not_acknowledge_its_own_checkpoint(world: World) -> None
     coord = coordinator(world, [A], store=complete)
     coord.trigger_checkpoint()
     assert coord.receive_acknowledge_message(ack(A, 1)) is Received.COMPLETED and errors
+
+
+def test_a_caller_may_store_a_checkpoint_between_two_steps(world: World) -> None:
+    coord, seen = recorded(world)
+    pending = coord.trigger_checkpoint(now=1.0)
+    assert coord.acknowledge(ack(A, 1, "a"), 2.0) is Received.PENDING
+    acknowledged = coord.acknowledge(ack(B, 1, "b"), 3.0)
+    assert isinstance(acknowledged, FullyAcknowledged) and acknowledged.completed.duration == 2.0
+    with pytest.raises(InvalidRequestError, match="own callback"):
+        coord.acknowledge(ack(A, 1, "a2"), 4.0)
+    coord.fail(acknowledged, StorageError("full"))
+    assert not pending.is_discarded and seen.completed == [], "the hook that stores is for the one call"
+    again = coord.acknowledge(ack(A, 1, "a2"), 5.0)
+    assert isinstance(again, FullyAcknowledged)
+    coord.complete(again)
+    assert [c.states for c in coord.successful] == [{A: "a2", B: "b"}] and pending.completed is again.completed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,57 +106,61 @@ def test_leases_are_renewed_by_the_same_incarnation_only() -> None:
 
 
 def test_the_last_executor_that_reports_is_the_active_one() -> None:
-    instances = InstanceRegistry()
-    assert instances.report(provider(0), "hostA", "e1") == []
-    assert instances.location(provider(0)) == "executor_hostA_e1"
-    assert instances.verify(provider(0), "e1") and not instances.verify(provider(0), "e2")
-    instances.report(provider(0), "hostB", "e2")
-    assert instances.location(provider(0)) == "executor_hostB_e2"
-    assert instances.verify(provider(0), "e2") and not instances.verify(provider(0), "e1")
+    instances = InstanceRegistry(threading.RLock())
+    assert instances.report_active_instance(provider(0), "hostA", "e1") == []
+    assert instances.get_location(provider(0)) == "executor_hostA_e1"
+    assert instances.verify_if_instance_active(provider(0), "e1") and not instances.verify_if_instance_active(
+        provider(0), "e2"
+    )
+    instances.report_active_instance(provider(0), "hostB", "e2")
+    assert instances.get_location(provider(0)) == "executor_hostB_e2"
+    assert instances.verify_if_instance_active(provider(0), "e2") and not instances.verify_if_instance_active(
+        provider(0), "e1"
+    )
 
 
 def test_others_that_are_active_elsewhere_are_to_be_unloaded() -> None:
-    instances = InstanceRegistry()
+    instances = InstanceRegistry(threading.RLock())
     for partition, executor in enumerate(["e1", "e2", "e1"]):
-        instances.report(provider(partition), "hostA", executor)
-    instances.report(provider(3), "hostB", "e1")
+        instances.report_active_instance(provider(partition), "hostA", executor)
+    instances.report_active_instance(provider(3), "hostB", "e1")
     others = (provider(0), provider(1), provider(2), provider(3), provider(99))
     # The same executor id on another host is another executor; one without a report stays, as in Spark.
-    assert instances.report(provider(4), "hostA", "e1", others) == [provider(1), provider(3)]
+    assert instances.report_active_instance(provider(4), "hostA", "e1", others) == [provider(1), provider(3)]
 
 
 def test_many_are_asked_for_in_their_order() -> None:
-    instances = InstanceRegistry()
+    instances = InstanceRegistry(threading.RLock())
     for partition in (2, 0):
-        instances.report(provider(partition), "hostA", f"e{partition}")
+        instances.report_active_instance(provider(partition), "hostA", f"e{partition}")
     asked = [provider(0), provider(1), provider(2), provider(0, "other run")]
-    assert instances.locations(asked) == ["executor_hostA_e0", None, "executor_hostA_e2", None]
-    assert instances.verify_many(asked, "e2") == [False, False, True, False]
-    assert instances.locations([]) == [] and instances.verify_many([], "e") == []
+    assert instances.get_locations(asked) == ["executor_hostA_e0", None, "executor_hostA_e2", None]
+    assert [instances.verify_if_instance_active(p, "e2") for p in asked] == [False, False, True, False]
+    assert instances.get_locations([]) == []
 
 
 def test_deactivation_is_of_one_run() -> None:
-    instances = InstanceRegistry()
+    instances = InstanceRegistry(threading.RLock())
     for run in ("run1", "run2"):
         for partition in (0, 1):
-            instances.report(provider(partition, run), "hostA", "e1")
+            instances.report_active_instance(provider(partition, run), "hostA", "e1")
     instances.deactivate("run1")
     instances.deactivate("never there")
-    assert instances.locations([provider(0, "run1"), provider(0, "run2")]) == [None, "executor_hostA_e1"]
-    assert instances.of_run("run1") == [] and instances.of_run("run2") == [provider(0, "run2"), provider(1, "run2")]
-    assert [i["executor_id"] for i in instances.describe()] == ["e1", "e1"]
+    assert instances.get_locations([provider(0, "run1"), provider(0, "run2")]) == [None, "executor_hostA_e1"]
+    assert [i["id"] for i in instances.describe_instances()] == [str(provider(0, "run2")), str(provider(1, "run2"))]
+    assert [i["executor_id"] for i in instances.describe_instances()] == ["e1", "e1"]
     instances.deactivate("run2")
-    assert instances.describe() == []
+    assert instances.describe_instances() == []
 
 
 def test_debug_messages_are_those_of_spark(messages: Any) -> None:
-    instances, held = InstanceRegistry(), provider(3)
-    instances.report(held, "hostA", "e1")
-    instances.verify(held, "e1")
-    instances.verify(provider(4), "e1")
-    instances.location(held)
-    instances.location(provider(4))
-    instances.report(provider(4), "hostB", "e2")
+    instances, held = InstanceRegistry(threading.RLock()), provider(3)
+    instances.report_active_instance(held, "hostA", "e1")
+    instances.verify_if_instance_active(held, "e1")
+    instances.verify_if_instance_active(provider(4), "e1")
+    instances.get_location(held)
+    instances.get_location(provider(4))
+    instances.report_active_instance(provider(4), "hostB", "e2")
     instances.deactivate("run")
     assert messages() == [
         f"Reported state store {held} is active at e1",
@@ -171,16 +176,13 @@ def test_debug_messages_are_those_of_spark(messages: Any) -> None:
 
 
 def test_messages_about_many_are_one_each(messages: Any) -> None:
-    instances = InstanceRegistry()
-    instances.report(provider(0), "hostA", "e1")
+    instances = InstanceRegistry(threading.RLock())
+    instances.report_active_instance(provider(0), "hostA", "e1")
     before = len(messages())
-    instances.locations([provider(0), provider(1)])
-    instances.verify_many([provider(0), provider(1)], "e1")
+    instances.get_locations([provider(0), provider(1)])
     assert messages()[before:] == [
         f"Got location of the state store {provider(0)}: executor_hostA_e1",
         f"Got location of the state store {provider(1)}: None",
-        f"Verified that state store {provider(0)} is active: True",
-        f"Verified that state store {provider(1)} is active: False",
     ]
 
 
@@ -194,14 +196,13 @@ def test_an_instance_costs_no_more_because_others_have_many() -> None:
             hashed += 1
             return hash(self.store_id)
 
-    instances = InstanceRegistry()
+    instances = InstanceRegistry(threading.RLock())
     for run in range(1000):
-        instances.report(Counted(StateStoreId("/ck", "op", 0), f"run{run}"), "hostA", "e1")
+        instances.report_active_instance(Counted(StateStoreId("/ck", "op", 0), f"run{run}"), "hostA", "e1")
     hashed = 0
-    assert len(instances.of_run("run7")) == 1
     instances.deactivate("run7")
     assert hashed == 0
-    assert instances.locations([Counted(StateStoreId("/ck", "op", 0), "run8")]) == ["executor_hostA_e1"]
+    assert instances.get_locations([Counted(StateStoreId("/ck", "op", 0), "run8")]) == ["executor_hostA_e1"]
     assert hashed == 1
 
 

@@ -293,15 +293,15 @@ def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypa
     c = prepared(world)
     commit(world, c, 3, "second", 2)
     world.commit_spark(0)
-    add = RunRegistry.add
+    register_run = RunRegistry.register_run
     heads = []
 
     def late(self: RunRegistry, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
         assert c.batch_committed("run1", 0, by_driver=True) is True
         heads.append(self.by_id["run1"].versions.head(1, "op", 3))
-        add(self, run, savepoints, was_over=was_over)
+        register_run(self, run, savepoints, was_over=was_over)
 
-    monkeypatch.setattr(RunRegistry, "add", late)
+    monkeypatch.setattr(RunRegistry, "register_run", late)
     new = msgspec.structs.replace(world.registration(n=N), run_id="run2")
     assert c.register_query(new).refusal is None
     assert heads == [c.registries.runs.by_id["run2"].versions.head(1, "op", 3)]

@@ -37,7 +37,7 @@ def owners(s: Stream) -> list[str]:
 
 
 def leave(s: Stream, *hosts: int) -> tuple[str, ...]:
-    return s.c.place_session("s", (), [f"h{i}" for i in hosts]).released
+    return s.c.place_session("s", (), [f"h{i}" for i in hosts])
 
 
 def beat(s: Stream, i: int, hand_over: HandOver | None = None) -> HostOrders:

@@ -332,6 +332,6 @@ def test_the_coordinators_of_both_kinds_are_apart(stream):
     """A savepoint neither queues behind a batch nor ends it."""
     s = stream()
     run = run_of(s.c, "run1")
-    assert isinstance(run.batch.checkpoints, CheckpointCoordinator)
-    assert s.c.registries.runs.savepoints_of("run1").coordinator is not run.batch.checkpoints
-    assert s.c.registries.runs.savepoints_of("run1").coordinator.id_counter is run.batch.checkpoints.id_counter
+    assert isinstance(run.machine.checkpoints, CheckpointCoordinator)
+    assert s.c.registries.runs.savepoints_of("run1").coordinator is not run.machine.checkpoints
+    assert s.c.registries.runs.savepoints_of("run1").coordinator.id_counter is run.machine.checkpoints.id_counter

@@ -129,7 +129,7 @@ def test_unloaded_partition_does_not_stop_other_orders(tmp_path):
     """on_completed raises StoreClosedError if the instance is destroyed while it waits for the commit_lock."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.cache.instances.values()))
-    done = c.registries.runs.by_id["run1"].announcements.to("h0")
+    done = c.registries.runs.by_id["run1"].announcement_to("h0")
     err = []
 
     def go():

@@ -155,7 +155,7 @@ def test_every_partition_of_an_order_is_exported_and_reported(host):
 def exported_by(monkeypatch: pytest.MonkeyPatch, host: Exporting, step: tuple[float, float]) -> int:
     """Export a partition by clocks that show for each batch how long it took and how much of that was work."""
     clock, processor = [0.0], [0.0]
-    add = savepoint_export._Writer.add
+    add = savepoint_export._Writer.write_pairs
     steps: list[int] = []
 
     def timed(self: Any, batch: pa.RecordBatch) -> None:
@@ -164,7 +164,7 @@ def exported_by(monkeypatch: pytest.MonkeyPatch, host: Exporting, step: tuple[fl
         processor[0] += step[1]
         add(self, batch)
 
-    monkeypatch.setattr(savepoint_export._Writer, "add", timed)
+    monkeypatch.setattr(savepoint_export._Writer, "write_pairs", timed)
     monkeypatch.setattr(savepoint_export.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(savepoint_export.time, "thread_time", lambda: processor[0])
     host.take(0)

@@ -90,7 +90,7 @@ def test_storage_of_one_query_does_not_block_reports_of_another(tmp_path):
         time.sleep(0.1)
         h.heartbeat()
     c2.register_query(r2)
-    assert c2.registries.runs.by_id["runX"].batch.acknowledged(1), (
+    assert c2.registries.runs.by_id["runX"].machine.acknowledged(1), (
         "the acknowledgement of the healthy query was not taken up"
     )
 

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from backends.background_loop import FailingLoop
 from backends.exceptions import MissingFileError
+from coordinator_actor.durable.spark_commits import SparkLogs
 from coordinator_actor.messages import BatchTimes, InputPace
-from coordinator_actor.run.batches import LoggedTimes
 from coordinator_actor.run.history import WRITE_SECONDS
 from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
@@ -398,13 +398,16 @@ def test_overview_knows_since_when_the_watermark_has_not_advanced() -> None:
     now, watermarks = 100.0, {0: 7_000, 1: 7_000, 2: 9_000}
 
     class Logs:
+        def has(self, batch_id: int) -> bool:
+            return True
+
         def times(self, batch_id: int) -> BatchTimes:
             return BatchTimes(0, watermarks[batch_id])
 
-    times = LoggedTimes(Logs(), lambda: now, uses_time=True)  # type: ignore[arg-type]
-    assert times.rose_at is None
+    logs = SparkLogs(Logs(), lambda: now, uses_time=True)  # type: ignore[arg-type]
+    assert logs.rose_at is None
     rose = []
     for batch, now in ((0, 100.0), (1, 160.0), (2, 170.0)):  # noqa: B007
-        times.at(batch)
-        rose.append(times.rose_at)
+        logs.times_for_tasks(batch)
+        rose.append(logs.rose_at)
     assert rose == [100.0, 100.0, 170.0]

@@ -46,7 +46,7 @@ def test_named_version_comes_from_its_manifest_not_from_local_state(make):
     run = w.c.registries.runs.by_id[w.run]
     current = run.assignment.current
     moves = type(current).of(99, current.generation, current.hosts, dict.fromkeys(run.tasks(), "h1"))
-    run.assignment.change(moves, {})
+    run.assignment.current = moves
     w.hosts[1].grants.forget(w.run)  # as on a restarted host
     task = w.task(moved)
     assert w.hosts[1].open(task).redirect is None

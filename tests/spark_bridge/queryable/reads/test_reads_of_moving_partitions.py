@@ -97,7 +97,7 @@ def test_a_version_without_a_head_of_a_loaded_partition_is_another_hosts(make):
     run = w.c.registries.runs.by_id[w.run]
     current = run.assignment.current
     owners = dict.fromkeys(run.tasks(), "h1")
-    run.assignment.change(type(current).of(99, current.generation, current.hosts, owners), {})
+    run.assignment.current = type(current).of(99, current.generation, current.hosts, owners)
     for read in (lambda: w.one(key), lambda: w.lookup([key])):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             read()

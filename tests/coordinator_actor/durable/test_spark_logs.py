@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor.run.batches import SparkLogs
+from coordinator_actor.durable.spark_commits import SparkLogs
 from tests.patience import PATIENCE
 
 
@@ -45,7 +45,7 @@ def commits() -> Commits:
 
 
 def logs_of(commits: Commits) -> SparkLogs:
-    return SparkLogs(commits)  # type: ignore[arg-type]
+    return SparkLogs(commits, lambda: 0.0, uses_time=True)  # type: ignore[arg-type]
 
 
 def test_many_that_need_an_answer_ask_once(commits: Commits) -> None:
@@ -62,7 +62,7 @@ def test_many_that_need_an_answer_ask_once(commits: Commits) -> None:
 def test_opening_a_batch_sends_its_requests_concurrently(commits: Commits) -> None:
     logs = logs_of(commits)
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(logs.ahead, 5, is_before_open=True, uses_time=True)
+        ahead = pool.submit(logs.look_ahead, 5, is_before_open=True)
         commits.wait_for(2)  # neither has an answer yet
         commits.gate.set()
         ahead.result(PATIENCE)
