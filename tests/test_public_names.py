@@ -153,3 +153,27 @@ def test_name_whose_package_is_missing_names_the_extra(package: str, name: str, 
     assert f"pip install 'ray-statestore[{extra}]'" in ran.stdout
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(line.startswith(package) for line in extras[extra])
+
+
+def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None:
+    """A command that needs more names the extra, and the other commands run."""
+    program = (
+        "import sys\n"
+        "for package in ('ray', 'pyspark', 'py4j', 'rocksdict', 'psutil', 'requests', 'duckdb', 'starlette'):\n"
+        "    sys.modules[package] = None\n"
+        "from spark_bridge.cli.main import main\n"
+        "sys.argv = ['statestore', *sys.argv[1:]]\n"
+        "main()"
+    )
+
+    def statestore(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    shown = statestore("--help")
+    assert shown.returncode == 0 and "doctor" in shown.stdout
+    for words in (["doctor"], ["run", "--", "x"], ["status"]):
+        refused = statestore(*words)
+        assert refused.returncode == 2 and "pip install 'ray-statestore[cluster]'" in refused.stderr
+    checkpoint = statestore("checkpoints", "--checkpoint", str(tmp_path))
+    assert checkpoint.returncode == 2 and "no query.json" in checkpoint.stderr

@@ -187,17 +187,11 @@ Namespace = Annotated[str, typer.Option("--namespace", help="The Ray namespace o
 CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of the coordinator.")]
 
 
-def _no_checkpoints() -> KnownCheckpoints:
-    from spark_bridge.overview.from_cluster import KnownCheckpoints  # which imports Ray
-
-    return KnownCheckpoints()
-
-
 @dataclass(frozen=True)
 class Source:
     """A checkpoint if one is named, else a cluster. ``tls`` is for the connections to its hosts.
 
-    ``damages`` describes damage in storage that was skipped; ``known`` is the result of the last look.
+    ``damages`` describes damage in storage that was skipped.
     """
 
     checkpoint: str | None = None
@@ -208,7 +202,13 @@ class Source:
     coordinator: str = COORDINATOR_NAME
     tls: TlsConf | None = None
     damages: list[str] = field(default_factory=list)
-    known: KnownCheckpoints = field(default_factory=_no_checkpoints)
+
+    @functools.cached_property
+    def known(self) -> KnownCheckpoints:
+        """The checkpoints of the cluster that an earlier look has seen."""
+        from spark_bridge.overview.from_cluster import KnownCheckpoints  # which imports Ray
+
+        return KnownCheckpoints()
 
     @property
     def options(self) -> dict[str, str]:
