@@ -9,6 +9,7 @@ table of ``docs/reference/versions.md``.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -136,7 +137,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the cells; return 0 if no test failed and each environment could be made."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Other arguments are those of pytest.")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), metavar="CELL")
+    parser.add_argument("--list", action="store_true", help="print the names of all cells as JSON, and end")
     options, rest = parser.parse_known_args(arguments)
+    if options.list:
+        print(json.dumps(list(CELLS)))
+        return 0
     rows = [run_cell(name, rest) for name in options.cells]
     print("\n| cell | Python | PySpark | RayDP | Ray | pyarrow | pandas | numpy | result |")
     print("|---|---|---|---|---|---|---|---|---|")

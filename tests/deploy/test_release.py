@@ -1,0 +1,71 @@
+"""``deploy/release.sh``: what it refuses, each with the remedy, and the tag that it makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "release.sh"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository that can be released as 1.2.3, and a ``python`` that builds and checks nothing."""
+    root = tmp_path / "project"
+    (root / "deploy").mkdir(parents=True)
+    shutil.copy(SCRIPT, root / "deploy")
+    (root / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (root / "CHANGELOG.md").write_text("## [1.2.3] - 2026-11-28\n")
+    (root / ".gitignore").write_text("dist/\n")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    git(root, "init", "--quiet")
+    commit(root)
+    return root
+
+
+def git(root: Path, *words: str) -> str:
+    who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    return subprocess.run(["git", *who, *words], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def commit(root: Path) -> None:
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "Prepare")
+
+
+def release(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    author = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {**os.environ, **author, "PATH": f"{root.parent / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "deploy/release.sh", *words]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_release_is_built_checked_and_tagged(repository: Path) -> None:
+    released = release(repository, "tag", "1.2.3")
+    assert released.returncode == 0, released.stderr
+    assert (repository.parent / "calls").read_text().splitlines() == [
+        "-m build --outdir dist .",
+        "-m twine check --strict dist/*",
+    ]
+    assert git(repository, "tag").split() == ["v1.2.3"]
+    assert "git push origin v1.2.3" in released.stdout
+
+
+def test_release_of_another_version_without_a_date_or_with_changes_is_refused(repository: Path) -> None:
+    assert "has version 1.2.3, not 2.0.0" in release(repository, "build", "2.0.0").stderr
+    (repository / "CHANGELOG.md").write_text("## [1.2.3] - Unreleased\n")
+    remedy = re.search(r"no line '(.+) - YYYY-MM-DD'", release(repository, "build", "1.2.3").stderr)
+    assert remedy is not None
+    (repository / "CHANGELOG.md").write_text(f"{remedy[1]} - 2026-11-29\n")
+    assert "commit them" in release(repository, "build", "1.2.3").stderr
+    commit(repository)
+    assert release(repository, "build", "1.2.3").returncode == 0
+    assert git(repository, "tag") == ""
