@@ -20,6 +20,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from spark_bridge import StatefulProcessor, aggregate, join, transform_with_state_in_pandas
 from spark_bridge import functions as S
 from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
+from tests.effort import only_thorough
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 
@@ -96,7 +97,9 @@ def run_batches(query: Any, seen: list[int]) -> None:
 
 
 @pytest.mark.spark42_only
-@pytest.mark.parametrize("plan", [*PLANS, "left join"])
+@pytest.mark.parametrize(
+    "plan", ["chained appends", "event time", *map(only_thorough, ("append aggregate", "left join", "processing time"))]
+)
 def test_spark_4_2_with_named_sources_runs_operators_that_tick(
     named_sources: None, make_stream: Callable[..., Stream], plan: str
 ) -> None:
