@@ -29,12 +29,11 @@ from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError, not_o
 from spark_bridge.host.commits import GroupCommits, TaskCommits
 from spark_bridge.host.exports import SavepointExports, pin_scans, scans_read_back
 from spark_bridge.host.hand_overs import HandOvers
-from spark_bridge.host.instances import Counters, Instance, spec_of
+from spark_bridge.host.instances import Counters, Instance, PartitionFiles, spec_of
 from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.loads import Loads
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
-from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration, RunOrders
 from spark_bridge.host.versions import PreparedVersions, VersionRequests
 from spark_bridge.transport.protocol import OpenReply, ScanCommand, TaskIdentity

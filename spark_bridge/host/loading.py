@@ -20,10 +20,17 @@ from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import Completed, OpenGrant, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError, StateVersionError
-from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance, InstanceKey, key_of, spec_of
+from spark_bridge.host.instances import (
+    REMEMBERED_COMMITS,
+    Counters,
+    Instance,
+    InstanceKey,
+    PartitionFiles,
+    key_of,
+    spec_of,
+)
 from spark_bridge.host.loads import FileLease, Load, Loads
 from spark_bridge.host.partition_cache import Copy, CopyKey, Kind, PartitionCache, close, destroy
-from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import CompletedVersions, HostRegistration
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.host.instances import Instance, InstanceKey, RunKey
-from spark_bridge.host.partition_files import PartitionFiles
+from spark_bridge.host.instances import Instance, InstanceKey, PartitionFiles, RunKey
 
 log = logging.getLogger(__name__)
 

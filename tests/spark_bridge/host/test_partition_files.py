@@ -9,7 +9,7 @@ import msgspec
 
 from backends.conf import StateStoreConf
 from backends.storage.checkpoint_storage import CheckpointStorage
-from spark_bridge.host.partition_files import PartitionFiles
+from spark_bridge.host.instances import PartitionFiles
 from tests.coordinator_actor.coordinator_world import World
 
 
