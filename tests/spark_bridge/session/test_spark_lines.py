@@ -26,6 +26,13 @@ from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.matrix]
 
+
+def since(line: str) -> pytest.MarkDecorator:
+    """Skip a test on earlier lines of Spark."""
+    here = tuple(map(int, pyspark.__version__.split(".")[:2]))
+    return pytest.mark.skipif(here < tuple(map(int, line.split("."))), reason=f"Spark {line} has brought this.")
+
+
 OFFSET_LOG_CONF = "spark.sql.streaming.offsetLog.formatVersion"
 
 
@@ -97,6 +104,7 @@ def run_batches(query: Any, seen: list[int]) -> None:
 
 
 @pytest.mark.spark42_only
+@since("4.2")
 @pytest.mark.parametrize(
     "plan", ["chained appends", "event time", *map(only_thorough, ("append aggregate", "left join", "processing time"))]
 )
@@ -122,6 +130,7 @@ def test_spark_4_2_with_named_sources_runs_operators_that_tick(
 
 
 @pytest.mark.spark42_only
+@since("4.2")
 def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
     named_sources: None, stream: Stream
 ) -> None:
@@ -147,6 +156,7 @@ def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
 
 
 @pytest.mark.spark42_only
+@since("4.2")
 def test_spark_4_2_with_a_real_time_trigger_is_refused_and_runs_with_the_remedy(
     spark: SparkSession, stream: Stream
 ) -> None:
@@ -182,6 +192,7 @@ spark.stop()
 
 
 @pytest.mark.spark42_only
+@since("4.0")
 def test_spark_4_with_connect_is_refused_with_the_place_to_run(tmp_path: Path) -> None:
     pytest.importorskip(
         "grpc_status", reason="Spark Connect needs grpcio-status, which this environment does not have."
