@@ -138,7 +138,7 @@ class HostMemory:
         return max(0, min(self.row_cache_bytes, self._working - others))
 
     def row_allowance(self, own: Claim | None) -> int:
-        """Return the most bytes that the row cache with this claim may have: what the others leave, or an equal share.
+        """Return the maximum bytes of the row cache with this claim: the rest of the budget, or an equal share.
 
         The time grows with the logarithm of the number of row caches (one per partition and column family).
         """

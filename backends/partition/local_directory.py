@@ -1,4 +1,4 @@
-"""The local directory of a partition, which one process uses at a time, and what the partition's classes share."""
+"""The local directory of a partition, which one process locks, and the context that its classes share."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Verdict = tuple[CancelReason, str]
 
 
 class FullyAcknowledged(NamedTuple):
-    """A checkpoint that every task has acknowledged. Whoever gets it stores it, and calls ``complete`` or ``fail``."""
+    """A checkpoint that every task has acknowledged. The caller stores it, and then calls ``complete`` or ``fail``."""
 
     pending: PendingCheckpoint
     completed: CompletedCheckpoint

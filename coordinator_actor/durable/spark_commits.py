@@ -183,7 +183,7 @@ class SparkLogs:
     """Spark's ``commits/`` and ``offsets/`` as one run reads them: each question once, outside the lock of the run.
 
     A batch waits for two writes, its changes and its manifest. Before them its first task needs two facts: the batch
-    before is committed, and the times of its own batch. The driver reports a committed batch while Spark plans the next
+    before is committed, and the times of the batch. The driver reports a committed batch while Spark plans the next
     one, so that the first fact is known when the tasks come. Callers that need the same answer at the same time share
     one request. Many threads may share an object; the lock of the run guards ``times_for_tasks`` alone.
 

@@ -148,10 +148,10 @@ def _together(texts: Mapping[str, str], is_changes: bool) -> None:
 
 
 def _flag(texts: Mapping[str, str], name: str, default: bool) -> bool:
-    text = texts.get(name, str(default)).lower()
-    if text not in ("true", "false"):
-        raise invalid(name, f"it is {texts[name]!r}, and must be true or false.")
-    return text == "true"
+    value = texts.get(name, str(default)).lower()
+    if value not in ("true", "false"):
+        raise invalid(name, f"its value is {texts[name]!r}; set it to true or false.")
+    return value == "true"
 
 
 def _number(texts: Mapping[str, str], name: str) -> int | None:
