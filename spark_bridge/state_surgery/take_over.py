@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +113,18 @@ class StoppedQuery:
             raise InvalidStateStoreArgument(
                 f"{storage.location} is the checkpoint of a query of this project: use a savepoint, or rewrite_state."
             )
-        batch_id = SparkCommits(storage).last_committed()
+        commits = SparkCommits(storage)
+        batch_id, planned = commits.last_committed(), commits.last_begun()
         if batch_id is None:
             raise InvalidStateStoreArgument(
                 f"{storage.location} has no committed batch, so there is no state to take over: start the new query "
                 "with an empty checkpoint."
+            )
+        if planned is not None and planned > batch_id + 1:
+            raise InvalidStateStoreArgument(
+                f"{storage.location} has offsets of batch {planned}, and batch {batch_id} is the last committed one: only "
+                "one batch can run again. Run the old query until it has committed its batches, without asynchronous "
+                "progress tracking."
             )
         query = cls(spark, storage, batch_id)
         if query.id in [one.id for one in spark.streams.active]:
@@ -238,10 +246,14 @@ class Conversion:
         for name, function, parts in outputs_of(rows.stored_value):
             if self.buffers is not None:
                 place = first + self.buffers.get(name, len(names))
-            wanted = _buffers(split_function(function)[0], parts)
-            if wanted is None or names[place : place + len(wanted)] != list(wanted):
+            wanted = BUFFERS.get(split_function(function)[0], ("",))
+            if names[place : place + 2] == list(EMPTY_SUM):
+                wanted = EMPTY_SUM
+            if names[place : place + len(wanted)] != list(wanted):
                 raise self._other_buffers(names[first:], name, function)
             buffers = [F.col("value").getField(f"b{place + i}") for i in range(len(wanted))]
+            if wanted[0] == "sum" and pa.types.is_decimal(parts[0].type):
+                buffers[0] = _scaled(buffers[0], fields[place].dataType, parts[0].type)
             columns += _parts(wanted, buffers, self.operator.in_words)
             place += len(wanted)
         if place != len(names) and self.buffers is None:
@@ -339,11 +351,15 @@ class Conversion:
         )
 
 
-def _buffers(function: str, parts: list[pa.Field]) -> tuple[str, ...] | None:
-    """Return the names of Spark's buffers for a function, or None if they cannot be read."""
-    if function == "sum" and pa.types.is_decimal(parts[0].type):
-        return EMPTY_SUM
-    return BUFFERS.get(function)
+def _scaled(total: Column, kind: Any, wanted: pa.DataType) -> Column:
+    """Return a sum of decimals. Spark adds short decimals as longs or doubles, without their point."""
+    from pyspark.sql import functions as F
+    from pyspark.sql import types as T
+
+    if isinstance(kind, T.DecimalType):
+        return total
+    unscaled = total.cast(T.DecimalType(wanted.precision, 0))
+    return (unscaled * F.lit(Decimal(1).scaleb(-wanted.scale))).cast(T.DecimalType(wanted.precision, wanted.scale))
 
 
 def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Column]:
