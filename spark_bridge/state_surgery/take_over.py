@@ -122,9 +122,9 @@ class StoppedQuery:
             )
         if planned is not None and planned > batch_id + 1:
             raise InvalidStateStoreArgument(
-                f"{storage.location} has offsets of batch {planned}, and batch {batch_id} is the last committed one: only "
-                "one batch can run again. Run the old query until it has committed its batches, without asynchronous "
-                "progress tracking."
+                f"{storage.location} has offsets of batch {planned}, and batch {batch_id} is the last committed one. "
+                "Only one batch can run again. Run the old query, without asynchronous progress tracking, until it has "
+                "committed its batches."
             )
         query = cls(spark, storage, batch_id)
         if query.id in [one.id for one in spark.streams.active]:
