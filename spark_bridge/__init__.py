@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from spark_bridge.state_surgery.forget_keys import forget_keys
     from spark_bridge.state_surgery.new_state import NewStateReport
     from spark_bridge.state_surgery.rewrite_state import rewrite_state
+    from spark_bridge.state_surgery.take_over import take_over
     from spark_bridge.stateful.handle import StatefulProcessorHandle
     from spark_bridge.stateful.list_state import ListState
     from spark_bridge.stateful.map_state import MapState
@@ -146,6 +147,7 @@ __all__ = [
     "state_operator_progress",
     "state_table",
     "stop_spark",
+    "take_over",
     "transform_with_state",
     "transform_with_state_in_arrow",
     "transform_with_state_in_pandas",
@@ -217,6 +219,7 @@ _HOMES = {
     "state_operator_progress": "spark_bridge.session.progress",
     "state_table": "spark_bridge.state_data.frames",
     "stop_spark": "spark_bridge.session.lifecycle",
+    "take_over": "spark_bridge.state_surgery.take_over",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_pandas": "spark_bridge.stateful.transform_with_state",

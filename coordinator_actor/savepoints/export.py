@@ -10,9 +10,9 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -212,8 +212,20 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
     return True
 
 
+Moved: TypeAlias = Callable[[str, bytes], tuple[str, bytes]]
+"""Takes the path and the content of a file of Spark, and returns those of its copy."""
+
+
+def _unmoved(path: str, data: bytes) -> tuple[str, bytes]:
+    return path, data
+
+
 def copy_spark_files(
-    spark_storage: CheckpointStorage, target_storage: CheckpointStorage, batch_id: int, below: str = SPARK_DIRECTORY
+    spark_storage: CheckpointStorage,
+    target_storage: CheckpointStorage,
+    batch_id: int,
+    below: str = SPARK_DIRECTORY,
+    moved: Moved = _unmoved,
 ) -> list[FileRef]:
     """Copy Spark's files for continuing after batch ``batch_id`` to the directory ``below``. Return the copies.
 
@@ -227,11 +239,62 @@ def copy_spark_files(
     copied = []
     for path in spark_log_files(spark_storage, batch_id):
         try:
-            copied.append(_copy(spark_storage, target_storage, path, below))
+            copied.append(_copy(spark_storage, target_storage, path, below, moved))
         except MissingFileError as error:  # Spark has advanced since, and has removed the file
             if path in _needed_logs(batch_id):
                 raise _no_logs(spark_storage, batch_id, [path]) from error
-    return copied + _copy_sources(spark_storage, target_storage, below)
+    return copied + _copy_sources(spark_storage, target_storage, below, moved)
+
+
+@dataclass(frozen=True)
+class SparkFiles:
+    """Spark's files of a query after the committed batch ``batch_id``, for a new query that continues from there.
+
+    Spark identifies sources by their places in ``offsets/`` and ``sources/``. ``places`` has the new place of each
+    source. The places in ``ticks`` belong to new ``rate`` sources, which begin at ``begun_ms`` (since 1970). If Spark
+    has planned the next batch, ``with_planned_batch`` copies its offsets too, and the new query runs that batch.
+    """
+
+    storage: CheckpointStorage
+    batch_id: int
+    places: tuple[int, ...] | None = None
+    ticks: tuple[int, ...] = ()
+    begun_ms: int = 0
+    with_planned_batch: bool = False
+
+    def check(self) -> None:
+        """Raise ``SavepointError`` if no query can continue after the batch, or if its sources are not as expected."""
+        spark_log_files(self.storage, self.batch_id)
+        if self.places is not None:
+            self._moved(f"offsets/{self.batch_id}", self.storage.get(f"offsets/{self.batch_id}"))
+
+    def copy_to(self, target: CheckpointStorage) -> None:
+        """Copy the files. Raises ``SavepointError`` and ``StorageError``."""
+        copy_spark_files(self.storage, target, self.batch_id, below="", moved=self._moved)
+        planned = f"offsets/{self.batch_id + 1}"
+        if self.with_planned_batch and self.storage.exists(planned):
+            _copy(self.storage, target, planned, "", self._moved)
+        for place in self.ticks:
+            target.put_new(f"sources/{place}/0", f"v1\n{self.begun_ms}".encode())
+
+    def _moved(self, path: str, data: bytes) -> tuple[str, bytes]:
+        """Return the path and the content of a file in the new checkpoint."""
+        directory, _, rest = path.partition("/")
+        if self.places is None or directory == "commits":
+            return path, data
+        if directory == "sources":
+            place, _, name = rest.partition("/")
+            return (f"sources/{self.places[int(place)]}/{name}", data) if place.isdigit() else (path, data)
+        version, times, *lines = data.rstrip(b"\n").split(b"\n")
+        if version != b"v1" or len(lines) != len(self.places):
+            raise SavepointError(
+                f"{self.storage.full_location(path)} has the version {version.decode()} and {len(lines)} offsets; the "
+                f"version must be v1, with the offsets of the program's {len(self.places)} sources, in their order. "
+                "Give the program the sources of the old query. If they have names, set "
+                "spark.sql.streaming.queryEvolution.enableSourceEvolution=false and use sources without names."
+            )
+        offsets = dict(zip(self.places, lines, strict=True)) | dict.fromkeys(self.ticks, b"0")
+        return path, b"\n".join([version, times, *(offsets[place] for place in sorted(offsets))])
 
 
 def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
@@ -259,13 +322,13 @@ def _no_logs(storage: CheckpointStorage, batch_id: int, absent: Sequence[str]) -
     )
 
 
-def _copy_sources(spark: CheckpointStorage, target: CheckpointStorage, below: str) -> list[FileRef]:
+def _copy_sources(spark: CheckpointStorage, target: CheckpointStorage, below: str, moved: Moved) -> list[FileRef]:
     copied: dict[str, FileRef] = {}
     listed = _visible(spark)
     with Pool(_COPY_THREADS, thread_name_prefix="statestore-savepoint") as pool:
         for _ in range(_COPY_ATTEMPTS):
             new = [path for path in listed if path not in copied]
-            copies = pool.map(lambda path: _copy_if_there(spark, target, path, below), new)
+            copies = pool.map(lambda path: _copy_if_there(spark, target, path, below, moved), new)
             copied.update({path: copy for path, copy in zip(new, copies, strict=True) if copy is not None})
             now = _visible(spark)
             # A listing takes time. A file that was removed during it may have been replaced by a file that the listing
@@ -284,15 +347,17 @@ def _visible(storage: CheckpointStorage) -> list[str]:
     return [path for path, _ in storage.list("sources") if not path.rpartition("/")[2].startswith(".")]
 
 
-def _copy_if_there(spark: CheckpointStorage, target: CheckpointStorage, path: str, below: str) -> FileRef | None:
+def _copy_if_there(
+    spark: CheckpointStorage, target: CheckpointStorage, path: str, below: str, moved: Moved
+) -> FileRef | None:
     try:
-        return _copy(spark, target, path, below)
+        return _copy(spark, target, path, below, moved)
     except MissingFileError:
         return None
 
 
-def _copy(spark: CheckpointStorage, storage: CheckpointStorage, path: str, below: str) -> FileRef:
-    data = spark.get(path)
+def _copy(spark: CheckpointStorage, storage: CheckpointStorage, path: str, below: str, moved: Moved) -> FileRef:
+    path, data = moved(path, spark.get(path))
     target = f"{below}/{path}" if below else path
     try:
         return storage.put_new(target, data)

@@ -68,6 +68,7 @@ for command in (
     state_commands.sql,
     state_commands.watch,
     state_commands.diff,
+    state_commands.take_over,
     checkpoint_commands.files,
     checkpoint_commands.verify,
     checkpoint_commands.forget,

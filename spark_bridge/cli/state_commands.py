@@ -1,10 +1,11 @@
-"""``statestore get``, ``scan`` and ``sql``: the state itself, of a running query or of a checkpoint or savepoint."""
+"""``statestore get``, ``scan``, ``sql`` ...: state of a running query, a checkpoint or a savepoint, and of Spark's."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from importlib import import_module
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -21,7 +22,16 @@ from spark_bridge.cli.output import (
     print_rows,
     printer,
 )
-from spark_bridge.cli.sources import Source, bound_of, condition_of, key_of_words, with_state_source
+from spark_bridge.cli.sources import (
+    Option,
+    Source,
+    bound_of,
+    condition_of,
+    key_of_words,
+    options_of,
+    or_exit,
+    with_state_source,
+)
 from spark_bridge.exceptions import QueryEndedError, RequestError
 from spark_bridge.queryable.client.json_values import bound_of_json, rows_to_json, to_json, window_of_text
 from spark_bridge.queryable.sql.sql import SqlLimits, import_duckdb, is_out_of_memory
@@ -292,3 +302,94 @@ def diff(
             complain(text)
     if any(counts.values()):
         raise typer.Exit(FOUND)
+
+
+# ``statestore take-over``: the state of a stopped query of Spark, for a query of this project.
+
+
+def take_over(
+    spark_checkpoint: Annotated[
+        str, typer.Argument(metavar="SPARK_CHECKPOINT", help="The checkpoint location of the stopped query of Spark.")
+    ],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The new location; it must be empty.")],
+    program: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="The function that takes a SparkSession and returns the new query's stream."
+        ),
+    ],
+    operator: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="Which operator of Spark an operator takes over. Repeatable."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Convert everything, show samples, write nothing.")
+    ] = False,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the new CHECKPOINT, from which the query of MODULE:FUNCTION continues a stopped query of Spark.
+
+    Needs Spark 4 here, and runs on a local Spark and Ray, or on those of the environment (spark-submit, RAY_ADDRESS).
+
+    Example: statestore take-over s3a://bucket/old s3://bucket/new my_job:totals --dry-run
+    """
+    from pyspark.sql import SparkSession
+
+    from spark_bridge.state_surgery.take_over import take_over
+
+    numbers = or_exit(lambda: _operator_numbers(operator or []))
+    make_stream = or_exit(lambda: _function_at(program))
+    spark = SparkSession.builder.appName("statestore take-over").config("spark.log.level", "ERROR").getOrCreate()
+    report = or_exit(
+        lambda: take_over(
+            spark_checkpoint,
+            checkpoint,
+            make_stream(spark),
+            operators=numbers or None,
+            dry_run=dry_run,
+            storage_options=options_of(storage_option),
+            progress=lambda step: None if as_json else printer().print(step, soft_wrap=True, highlight=False),
+        )
+    )
+    if as_json:
+        by_name = {f"{owner}/{variable}": rows for (owner, variable), rows in report.rows_written.items()}
+        facts = {"checkpoint": report.checkpoint_location, "query_id": report.query_id, "batch_id": report.batch_id}
+        typer.echo(json_line({**facts, "rows_written": by_name, "dry_run": dry_run}))
+        return
+    for (owner, variable), rows in report.rows_written.items():
+        printer().print(f"{owner}/{variable}: {rows:,} rows", highlight=False)
+        if dry_run and (sample := report.samples_after.get((owner, variable))) is not None:
+            print_rows(sample.schema, iter(sample.to_batches()), PrintedForm.table)
+    done = "nothing was written" if dry_run else f"{report.checkpoint_location} is ready"
+    begins = f"the query begins with batch {(report.batch_id or 0) + 1}"
+    printer().print(f"{done}: {begins}. Do not start the old query again.", soft_wrap=True, highlight=False)
+
+
+def _operator_numbers(pairs: list[str]) -> dict[str, int]:
+    """Return numbers of Spark's operators by name. Raises ``RequestError`` for an option of another form."""
+    numbers = {}
+    for pair in pairs:
+        name, _, number = pair.rpartition("=")
+        if not name or not number.isdigit():
+            raise RequestError(f"--operator {pair} must be NAME=NUMBER, as in user_totals=0.")
+        numbers[name] = int(number)
+    return numbers
+
+
+def _function_at(program: str) -> Any:
+    """Return the function that ``MODULE:FUNCTION`` names. Raises ``RequestError`` if there is none."""
+    module, _, name = program.partition(":")
+    sys.path.insert(0, "")  # the directory of the user's program
+    try:
+        function = getattr(import_module(module), name, None) if name else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise
+        function = None
+    if not callable(function):
+        raise RequestError(
+            f"{program} must be MODULE:FUNCTION, a function in a module that Python finds from here, which takes a "
+            "SparkSession and returns the streaming DataFrame of the new query."
+        )
+    return function

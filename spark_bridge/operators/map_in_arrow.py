@@ -464,6 +464,18 @@ def _or_no_limit(limit: int) -> int:
 SOURCE_EVOLUTION_CONF = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
 """True on Spark 4.2 and later: each source of a query has a name, and Spark refuses sources without one."""
 
+TICKS = "statestoreTicks"
+"""The option that marks the rate source of ``with_ticks`` in a plan; Spark's source ignores it."""
+
+
+def sources_in_plan(plan: Any) -> list[bool]:
+    """Return the sources of a JVM logical plan in the order in which Spark numbers them: whether each is of
+    ``with_ticks``.
+    """
+    relations = [node for node in nodes(plan) if node.nodeName().startswith("StreamingRelation")]
+    # Sources of Spark's first interface have no such options.
+    return [one.nodeName() == "StreamingRelationV2" and one.extraOptions().containsKey(TICKS) for one in relations]
+
 
 def with_ticks(df: DataFrame, operator: str) -> DataFrame:
     """Return the same rows and columns, watermark included, from a plan that runs a batch at every trigger.
@@ -472,7 +484,7 @@ def with_ticks(df: DataFrame, operator: str) -> DataFrame:
     drops them all. Spark must not see that the filter drops all rows, or it would leave the source out. ``operator``
     names the source where Spark needs names; it must not change at a restart.
     """
-    reader = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1)
+    reader = df.sparkSession.readStream.format("rate").options(**{"rowsPerSecond": 1, "numPartitions": 1, TICKS: True})
     if str(df.sparkSession.conf.get(SOURCE_EVOLUTION_CONF, "false")).lower() == "true":
         # Spark refuses a name while the setting is false.
         reader = reader.name(f"ticks_{re.sub('[^A-Za-z0-9_]', lambda c: f'_{ord(c[0]):02x}_', operator)}")

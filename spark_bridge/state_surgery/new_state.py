@@ -22,7 +22,7 @@ from backends.formats.manifest import OperatorEntry
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.records import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
-from coordinator_actor.savepoints.export import copy_spark_files, spark_log_files
+from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
@@ -329,7 +329,7 @@ class NewState:
     what: str
     details: Mapping[str, str]
     reference: str | None = None
-    spark_files: CheckpointStorage | None = None
+    spark_files: SparkFiles | None = None
     open_storage: OpenStorage = CheckpointStorage.open
 
     def write(
@@ -349,14 +349,14 @@ class NewState:
         for operator in self.operators:
             backend_of(_with(conf, operator.backend))  # raises before anything is written if the backend does not exist
         if self.spark_files is not None:
-            spark_log_files(self.spark_files, new.version - 1)  # raises as well
+            self.spark_files.check()  # raises as well
         if not dry_run:
             new.claim()
         try:
             if not dry_run:
                 new.write_schemas(o.schema for o in self.operators)
                 if self.spark_files is not None:
-                    copy_spark_files(self.spark_files, new.checkpoint, new.version - 1, below="")
+                    self.spark_files.copy_to(new.checkpoint)
             cut = workers.cut(self.jobs, say)
             place = None if dry_run else StatePlace(new.checkpoint.location, new.state.location, self.options)
             partitions = [p for o in self.operators for p in self._partitions(o, place, conf)]

@@ -12,6 +12,7 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.state_surgery.inferred_schema import (
@@ -247,7 +248,7 @@ def rewrite_state(
         what="rewrite_state",
         details={"checkpoint": place.checkpoint_location, "version": str(at)},
         reference=reference,
-        spark_files=None if state_only else old,
+        spark_files=None if state_only else SparkFiles(old, at - 1),
         open_storage=open_storage,
     )
     return state.write(run, say, dry_run=dry_run, clock=clock)

@@ -77,9 +77,8 @@ def directory() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "how",
     [
-        "dies",
         pytest.param("leaves Ray first", marks=pytest.mark.spark42_only),
-        *map(only_thorough, ("stops Spark first", "leaves Ray and stops")),
+        *map(only_thorough, ("dies", "stops Spark first", "leaves Ray and stops")),
     ],
 )
 def test_failing_program_shows_only_its_own_error(how: str, directory: Path) -> None:
@@ -131,7 +130,9 @@ WAITS_FOR = {
 }
 
 
-@pytest.mark.parametrize("what", ["executors", pytest.param("a placement group", marks=pytest.mark.spark42_only)])
+@pytest.mark.parametrize(
+    "what", [only_thorough("executors"), pytest.param("a placement group", marks=pytest.mark.spark42_only)]
+)
 def test_session_waiting_for_cpus_names_their_holders_and_ends_on_a_signal(what: str, directory: Path) -> None:
     options_of_session, notice = WAITS_FOR[what]
     program = WAITS.replace("OPTIONS", options_of_session)

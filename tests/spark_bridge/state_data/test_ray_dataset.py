@@ -23,6 +23,7 @@ def local_ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough  # otherwise: docs/how-to/state-as-data.md, which tests/spark_bridge/test_pages.py runs
 def test_tasks_read_the_requested_rows(tmp_path: Path, local_ray: None) -> None:
     cluster = Cluster(tmp_path)
     try:

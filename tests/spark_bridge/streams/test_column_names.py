@@ -34,7 +34,7 @@ from spark_bridge import functions as S
 from spark_bridge.stateful.stateful_processor import ArrowBatch, ArrowResult, arrow_processor
 from tests.spark_bridge.conftest import Stream, settle
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
 
 KEYS = ["user.id", "USER.ID", "two words"]
 VALUES = ["v`a`", "V`A`", "Größe"]

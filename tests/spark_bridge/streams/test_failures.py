@@ -212,6 +212,7 @@ query.processAllAvailable()
 """
 
 
+@pytest.mark.spark42_only
 def test_a_driver_killed_between_our_commit_and_sparks_own(stream: Stream, client: QueryableStateClient) -> None:
     totals = Totals(stream, "t")
     totals.add(3)

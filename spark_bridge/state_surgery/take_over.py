@@ -1,0 +1,568 @@
+"""``take_over``: makes a checkpoint for a query of this project out of that of a stopped query of Spark.
+
+Spark 4's own readers of state read the old checkpoint, batch by its last committed batch. Each stateful operator of
+Spark gives rows to one operator of the program. Columns are matched by name, and the buffers of an aggregation by their
+order. Spark's records of sources, offsets and commits are copied, so that the new query continues with the next row.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from backends.encoding.operator_schema import TIMERS
+from backends.exceptions import InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.spark_commits import METADATA, SparkCommits
+from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.savepoints.export import SparkFiles
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from spark_bridge.aggregates.computation import outputs_of, split_function
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, EXPIRES_AT, LIST, MAP, ROWS, SESSIONS, VALUE
+from spark_bridge.state_surgery.new_state import (
+    NewOperator,
+    NewState,
+    NewStateReport,
+    RayWorkers,
+    Workers,
+    check_partitions,
+    new_query_id,
+    session_options,
+    session_state_location,
+)
+from spark_bridge.state_surgery.programs import OfProgram, declared, schema_to_write, sources_of, targets_of
+from spark_bridge.state_surgery.stages import OperatorVariable, ReadJob, Routing, Target
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+log = logging.getLogger(__name__)
+
+# What Spark's operators keep, by the names in ``_metadata`` of their state.
+
+
+AGGREGATE, SESSION, DEDUPLICATE, PROCESSOR = "aggregate", "session_aggregate", "deduplicate", "transform_with_state"
+KINDS = {
+    "stateStoreSave": AGGREGATE,
+    "sessionWindowStateStoreSaveExec": SESSION,
+    "dedupe": DEDUPLICATE,
+    "dedupeWithinWatermark": DEDUPLICATE,
+    "applyInPandasWithState": PROCESSOR,
+    "transformWithStateInPandasExec": PROCESSOR,
+    "transformWithStateInPySparkExec": PROCESSOR,
+}
+"""The kinds of this project's operators that take over the state of Spark's operators."""
+GROUP_STATE = "applyInPandasWithState"
+MOMENTS = ("n", "avg", "m2")
+BUFFERS = {
+    "count": ("count",),
+    "count_if": ("count",),
+    "sum": ("sum",),
+    "mean": ("sum", "count"),
+    "min": ("min",),
+    "max": ("max",),
+    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), MOMENTS),
+}
+"""The buffers that Spark keeps for each function."""
+EMPTY_SUM = ("sum", "isEmpty")
+"""The buffers of a sum of decimals."""
+TTL_FIELDS = ["value", "ttlExpirationMs"]
+"""The fields around a value with a TTL."""
+
+
+@dataclass(frozen=True)
+class SparkOperator:
+    """A stateful operator of the old query: its number and its kind, as Spark names it, and its state variables."""
+
+    id: int
+    name: str
+    variables: tuple[str, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        return f"Spark's operator {self.id} ({self.name})"
+
+
+@dataclass(frozen=True)
+class StoppedQuery:
+    """The checkpoint of a stopped query of Spark, at its last committed batch."""
+
+    spark: SparkSession
+    storage: CheckpointStorage
+    batch_id: int
+
+    @classmethod
+    def at(cls, spark: SparkSession, storage: CheckpointStorage) -> StoppedQuery:
+        """Return the query of a checkpoint. Raises ``InvalidStateStoreArgument`` if no state can be taken over."""
+        if int(spark.version.split(".")[0]) < 4:
+            raise InvalidStateStoreArgument(
+                f"take_over reads the old state with Spark's own reader, which Spark {spark.version} does not have: "
+                "run take_over on Spark 4.0 or later. It reads checkpoints of Spark 3.5 too."
+            )
+        if not storage.exists(METADATA):
+            raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
+        if storage.list("statestore"):
+            raise InvalidStateStoreArgument(
+                f"{storage.location} is the checkpoint of a query of this project: use a savepoint, or rewrite_state."
+            )
+        commits = SparkCommits(storage)
+        batch_id, planned = commits.last_committed(), commits.last_begun()
+        if batch_id is None:
+            raise InvalidStateStoreArgument(
+                f"{storage.location} has no committed batch, so there is no state to take over: start the new query "
+                "with an empty checkpoint."
+            )
+        if planned is not None and planned > batch_id + 1:
+            raise InvalidStateStoreArgument(
+                f"{storage.location} has offsets of batch {planned}, and batch {batch_id} is the last committed one: only "
+                "one batch can run again. Run the old query until it has committed its batches, without asynchronous "
+                "progress tracking."
+            )
+        query = cls(spark, storage, batch_id)
+        if query.id in [one.id for one in spark.streams.active]:
+            raise InvalidStateStoreArgument(f"The query {query.id} of {storage.location} is running: stop it first.")
+        return query
+
+    @cached_property
+    def id(self) -> str:
+        return str(json.loads(self.storage.get(METADATA))["id"])
+
+    def check_stopped(self) -> None:
+        """Raise ``SavepointError`` if the query has committed a batch since ``at``: it still runs somewhere."""
+        newest = SparkCommits(self.storage).last_committed()
+        if newest != self.batch_id:
+            raise SavepointError(
+                f"The query {self.id} of {self.storage.location} has committed batch {newest} while its state at batch "
+                f"{self.batch_id} was read: stop it, and call take_over again."
+            )
+
+    @cached_property
+    def operators(self) -> list[SparkOperator]:
+        """Return the stateful operators, in the order of their numbers."""
+        if not self.storage.list("state"):
+            return []
+        rows = self.spark.read.format("state-metadata").load(self.storage.location).collect()
+        variables = {}
+        for row in rows:
+            properties = json.loads(row["operatorProperties"] or "{}") if "operatorProperties" in row else {}
+            names = [one["stateName"] for one in properties.get("stateVariables", ())]
+            variables[row["operatorId"]] = tuple(name for name in names if not name.startswith("$"))
+        named = {row["operatorId"]: row["operatorName"] for row in rows}
+        return [SparkOperator(number, name, variables[number]) for number, name in sorted(named.items())]
+
+    def state(self, operator: SparkOperator, **options: object) -> DataFrame:
+        """Return the rows of an operator, as Spark's reader shows them."""
+        reader = self.spark.read.format("statestore").option("batchId", self.batch_id)
+        reader = reader.option("operatorId", operator.id).options(**{k: str(v) for k, v in options.items()})
+        return reader.load(self.storage.location)
+
+
+@dataclass(frozen=True)
+class TimesOfMicros:
+    """Turns the last column of a batch, microseconds since 1970, into times: the function of a ``Routing``."""
+
+    time: pa.Field
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the batch with the time."""
+        last = batch.num_columns - 1
+        return batch.set_column(last, self.time, batch.column(last).cast(self.time.type))
+
+
+# The rows of an operator of Spark, in the columns of a state variable of this project.
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Takes the state of an operator of Spark for the variable ``target`` of an operator of the program.
+
+    ``buffers`` has the places of the first buffers of an aggregate's functions; None: they come in the same order.
+    """
+
+    query: StoppedQuery
+    operator: SparkOperator
+    target: Target
+    buffers: Mapping[str, int] | None = None
+
+    def rows(self) -> DataFrame | None:
+        """Return the rows of the variable, or None if Spark has none for it. Raises ``InvalidStateStoreArgument``."""
+        if self.target.pairs.rows.kind in (ROWS, SESSIONS):
+            is_aggregate = KINDS[self.operator.name] != DEDUPLICATE
+            return self._aggregate() if is_aggregate else self._duplicates()
+        return self._group_state() if self.operator.name == GROUP_STATE else self._variable()
+
+    @property
+    def _values(self) -> list[str]:
+        """Return the columns of the value."""
+        rows = self.target.pairs.rows
+        names: list[str] = self.target.pairs.columns.names
+        return names[len(rows.key) + len(rows.inner) :]
+
+    def _selected(self, frame: DataFrame, *values: Column) -> DataFrame:
+        """Return the key's columns, by their names, and the other columns of the variable, in its order."""
+        from pyspark.sql import functions as F
+
+        rows, names = self.target.pairs.rows, self.target.pairs.columns.names
+        keys = [rows.key.names[i] for i in rows.key_order]
+        of_spark = frame.schema["key"].dataType.names
+        if keys == [ALL_ROWS_KEY] and not of_spark:
+            columns = [F.lit(True)]
+        else:
+            if missing := [name for name in keys if name not in of_spark]:
+                raise self._refusal(
+                    f"its key has the columns {_listed(of_spark)}, and the program's key needs {_listed(missing)}. "
+                    "Rename columns of the program before the operator."
+                )
+            # The state of a session has its start after the key.
+            is_longer = len(of_spark) > len(keys) + (rows.kind == SESSIONS)
+            if is_longer:
+                raise self._refusal(
+                    f"its key has the columns {_listed(of_spark)}, and the program's only {_listed(keys)}."
+                )
+            columns = [F.col("key").getField(name) for name in keys]
+        return frame.select(*(c.alias(n) for c, n in zip([*columns, *values], names, strict=True)))
+
+    # -- aggregations and keys -----------------------------------------------------------------
+
+    def _aggregate(self) -> DataFrame:
+        from pyspark.sql import functions as F
+        from pyspark.sql import types as T
+
+        frame, rows = self.query.state(self.operator), self.target.pairs.rows
+        fields = frame.schema["value"].dataType.fields
+        first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
+        # Buffers of one function have one name: by place, each has a name of its own.
+        numbered = T.StructType([T.StructField(f"b{i}", f.dataType) for i, f in enumerate(fields)])
+        frame = frame.withColumn("value", F.col("value").cast(numbered))
+        names, columns, place = [f.name for f in fields], [], first
+        for name, function, parts in outputs_of(rows.stored_value):
+            if self.buffers is not None:
+                place = first + self.buffers.get(name, len(names))
+            wanted = BUFFERS.get(split_function(function)[0], ("",))
+            if names[place : place + 2] == list(EMPTY_SUM):
+                wanted = EMPTY_SUM
+            if names[place : place + len(wanted)] != list(wanted):
+                raise self._other_buffers(names[first:], name, function)
+            buffers = [F.col("value").getField(f"b{place + i}") for i in range(len(wanted))]
+            if wanted[0] == "sum" and pa.types.is_decimal(parts[0].type):
+                buffers[0] = _scaled(buffers[0], fields[place].dataType, parts[0].type)
+            columns += _parts(wanted, buffers, self.operator.in_words)
+            place += len(wanted)
+        if place != len(names) and self.buffers is None:
+            raise self._other_buffers(names[first:])
+        bounds = [F.col("value").getField("b0")] if rows.kind == SESSIONS else []
+        return self._selected(frame, *bounds, *columns)
+
+    def _other_buffers(self, names: list[str], output: str = "", function: str = "") -> InvalidStateStoreArgument:
+        places = ", ".join(f"{place} {name}" for place, name in enumerate(names))
+        why = f"it has buffers that no function takes ({places})."
+        if output:
+            why = f"{output}={function} does not find its buffers there ({places})."
+        return self._refusal(
+            f"{why} The program needs the functions of the old agg(...) in their order, equal ones once, or give "
+            f"buffers={{{self.target.name[0]!r}: {{{output or 'n'!r}: 0}}}}, the places of first buffers. "
+            f"Buffers that can be read are those of {', '.join(BUFFERS)}."
+        )
+
+    def _duplicates(self) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        frame = self.query.state(self.operator)
+        expires = "expiresAtMicros" in frame.schema["value"].dataType.names
+        if expires != (EXPIRES_AT in self._values):
+            raise self._refusal(
+                f"its keys {'expire' if expires else 'do not expire'}, and those of the program "
+                f"{'do not: give' if expires else 'do: leave out'} within=."
+            )
+        return self._selected(frame, *([F.col("value").getField("expiresAtMicros")] if expires else []))
+
+    # -- state variables -----------------------------------------------------------------------
+
+    def _group_state(self) -> DataFrame | None:
+        """Return the value or the timers of ``applyInPandasWithState``, which has one of each at a key."""
+        from pyspark.sql import functions as F
+
+        frame, kind = self.query.state(self.operator), self.target.pairs.rows.kind
+        if kind == TIMERS:
+            expires = F.col("value").getField("timeoutTimestamp")
+            return self._selected(frame.where(expires > 0), expires)
+        if kind != VALUE:
+            raise self._refusal(f"it has one value at a key, and the program has the {kind} {self.target.name[1]!r}.")
+        state = F.col("value").getField("groupState")
+        fields = frame.schema["value"].dataType["groupState"].dataType.names
+        return self._selected(frame.where(state.isNotNull()), *self._fields(state, fields, self._values))
+
+    def _variable(self) -> DataFrame | None:
+        from pyspark.sql import functions as F
+
+        rows, variable = self.target.pairs.rows, self.target.name[1]
+        if rows.kind == TIMERS:
+            frame = self.query.state(self.operator, readRegisteredTimers=True)
+            return self._selected(frame, F.col("expiration_timestamp_ms"))
+        if variable not in self.operator.variables:
+            return None
+        frame = self.query.state(self.operator, stateVarName=variable)
+        inner: list[Column] = []
+        if rows.kind == MAP:
+            inner = self._of(frame, "user_map_key", list(rows.inner.names))
+        column = {VALUE: "value", LIST: "list_element", MAP: "user_map_value"}[rows.kind]
+        return self._selected(frame, *inner, *self._of(frame, column, self._values))
+
+    def _of(self, frame: DataFrame, column: str, wanted: list[str]) -> list[Column]:
+        """Return the columns of a value, an element or an entry, with the time of its TTL as the last one."""
+        from pyspark.sql import functions as F
+
+        if column not in frame.columns:
+            raise self._refusal(
+                f"its state variable {self.target.name[1]!r} has the columns {_listed(frame.columns)}, and the program "
+                f"declares a {self.target.pairs.rows.kind} of that name."
+            )
+        value, kind = F.col(column), frame.schema[column].dataType
+        has_ttl = kind.names == TTL_FIELDS
+        if column != "user_map_key" and has_ttl != (self.target.pairs.rows.variable.ttl_ms is not None):
+            raise self._refusal(
+                f"its state variable {self.target.name[1]!r} has {'a' if has_ttl else 'no'} TTL, and that of the "
+                f"program has {'none' if has_ttl else 'one'}: declare it as it was."
+            )
+        if has_ttl:
+            of_value = self._fields(value.getField("value"), kind["value"].dataType.names, wanted[:-1])
+            return [*of_value, value.getField("ttlExpirationMs")]
+        return self._fields(value, kind.names, wanted)
+
+    def _fields(self, value: Column, names: list[str], wanted: list[str]) -> list[Column]:
+        if names != wanted:
+            raise self._refusal(
+                f"its state variable {self.target.name[1]!r} has the fields {_listed(names)}, and the program declares "
+                f"{_listed(wanted)}: declare them as they were."
+            )
+        return [value.getField(name) for name in names]
+
+    def _refusal(self, why: str) -> InvalidStateStoreArgument:
+        return InvalidStateStoreArgument(
+            f"{self.target.in_words} cannot take over the state of {self.operator.in_words}: {why}"
+        )
+
+
+def _scaled(total: Column, kind: Any, wanted: pa.DataType) -> Column:
+    """Return a sum of decimals. Spark adds short decimals as longs or doubles, without their point."""
+    from pyspark.sql import functions as F
+    from pyspark.sql import types as T
+
+    if isinstance(kind, T.DecimalType):
+        return total
+    unscaled = total.cast(T.DecimalType(wanted.precision, 0))
+    return (unscaled * F.lit(Decimal(1).scaleb(-wanted.scale))).cast(T.DecimalType(wanted.precision, wanted.scale))
+
+
+def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Column]:
+    """Return the parts of this project's state, made of Spark's buffers."""
+    from pyspark.sql import functions as F
+
+    if names == MOMENTS:
+        return [buffers[0].cast("long"), *buffers[1:]]
+    if names not in (EMPTY_SUM, BUFFERS["mean"]):
+        return buffers
+    # Spark keeps zero as the sum of no values, and null where a decimal has overflowed.
+    is_empty = buffers[1] if names == EMPTY_SUM else buffers[1] == 0
+    overflow = F.raise_error(F.lit(f"A sum of {where} has overflowed: its state cannot be taken over."))
+    total = F.when(is_empty, F.lit(None)).otherwise(F.coalesce(buffers[0], overflow))
+    return [total] if names == EMPTY_SUM else [total, buffers[1]]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def take_over(
+    spark_checkpoint: str,
+    checkpoint_location: str,
+    program: DataFrame,
+    *,
+    operators: Mapping[str, int] | None = None,
+    buffers: Mapping[str, Mapping[str, int]] | None = None,
+    backend: str | None = None,
+    dry_run: bool = False,
+    reference: str | None = None,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    concurrency: int | None = None,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+    workers: Workers | None = None,
+    clock: Callable[[], float] = time.time,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> NewStateReport:
+    """Make a new checkpoint, from which the query of ``program`` continues a stopped query of Spark.
+
+    ``program`` is the streaming DataFrame of the new query, with the sources of the old one in the same order. Its
+    ``aggregate`` takes over ``groupBy(...).agg(...)`` with count, sum, min, max, mean, deviations and variances, also
+    of windows and sessions; ``deduplicate`` takes over ``dropDuplicates`` and ``dropDuplicatesWithinWatermark``; a
+    processor takes over ``transformWithState(InPandas)``, or ``applyInPandasWithState`` with its one value and timer.
+    Keys and state variables are matched by their names, and functions by their order. ``operators`` says which operator
+    of the program takes over which operator of Spark, by its number; it may be left out if there is one of each kind.
+    ``buffers`` names the places of functions in Spark's state, if they differ from the program's order or if Spark has
+    functions that the program has not: ``{"operator": {"output": 0}}``. Errors list the buffers with their places.
+
+    The new query gets a new id. It begins with the batch after the last committed one. A batch that Spark has planned
+    and not committed runs again with the same offsets. The old checkpoint stays as it is. Never start the old query
+    again while the new one writes to the same sink.
+
+    With ``dry_run`` everything is read and converted, and nothing is written: look at ``samples_after`` of the report.
+    See ``rewrite_state`` for the other arguments.
+
+    Raises, with nothing left at the new location, ``InvalidStateStoreArgument`` (Spark 3.5; a running query; state that
+    cannot be taken over, named), ``SavepointError`` (the location is not empty; other sources), and ``StorageError``.
+    """
+    say, options = progress or log.info, session_options(storage_options)
+    query = StoppedQuery.at(program.sparkSession, open_storage(spark_checkpoint, options))
+    specs = declared(program)
+    pairs = _matched(query, specs, operators)
+    key_groups = _key_groups(program)
+    new = NewCheckpoint.at(
+        checkpoint_location,
+        state_location or session_state_location(),
+        options,
+        query_id=new_query_id(),
+        key_groups=key_groups,
+        version=query.batch_id + 1,
+        how="taken-over",
+        open_storage=open_storage,
+    )
+    new.check_place(query.storage, "checkpoint")
+    new_operators = [_operator(spec, backend, key_groups) for spec in specs.values()]
+    targets = {target.name: target for one in new_operators for target in one.targets}
+    frames = _frames(query, pairs, targets, buffers or {})
+    say(f"taking over {', '.join(one.in_words for one in pairs.values())} of {spark_checkpoint} at {query.batch_id}")
+
+    def jobs() -> Iterator[ReadJob]:
+        for name, frame in frames.items():
+            last = targets[name].pairs.columns[-1]
+            function = TimesOfMicros(last) if last.name == EXPIRES_AT else None
+            routing = Routing(name, function, {name: targets[name]}, key_groups)
+            yield from (ReadJob(source, routing) for source in sources_of(frame))
+        query.check_stopped()
+
+    state = NewState(
+        new,
+        options,
+        new_operators,
+        jobs(),
+        origin=f"{new.query_id}/{query.batch_id}",
+        what="take_over",
+        details={"checkpoint": query.storage.location, "batch": str(query.batch_id), "query": query.id},
+        reference=reference,
+        spark_files=_spark_files(query, program, round(clock() * 1000)),
+        open_storage=open_storage,
+    )
+    return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
+
+
+def _matched(
+    query: StoppedQuery, specs: Mapping[str, OfProgram], operators: Mapping[str, int] | None
+) -> dict[str, SparkOperator]:
+    """Return the operator of Spark for each operator of the program."""
+    of_spark, there = {one.id: one for one in query.operators}, ", ".join(one.in_words for one in query.operators)
+    if unreadable := [one.in_words for one in query.operators if one.name not in KINDS]:
+        raise InvalidStateStoreArgument(
+            f"{', '.join(unreadable)} of {query.storage.location} cannot be taken over: operators that can are "
+            f"{', '.join(KINDS)}."
+        )
+    if len(of_spark) != len(specs):
+        raise InvalidStateStoreArgument(
+            f"{query.storage.location} has {there or 'no stateful operator'}, and the program has the operators "
+            f"{_listed(list(specs))}: each operator must take over one."
+        )
+    if operators is None:
+        by_kind = {KINDS[one.name]: one.id for one in query.operators}
+        operators = {name: by_kind.get(_kind(spec), -1) for name, spec in specs.items()}
+    numbers = [operators.get(name, -1) for name in specs]
+    if set(operators) != set(specs) or sorted(numbers) != sorted(of_spark):
+        raise InvalidStateStoreArgument(
+            f"operators= must name one operator of Spark for each of {_listed(list(specs))}, as in "
+            f"{{{next(iter(specs))!r}: {min(of_spark)}}}. There are {there}."
+        )
+    matched = {name: of_spark[number] for name, number in zip(specs, numbers, strict=True)}
+    for name, one in matched.items():
+        if KINDS[one.name] != _kind(specs[name]):
+            raise InvalidStateStoreArgument(
+                f"Operator {name!r} of the program is of the kind {_kind(specs[name])}, and cannot take over "
+                f"{one.in_words}, which is of the kind {KINDS[one.name]}."
+            )
+    if len(specs) > 1 and any(one.spec.uses_time for one in specs.values()):
+        raise InvalidStateStoreArgument(
+            f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Each has a watermark of "
+            "its own, which Spark's records do not have: such state cannot be taken over."
+        )
+    return matched
+
+
+def _kind(one: OfProgram) -> str:
+    return PROCESSOR if one.spec.kind.startswith(PROCESSOR) else one.spec.kind
+
+
+def _operator(one: OfProgram, backend: str | None, key_groups: int) -> NewOperator:
+    spec = one.spec
+    schema = schema_to_write(spec, None)
+    count = check_partitions(spec.name, spec.num_partitions, key_groups)
+    targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator)
+    return NewOperator(spec.name, count, backend or spec.backend, schema, targets)
+
+
+def _frames(
+    query: StoppedQuery,
+    pairs: Mapping[str, SparkOperator],
+    targets: Mapping[OperatorVariable, Target],
+    buffers: Mapping[str, Mapping[str, int]],
+) -> dict[OperatorVariable, DataFrame]:
+    """Return the rows of each variable. Raises ``InvalidStateStoreArgument`` for state that no variable takes."""
+    if unknown := sorted(buffers.keys() - pairs.keys()):
+        raise InvalidStateStoreArgument(
+            f"buffers= names {_listed(unknown)}, and the program has {_listed(list(pairs))}."
+        )
+    for name, operator in pairs.items():
+        variables = [variable for owner, variable in targets if owner == name]
+        if extra := [variable for variable in operator.variables if variable not in variables]:
+            raise InvalidStateStoreArgument(
+                f"{operator.in_words} has the state variables {_listed(extra)}, which the processor of {name!r} does "
+                "not declare: declare them. The new query may delete them with deleteIfExists."
+            )
+        values = [v for v in variables if targets[name, v].pairs.rows.kind != TIMERS]
+        if operator.name == GROUP_STATE and len(values) != 1:
+            raise InvalidStateStoreArgument(
+                f"{operator.in_words} has one value at a key, and the processor of {name!r} has the state variables "
+                f"{_listed(values)}: declare one value state with the fields of the old state, and add others later."
+            )
+    frames = {
+        name: Conversion(query, pairs[name[0]], target, buffers.get(name[0])).rows() for name, target in targets.items()
+    }
+    return {name: frame for name, frame in frames.items() if frame is not None}
+
+
+def _spark_files(query: StoppedQuery, program: DataFrame, now_ms: int) -> SparkFiles:
+    """Return Spark's files, with places for the sources of the program that make batches on a quiet stream."""
+    from spark_bridge.operators.map_in_arrow import sources_in_plan
+
+    are_ticks = sources_in_plan(program._jdf.queryExecution().analyzed())
+    ticks = tuple(place for place, is_tick in enumerate(are_ticks) if is_tick)
+    places = tuple(place for place, is_tick in enumerate(are_ticks) if not is_tick)
+    planned = SparkCommits(query.storage).sources()
+    if planned is not None and planned.num_sources not in (None, len(places)):
+        raise InvalidStateStoreArgument(
+            f"The query of {query.storage.location} has {planned.num_sources} sources, and the program has "
+            f"{len(places)}: give it the same sources in the same order."
+        )
+    return SparkFiles(query.storage, query.batch_id, places if ticks else None, ticks, now_ms, with_planned_batch=True)
+
+
+def _key_groups(program: DataFrame) -> int:
+    from spark_bridge.operators.map_in_arrow import key_group_count
+
+    return key_group_count(program)
