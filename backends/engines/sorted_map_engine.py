@@ -32,7 +32,7 @@ from backends.formats.local_state import LocalState
 # keeps its own list of runs and stays as it was. A run is cut into chunks of disjoint key ranges; a merge rebuilds only
 # the chunks that it touches.
 #
-# ``docs/decisions/sorted-runs-in-memory.md`` compares it with a dict with sorted keys and with ``SortedDict``.
+# ``docs/decisions/engines.md`` compares it with a dict with sorted keys and with ``SortedDict``.
 
 
 MAP_CHUNK_ROWS = 1 << 16
