@@ -16,9 +16,9 @@ import pyarrow as pa
 from backends.encoding.columns import Integers, Mask, null_mask
 from backends.encoding.keys import decode_keys
 from spark_bridge.aggregates.row_groups import order_codes, plain
-from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, NO_TIME, RIGHT_ROW, SIDE, Bounds
+from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, RIGHT_ROW, SIDE, Bounds
 from spark_bridge.operators.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
-from spark_bridge.state_format.layouts import LEFT, RIGHT, join_schema
+from spark_bridge.state_format.layouts import LEFT, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.keyed_rows import KeyedRows, Spool
 from spark_bridge.task.state_task import Times

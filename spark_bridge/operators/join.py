@@ -97,7 +97,8 @@ def joined_stream(
         both = with_ticks(both, placing.operator)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    return map_in_arrow(both, task.run, declare(spec), given, KeyRouting(keys, n, groups))
+    sides = logic.sides if type(logic) is JoinLogic else ()
+    return map_in_arrow(both, task.run, declare(spec, sides=sides), given, KeyRouting(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import Integers, Mask
+from spark_bridge.state_format.layouts import NO_TIME
 from spark_bridge.task.state_task import EventTime, Times
 
 INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI = "inner", "left", "right", "full", "left_semi", "left_anti"
@@ -20,8 +21,6 @@ SIDE = "__statestore_side"
 SLOT = "__statestore_slot"
 """Prefix of the names of shared columns. A column of each side shares one if both have the same type."""
 LEFT_ROW, RIGHT_ROW = 0, 1
-NO_TIME = np.iinfo(np.int64).max
-"""The time of a row that has none, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,17 @@ class JoinSide:
             name = slot_name(self.slots[self.columns.get_field_index(name)])
         column = given.column(name)
         return self.late.is_done(pa.RecordBatch.from_arrays([column], names=[self.late.column]), watermark_ms)
+
+
+@dataclass(frozen=True)
+class SideTimes:
+    """Returns the times of rows that have the key's columns and those of the side, in microseconds since 1970."""
+
+    side: JoinSide
+
+    def __call__(self, rows: pa.RecordBatch) -> Times:
+        """Return a time for each row."""
+        return self.side.times(rows, np.arange(rows.num_rows), rows)
 
 
 @dataclass(frozen=True)

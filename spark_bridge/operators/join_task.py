@@ -27,7 +27,6 @@ from spark_bridge.operators.join_sides import (
     FULL,
     LEFT_OUTER,
     LEFT_ROW,
-    NO_TIME,
     PAIRS_AT_ONCE,
     RIGHT_OUTER,
     RIGHT_ROW,
@@ -41,7 +40,7 @@ from spark_bridge.operators.join_sides import (
     slot_name,
 )
 from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
-from spark_bridge.state_format.layouts import LEFT, MATCHED, RIGHT, join_schema
+from spark_bridge.state_format.layouts import LEFT, MATCHED, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, one_batch, parts_of

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql import types as T
 
+    from spark_bridge.operators.join_sides import JoinSide
+
 # Sending each row to the state partition that owns the key group of the row's key.
 #
 # Every partition owns one contiguous range of key groups (Flink's key groups on Spark's shuffle). Spark offers only
@@ -312,11 +314,12 @@ FUNCTION_PREFIX = "statestore_"
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver; its initial state, and how its rows are aggregated, if it has and does that."""
+    """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any."""
 
     spec: OperatorSpec
     initial: InitialState | None = None
     aggregator: Aggregator | None = None
+    sides: tuple[JoinSide, ...] = ()
 
 
 _declared: dict[str, DeclaredOperator] = {}
@@ -324,11 +327,16 @@ _lock = threading.Lock()
 """Guards ``_declared``."""
 
 
-def declare(spec: OperatorSpec, initial: InitialState | None = None, aggregator: Aggregator | None = None) -> str:
+def declare(
+    spec: OperatorSpec,
+    initial: InitialState | None = None,
+    aggregator: Aggregator | None = None,
+    sides: tuple[JoinSide, ...] = (),
+) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial, aggregator)
+        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides)
     return name
 
 

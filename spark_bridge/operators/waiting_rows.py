@@ -20,13 +20,14 @@ import pyarrow as pa
 
 from backends.encoding.columns import Mask, list_parts
 from spark_bridge.aggregates.row_groups import merge_keys
-from spark_bridge.operators.join_sides import NO_TIME, JoinSide
+from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format.layouts import (
     CHUNKS,
     CHUNKS_BY_TIME,
     DUE,
     ELEMENTS,
     LENGTH,
+    NO_TIME,
     NUM_CHUNKS,
     TAIL,
     TAIL_NUMBER,

@@ -112,6 +112,8 @@ SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
 DUE = "__due"
 """A time before which no session of the key ends, or no row of the chunk can be removed."""
+NO_TIME = (1 << 63) - 1
+"""The time of a row of ``join`` that has none, in microseconds."""
 LEFT, RIGHT = "left", "right"
 """The state variables of ``join``: the rows of each side that may still find a match."""
 MATCHED = "matched"

@@ -6,7 +6,7 @@ sessions get their rows by time, as if an operator had written them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,11 +34,13 @@ from spark_bridge.state_format.layouts import (
     LIST,
     MAP,
     MAP_ENTRIES,
+    NO_TIME,
     PRESENT,
     ROWS,
     SESSIONS,
     START,
     TAIL,
+    TAIL_NUMBER,
     TIMERS_BY_EXPIRY,
     TIMERS_BY_KEY,
     TTL_COLUMN,
@@ -46,7 +48,14 @@ from spark_bridge.state_format.layouts import (
     is_present,
 )
 from spark_bridge.state_format.partition_rows import are_large, chunk_keys, cut_lists, flat_ranges, pick, structs
-from spark_bridge.state_format.stored_rows import VariableRows, by_expiry, columns_of_key, key_groups_of, with_more
+from spark_bridge.state_format.stored_rows import (
+    VariableRows,
+    by_expiry,
+    columns_of_key,
+    key_groups_of,
+    longs_of_key,
+    with_more,
+)
 
 
 class FamilyPairs(NamedTuple):
@@ -60,11 +69,14 @@ class FamilyPairs(NamedTuple):
 class PairsOfRows:
     """Makes the pairs of one variable. ``rows`` are ``raw``, and not ``collect``.
 
+    ``times`` returns the times of rows of a side of ``join``, in microseconds (``NO_TIME`` for a row without a time).
+
     Rows are batches of ``columns``: the key's, in the user's order, those that tell the rows of a key apart, and those
     of the value.
     """
 
     rows: VariableRows
+    times: Callable[[pa.RecordBatch], npt.NDArray[np.int64]] | None = None
 
     @cached_property
     def columns(self) -> pa.Schema:
@@ -79,8 +91,10 @@ class PairsOfRows:
 
     @property
     def is_by_time_of_program(self) -> bool:
-        """Return whether rows are kept by times that only the program knows: the sides of ``join``."""
-        return any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
+        """Return whether rows are kept by times that only the program knows, and ``times`` are not given: those of the
+        sides of ``join``.
+        """
+        return self.times is None and any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
 
     @property
     def has_equal_keys(self) -> bool:
@@ -178,6 +192,24 @@ class PairsOfRows:
         columns = [pa.array(np.diff(offsets)), pa.array(chunks), pick(elements, tails, offsets[1:] - tails, tail)]
         rows = pa.RecordBatch.from_arrays(columns, schema=head.value)
         yield FamilyPairs(self.rows.main, SortedPairs(lists, head.encode_values(rows)))
+        if self.times is not None:
+            numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
+            times = self.times(batch)
+            yield from self._chunks_by_time(lists.take(pa.array(chunk_of)), numbers, times, starts, counts)
+            tail_numbers = np.full(len(firsts), TAIL_NUMBER)
+            yield from self._chunks_by_time(lists, tail_numbers, times, tails, offsets[1:] - tails)
+
+    def _chunks_by_time(
+        self, owners: pa.BinaryArray, numbers: Offsets, times: npt.NDArray[np.int64], starts: Offsets, counts: Offsets
+    ) -> Iterator[FamilyPairs]:
+        """Yield the chunks of a side of ``join`` by the time of their first row; a chunk has at least one row."""
+        if not len(owners):
+            return
+        least = np.minimum.reduceat(times[flat_ranges(starts, counts)], np.cumsum(counts) - counts)
+        has_time = least < NO_TIME
+        owners = owners.filter(pa.array(has_time))
+        entries = with_more(by_expiry(owners, least[has_time]), longs_of_key(numbers[has_time]))
+        yield FamilyPairs(family_of(self.rows.variable, CHUNKS_BY_TIME)[0], _present(entries))
 
     def _maps(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         second = self.rows.second
