@@ -84,11 +84,10 @@ def make_environment(cell: Cell, directory: Path, python: str) -> None:
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", python, str(directory)], check=True)
     of = ["--quiet", "--python", str(directory / "bin" / "python")]
-    own = f"ray-statestore[{cell.extras}] @ {ROOT.as_uri()}"
-    subprocess.run([*uv, "pip", "install", *of, "--resolution", cell.resolution, own, *cell.requirements], check=True)
+    own = ["--resolution", cell.resolution, "--editable", f"{ROOT}[{cell.extras}]"]
+    subprocess.run([*uv, "pip", "install", *of, *own, *cell.requirements], check=True)
     # What is installed already stays as it is, unless a tool cannot do with it.
     subprocess.run([*uv, "pip", "install", *of, *TOOLS], check=True)
-    subprocess.run([*uv, "pip", "install", *of, "--no-deps", "--editable", str(ROOT)], check=True)
     stamp.write_text(wanted)
 
 

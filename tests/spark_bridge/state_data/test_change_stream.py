@@ -116,7 +116,7 @@ def test_spark_4_0_reads_all_versions_and_reports_a_rolled_back_query(flow: Flow
 
 
 def test_spark_4_0_refuses_a_limit_of_versions(flow: Flow) -> None:
-    with pytest.raises(InvalidStateStoreArgument, match="on Spark 4.0 or 4.1 has no option 'maxVersionsPerTrigger'"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"on Spark 4\.0 or 4\.1 has no option 'maxVersionsPerTrigger'"):
         stream(flow, "UnlimitedChangeStreamReader", maxVersionsPerTrigger=2)
 
 
