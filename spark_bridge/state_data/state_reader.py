@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql import datasource
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions
@@ -27,17 +18,24 @@ from spark_bridge.state_data.source_options import EARLIEST, LATEST, OF_CHANGES,
 from spark_bridge.state_data.state_sources import StateSource, changes_source, selected, state_source, unpacked_piece
 
 if TYPE_CHECKING:
+    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
 FILTERING_WORKER = "pyspark.sql.worker.data_source_pushdown_filters"
-_COMPARISONS: dict[type, str] = {
-    EqualTo: "=",
-    In: "in",
-    LessThan: "<",
-    LessThanOrEqual: "<=",
-    GreaterThan: ">",
-    GreaterThanOrEqual: ">=",
+_SIGNS = {
+    "EqualTo": "=",
+    "In": "in",
+    "LessThan": "<",
+    "LessThanOrEqual": "<=",
+    "GreaterThan": ">",
+    "GreaterThanOrEqual": ">=",
 }
+_COMPARISONS: dict[type, str] = {
+    getattr(datasource, name): sign for name, sign in _SIGNS.items() if hasattr(datasource, name)
+}
+"""PySpark's filters and their signs; none on Spark 4.0, which asks no reader to filter."""
+HAS_LIMITS = hasattr(DataSourceStreamReader, "getDefaultReadLimit")
+"""Whether Spark takes the limit of a batch from a stream's reader: since 4.2."""
 
 
 class StatePartition(InputPartition):  # type: ignore[misc]
@@ -115,10 +113,15 @@ def _main_module() -> str | None:
 
 
 def reader_schema(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark wants of a data source's batches."""
+    """Return the Arrow schema that Spark wants of a data source's batches.
+
+    Spark 4.0 and 4.1 always take UTC; later lines must be told so.
+    """
     from pyspark.sql.pandas.types import to_arrow_schema
 
-    return to_arrow_schema(schema, timezone="UTC")
+    if "timezone" in inspect.signature(to_arrow_schema).parameters:
+        return to_arrow_schema(schema, timezone="UTC")
+    return to_arrow_schema(schema)
 
 
 def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -199,10 +202,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         if newest < begin:
             if self._target is not None:
                 return {OFFSET_FIELD: begin}
-            raise VersionNotFoundError(
-                f"The query at {self._options.place.checkpoint_location} went back to version {newest}, but changes up "
-                f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
-            )
+            raise self._went_back(begin, newest)
         if begin != BEFORE_STATE and isinstance(limit, ReadMaxFiles):
             newest = min(newest, begin + limit.max_files)
         return {OFFSET_FIELD: newest}
@@ -222,6 +222,8 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
         if begin == last:
             return []
+        if last < begin:
+            raise self._went_back(begin, last)
         try:
             source = self._source(begin, last)
         except VersionNotFoundError as error:
@@ -244,6 +246,12 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         assert partition.source is not None
         return fitting(partition.source.packed_batches(partition.piece), self._schema)
 
+    def _went_back(self, begin: int, newest: int) -> VersionNotFoundError:
+        return VersionNotFoundError(
+            f"The query at {self._options.place.checkpoint_location} went back to version {newest}, but changes up "
+            f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
+        )
+
     def _versions(self) -> StateVersions:
         return StateVersions.look(self._options.place)
 
@@ -251,3 +259,23 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     def _completed(versions: StateVersions) -> int:
         """Return the last completed version; 0 before the first one."""
         return 0 if versions.completed == 0 else versions.resolve(None)
+
+
+class UnlimitedChangeStreamReader(ChangeStreamReader):
+    """The reader of a stream on Spark 4.0 and 4.1, which give ``latestOffset`` neither the start nor a limit.
+
+    ``maxVersionsPerTrigger`` is refused. That the query went back shows when Spark asks for the partitions.
+    """
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        options.refuse(("maxVersionsPerTrigger",), "A stream on Spark 4.0 or 4.1")
+        super().__init__(options, schema)
+
+    def latestOffset(self) -> dict[str, int]:  # type: ignore[override]
+        """Return the last completed version."""
+        return self.reportLatestOffset()
+
+
+def stream_reader_of(options: SourceOptions, schema: StructType) -> ChangeStreamReader:
+    """Return the reader of a stream for this line of Spark. Raises ``InvalidStateStoreArgument``."""
+    return (ChangeStreamReader if HAS_LIMITS else UnlimitedChangeStreamReader)(options, schema)
