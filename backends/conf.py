@@ -12,11 +12,12 @@ from backends.exceptions import InvalidStateStoreArgument
 
 PROVIDERS = {
     "rocksdb": "backends.providers.rocksdb.RocksDBStateStoreProvider",
-    "file": "backends.providers.file.FileStateStoreProvider",
+    "file": "backends.providers.standalone_provider.FileStateStoreProvider",
 }
 MOVED_PROVIDERS = {
     "backends.rocksdb.RocksDBStateStoreProvider": PROVIDERS["rocksdb"],
     "backends.file.FileStateStoreProvider": PROVIDERS["file"],
+    "backends.providers.file.FileStateStoreProvider": PROVIDERS["file"],
 }
 """Maps earlier import paths of providers, which manifests and savepoints may name, to the current ones."""
 COMPRESSIONS = ("none", "lz4", "zstd")

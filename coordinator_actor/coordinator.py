@@ -24,8 +24,7 @@ from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.locations import Figures, Locations
-from coordinator_actor.handlers.owners import plan_moves
+from coordinator_actor.handlers.locations import Figures, Locations, plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints

@@ -36,7 +36,7 @@ from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
-from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
+from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
 from spark_bridge.transport.flight_client import client_for, forget_client

@@ -36,7 +36,7 @@ from spark_bridge.session.ended_queries import EndedQueries
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
 from spark_bridge.session.settings import Shutdown
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.state_data.stored_reads import query_in_storage
+from spark_bridge.state_data.checkpoint_client import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 
 # Following a query that runs elsewhere: its completed versions are taken up as its storage shows them.

@@ -38,13 +38,15 @@ from backends.engines.engine import disk_full, is_full_disk
 from backends.engines.rocksdb_files import (
     FLUSH_DIRECTORIES,
     FileScans,
+    RocksDBRangesScan,
+    RocksDBScan,
     database_options,
     estimated_keys,
     own_bytes,
     write_batches,
     write_buffer_bytes,
+    write_sorted_files,
 )
-from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan, write_sorted_files
 from backends.engines.row_cache import RowCache
 from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError

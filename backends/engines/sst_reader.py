@@ -27,8 +27,7 @@ import xxhash
 from backends.encoding.columns import Bytes, binary_array, even_array, gather_fixed, gather_ranges, record
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
-from backends.engines.rocksdb_scan import OnFailure
-from backends.exceptions import StoreClosedError
+from backends.exceptions import StateStoreError, StoreClosedError
 
 # The blocks of a RocksDB table file, decoded to columns.
 #
@@ -51,6 +50,7 @@ _U4, _WORD = np.dtype("<u4"), np.dtype("<u8")
 Block: TypeAlias = "bytes | memoryview | pa.Buffer"
 _Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+OnFailure: TypeAlias = "Callable[[str, Exception], StateStoreError]"
 
 
 class DamagedTableError(Exception):

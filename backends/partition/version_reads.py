@@ -16,7 +16,7 @@ from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_s
 from backends.exceptions import InvalidStateStoreArgument
 from backends.host_memory import LAST_READS, SCANS, Claim, HostMemory
 from backends.partition.held_versions import HeldVersions, OlderVersion, VersionView
-from backends.partition.local_directory import PartitionContext
+from backends.partition.loading import PartitionContext
 
 # The pairs that the stream has read last: mostly the same pairs that its next commit replaces.
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 from backends import fault_points
 from backends.conf import StateStoreConf, StateStoreId
 from backends.engines.engine import StateEngine
+from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -399,3 +400,10 @@ class _VersionReader:
         if self._release is not None:
             self._release()
             self._copy = None
+
+
+class FileStateStoreProvider(LocalStateStoreProvider):
+    """Keeps a store in memory: the fastest reads and writes, for state that fits."""
+
+    backend = "file"
+    engine = SortedMapEngine

@@ -17,7 +17,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.owners import assign_owners, gives, needed_by, warm_up
+from coordinator_actor.handlers.locations import assign_owners, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (

@@ -24,7 +24,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_files, sst_reader
 from backends.engines.rocksdb import LocalRocksDB
-from backends.engines.rocksdb_scan import RocksDBScan
+from backends.engines.rocksdb_files import RocksDBScan
 from backends.engines.sst_reader import (
     DamagedTableError,
     Table,
