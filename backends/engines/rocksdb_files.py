@@ -14,18 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    Checkpoint,
-    DBCompressionType,
-    Options,
-    Rdict,
-    ReadOptions,
-    SstFileWriter,
-    WriteBatch,
-    WriteBufferManager,
-)
+import rocksdict
 
 from backends.conf import StateStoreConf
 from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
@@ -44,23 +33,23 @@ _IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-m
 _TABLES = "rocksdb.sstables"
 
 
-def estimated_keys(db: Rdict) -> int:
+def estimated_keys(db: rocksdict.Rdict) -> int:
     """Return RocksDB's estimate of the number of keys."""
     return int(db.property_int_value("rocksdb.estimate-num-keys") or 0)
 
 
-def write_buffer_bytes(db: Rdict) -> int:
+def write_buffer_bytes(db: rocksdict.Rdict) -> int:
     """Return the bytes of the pairs that are not in files yet."""
     return int(db.property_int_value("rocksdb.cur-size-all-mem-tables") or 0)
 
 
-def is_in_memory(db: Rdict) -> bool | None:
+def is_in_memory(db: rocksdict.Rdict) -> bool | None:
     """Return whether some pairs are only in RocksDB's memory; None if RocksDB does not say."""
     numbers = [db.property_int_value(name) for name in _IN_MEMORY]
     return None if None in numbers else any(numbers)
 
 
-def described_tables(db: Rdict) -> list[Table] | None:
+def described_tables(db: rocksdict.Rdict) -> list[Table] | None:
     """Return the files; None if there are none, or if RocksDB's list is not understood."""
     return listed_tables(db.property_value(_TABLES) or "")
 
@@ -87,8 +76,8 @@ class FileScans:
     def open(
         self,
         database: Any,
-        families: Sequence[Rdict],
-        family: Rdict,
+        families: Sequence[rocksdict.Rdict],
+        family: rocksdict.Rdict,
         start: bytes | None,
         end: bytes | None,
         on_failure: OnFailure,
@@ -116,7 +105,7 @@ class FileScans:
                 return None
         return open_scan(self._path, partial(described_tables, family), start, end, on_failure)
 
-    def _flushed(self, database: Any, families: Sequence[Rdict], family: Rdict) -> bool:
+    def _flushed(self, database: Any, families: Sequence[rocksdict.Rdict], family: rocksdict.Rdict) -> bool:
         """Flush RocksDB's memory to files, all column families at once; return whether it succeeded.
 
         RocksDB's own flush covers one column family: after a crash, the version would not match the pairs. If the disk
@@ -130,7 +119,7 @@ class FileScans:
                 return False
             shutil.rmtree(directory, ignore_errors=True)
             try:
-                Checkpoint(database).create_checkpoint(str(directory))
+                rocksdict.Checkpoint(database).create_checkpoint(str(directory))
             except Exception:  # rocksdict raises plain Exception
                 # The pairs in memory can still be read. A damaged database reports the damage at its next write.
                 log.warning("RocksDB scans %s itself: its files could not be written", self._path, exc_info=True)
@@ -166,8 +155,8 @@ _shared: dict[HostMemory, SharedMemory] = {}
 class SharedMemory:
     """The block cache and the write buffers."""
 
-    blocks: Cache
-    buffers: WriteBufferManager
+    blocks: rocksdict.Cache
+    buffers: rocksdict.WriteBufferManager
 
 
 def shared_memory(conf: StateStoreConf) -> SharedMemory:
@@ -178,18 +167,18 @@ def shared_memory(conf: StateStoreConf) -> SharedMemory:
             # RocksDB's other cache has up to 64 shards, and no shard holds a block larger than itself. The shards of a
             # cache of 64 MiB are smaller than the filter of a large file: every key then read the filter from disk, in
             # 70 µs.
-            blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
-            buffers = WriteBufferManager(conf.write_buffer_bytes, False)
+            blocks = rocksdict.Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
+            buffers = rocksdict.WriteBufferManager(conf.write_buffer_bytes, False)
             memory.measure(BLOCK_CACHE, blocks.get_usage)
             memory.measure(WRITE_BUFFERS, buffers.get_usage)
             _shared[memory] = SharedMemory(blocks, buffers)
         return _shared[memory]
 
 
-def database_options(conf: StateStoreConf) -> Options:
+def database_options(conf: StateStoreConf) -> rocksdict.Options:
     """Return the options of a database and of each column family in it."""
     shared = shared_memory(conf)
-    options = Options(raw_mode=True)
+    options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.create_missing_column_families(True)
     options.set_atomic_flush(True)
@@ -199,8 +188,8 @@ def database_options(conf: StateStoreConf) -> Options:
     options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
     options.set_arena_block_size(ARENA_BYTES)
     options.set_keep_log_file_num(1)
-    options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
-    table = BlockBasedOptions()
+    options.set_compression_type(getattr(rocksdict.DBCompressionType, conf.rocksdb_compression)())
+    table = rocksdict.BlockBasedOptions()
     table.set_block_cache(shared.blocks)
     table.set_cache_index_and_filter_blocks(True)
     table.set_pin_l0_filter_and_index_blocks_in_cache(True)
@@ -222,18 +211,18 @@ WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 
 
-def write_batches(changes: Changes, handles: Mapping[str, object]) -> list[WriteBatch]:
+def write_batches(changes: Changes, handles: Mapping[str, object]) -> list[rocksdict.WriteBatch]:
     """Return write batches of all changes, at least one batch. ``handles`` are those of the column families."""
-    batches: list[WriteBatch] = []
+    batches: list[rocksdict.WriteBatch] = []
     for name, pairs in changes.families.items():
         for at in range(0, len(pairs), WRITE_ROWS):
-            batch = WriteBatch(raw_mode=True)
+            batch = rocksdict.WriteBatch(raw_mode=True)
             _fill(batch, pairs.slice(at, WRITE_ROWS), handles[name])
             batches.append(batch)
-    return batches or [WriteBatch(raw_mode=True)]
+    return batches or [rocksdict.WriteBatch(raw_mode=True)]
 
 
-def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
+def _fill(batch: rocksdict.WriteBatch, pairs: SortedPairs, handle: object) -> None:
     put, delete = batch.put, batch.delete
     for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
         if value is None:
@@ -250,9 +239,9 @@ _PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 class RocksDBScan(Iterator[pa.RecordBatch]):
     """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
 
-    def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
+    def __init__(self, db: rocksdict.Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
         # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
-        self._options = ReadOptions()
+        self._options = rocksdict.ReadOptions()
         if end is not None:
             self._options.set_iterate_upper_bound(end)
         if start is None and end is None:
@@ -315,11 +304,11 @@ class RocksDBRangesScan(Iterator[pa.RecordBatch]):
     so that ranges without pairs cost nothing each.
     """
 
-    def __init__(self, db: Rdict, ranges: Sequence[KeyRange], failure: OnFailure) -> None:
+    def __init__(self, db: rocksdict.Rdict, ranges: Sequence[KeyRange], failure: OnFailure) -> None:
         self._ranges = ranges
         # Only the last range can be without an end.
         self._ends = [end for _, end in ranges if end is not None]
-        self._options = ReadOptions()
+        self._options = rocksdict.ReadOptions()
         if len(self._ends) == len(ranges):
             self._options.set_iterate_upper_bound(self._ends[-1])
         self._cursor = db.iter(self._options)
@@ -398,7 +387,7 @@ FILE_STEP_ROWS = 1 << 10
 
 
 def write_sorted_files(
-    parts: Iterable[tuple[str, SortedPairs]], directory: Path, options: Options
+    parts: Iterable[tuple[str, SortedPairs]], directory: Path, options: rocksdict.Options
 ) -> list[tuple[str, Path]]:
     """Write the pairs of column families to files in ``directory``; return the files, each with its family.
 
@@ -424,8 +413,8 @@ def write_sorted_files(
 
 
 class _SortedFile:
-    def __init__(self, path: Path, options: Options) -> None:
-        self._writer = SstFileWriter(options=options)
+    def __init__(self, path: Path, options: rocksdict.Options) -> None:
+        self._writer = rocksdict.SstFileWriter(options=options)
         self._writer.open(str(path))
         self._bytes = 0
         self._last = b""

@@ -19,17 +19,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine, backend_of, writing_to
-from backends.exceptions import (
-    DamagedFileError,
-    LineageMismatchError,
-    MissingFileError,
-    StoreClosedError,
-    VersionNotFoundError,
-)
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.local_state import LocalState
@@ -104,7 +97,9 @@ class SnapshotUploads:
                 self._versions.check_open()
                 state = engine.state
                 if state.head is None:
-                    raise VersionNotFoundError(f"{directory} is at the empty version 0: there is nothing to keep.")
+                    raise exceptions.VersionNotFoundError(
+                        f"{directory} is at the empty version 0: there is nothing to keep."
+                    )
                 finish = engine.capture(local)
             fault_points.reached("snapshot:captured")
             finish()
@@ -129,7 +124,7 @@ class SnapshotUploads:
             return last
         try:
             return snapshot.read_descriptor(self._context.storage, ref)
-        except (MissingFileError, DamagedFileError) as error:
+        except (exceptions.MissingFileError, exceptions.DamagedFileError) as error:
             directory = self._context.directory
             log.warning("All of %s is uploaded, because an earlier snapshot cannot be used: %s", directory, error)
             return None
@@ -254,7 +249,7 @@ class BatchAttempts:
         with self._versions.changed:
             if not self._versions.pending.accept(version, attempt):
                 attempts = ", ".join(f"{m.version}:{m.attempt}" for m, _, _ in self.pending()) or "none"
-                raise LineageMismatchError(
+                raise exceptions.LineageMismatchError(
                     f"No changes of attempt {attempt!r} to version {version} of {self._context.directory} are held "
                     f"here; held are version {self._versions.version} and the attempts {attempts}."
                 )
@@ -313,7 +308,7 @@ class BatchAttempts:
                 # The keys are those of the changes, and counted with them.
                 nbytes = sum(pairs.values.nbytes for pairs in all_images.families.values())
                 return BeforeImage(all_images, self._memory.note(BEFORE_IMAGES, nbytes))
-        except (VersionNotFoundError, StoreClosedError):
+        except (exceptions.VersionNotFoundError, exceptions.StoreClosedError):
             return None  # the version below is being loaded, was rolled back, or is past already
 
     def when_applied(self, delta: Delta) -> Changes | None:

@@ -13,15 +13,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.conf import StateStoreId
-from backends.exceptions import (
-    ConcurrentCommitError,
-    DamagedFileError,
-    FileExistsInStorageError,
-    MissingFileError,
-    VersionNotFoundError,
-)
 from backends.formats import manifest_chain
 from backends.formats.manifest import (
     Lineage,
@@ -69,7 +62,7 @@ class StandaloneManifests:
             if newest == self._newest:
                 return
             if newest < self._newest:
-                raise MissingFileError(
+                raise exceptions.MissingFileError(
                     f"{self._storage.full_location(self._path(self._newest))} does not exist any more, but it was the "
                     "newest manifest: it was removed. Restore it from a copy."
                 )
@@ -103,7 +96,7 @@ class StandaloneManifests:
         manifest = unseal(self._storage.get(path), Manifest, name)
         held = self._entry({0: manifest}, 0)
         if manifest.id != manifest_id or held is None or not held.changelog.path.startswith(f"{self.directory}/"):
-            raise DamagedFileError(
+            raise exceptions.DamagedFileError(
                 f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
             )
         return manifest
@@ -147,7 +140,7 @@ class StandaloneManifests:
                     "it: it was never committed, or its manifest was removed "
                     f"({self._storage.full_location(self._path(self._newest + 1))} or a later one)"
                 )
-        raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
+        raise exceptions.VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
 
     def append(self, version: int, expected_head: str | None, attempt: str, changelog: FileRef) -> None:
         """Make ``version`` of the version below, if ``expected_head`` is still the newest changelog.
@@ -235,7 +228,7 @@ class StandaloneManifests:
     def check_head(self, version: int, expected_head: str | None) -> None:
         """Raise ``ConcurrentCommitError`` if the newest known commit is another one than ``expected_head``."""
         if self.head_at(self.latest_version()) != expected_head:
-            raise ConcurrentCommitError(
+            raise exceptions.ConcurrentCommitError(
                 f"Version {version} of {self._id} was not committed: another writer has committed since version "
                 f"{version - 1} was opened. Open the store again, and see to it that there is one writer."
             )
@@ -267,7 +260,7 @@ class StandaloneManifests:
         _PROOFS.require(self._storage)
         try:
             self._storage.put_new(self._path(manifest.id), seal(manifest))
-        except FileExistsInStorageError:
+        except exceptions.FileExistsInStorageError:
             self.refresh()
             return False
         kept = {v: m for v, m in self._chain.items() if manifest.chain_from <= v < manifest.version}

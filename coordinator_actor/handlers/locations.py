@@ -22,16 +22,10 @@ from msgspec import to_builtins
 from backends import spans
 from backends.conf import StateStoreId, StateStoreProviderId
 from backends.exceptions import VersionNotFoundError
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
-from coordinator_actor.exceptions import (
-    QueryEndedError,
-    UnknownHostError,
-    UnknownOperatorError,
-    UnknownRunError,
-    WrongOperatorError,
-)
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import KvStateLocationOracle, LookedUp, OperatorLocation, RunningOperator, WarmUp
 from coordinator_actor.run.owners import Assignment, SessionHosts
@@ -84,7 +78,7 @@ def _assign_owners(
             return before
         infos = {host_id: hosts.leases[host_id].info for host_id in hosts.nodes_of_session(session_id)}
         if not infos:
-            raise UnknownHostError(f"No state store host of session {session_id} is alive.")
+            raise exceptions.UnknownHostError(f"No state store host of session {session_id} is alive.")
         session = SessionHosts(hosts.generation, infos, hosts.staying(session_id), hosts.reported(run.run_id))
     after = ownership.assign(
         session,
@@ -113,7 +107,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     ownership = run.assignment
     if not ownership.is_made:
         return
-    with suppress(UnknownHostError):  # the last host is just leaving
+    with suppress(exceptions.UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assign_owners(registries, run)
         if ownership.planned and run.lock.acquire(blocking=False):
@@ -209,19 +203,19 @@ class Locations:
                 self._require_not_ended(operator, query, served)
             if self._registries.expects_reports() and not is_final:
                 age = self._registries.clock() - self._registries.started
-                raise UnknownRunError(
+                raise exceptions.UnknownRunError(
                     f"No query with an operator {operator!r} has been reported yet to this coordinator, "
                     f"which was started {age:.1f} s ago; ask again."
                 )
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
             where = "No running query" if query is None else f"No running query {query!r}"
             message = f"{where} has an operator {operator!r}; operators that exist: {exist}."
-            raise WrongOperatorError(message) if is_final else UnknownOperatorError(message)
+            raise exceptions.WrongOperatorError(message) if is_final else exceptions.UnknownOperatorError(message)
         if len(runs) > 1:
             names = ", ".join(
                 f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in runs
             )
-            raise WrongOperatorError(
+            raise exceptions.WrongOperatorError(
                 f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
                 f"or run id: {names}."
             )
@@ -264,7 +258,7 @@ class Locations:
         last = max(ended, key=lambda e: e.at)
         at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
         of = last.registration
-        raise QueryEndedError(
+        raise exceptions.QueryEndedError(
             f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, "
             f"ended at {at} ({last.why}). Start it again, or read its state from the checkpoint with read_state."
         )

@@ -19,18 +19,7 @@ import pyarrow as pa
 
 from backends.encoding.given_values import python_rows
 from coordinator_actor.messages import DROPPED_ELEMENTS
-from spark_bridge.aggregates.builtin_aggregates import (
-    COUNT,
-    COUNT_IF,
-    FIRST,
-    LAST,
-    MAX,
-    MEAN,
-    MIN,
-    MOMENTS,
-    SUM,
-    SumOverflow,
-)
+from spark_bridge.aggregates import builtin_aggregates
 from spark_bridge.aggregates.computation import (
     USER,
     Computation,
@@ -52,18 +41,18 @@ from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
 
 
 COMPUTATIONS: dict[str, Computation] = {
-    "count": COUNT,
-    "count_if": COUNT_IF,
-    "sum": SUM,
-    "mean": MEAN,
-    "min": MIN,
-    "max": MAX,
-    "first": FIRST,
-    "last": LAST,
-    "stddev_samp": MOMENTS,
-    "stddev_pop": MOMENTS,
-    "var_samp": MOMENTS,
-    "var_pop": MOMENTS,
+    "count": builtin_aggregates.COUNT,
+    "count_if": builtin_aggregates.COUNT_IF,
+    "sum": builtin_aggregates.SUM,
+    "mean": builtin_aggregates.MEAN,
+    "min": builtin_aggregates.MIN,
+    "max": builtin_aggregates.MAX,
+    "first": builtin_aggregates.FIRST,
+    "last": builtin_aggregates.LAST,
+    "stddev_samp": builtin_aggregates.MOMENTS,
+    "stddev_pop": builtin_aggregates.MOMENTS,
+    "var_samp": builtin_aggregates.MOMENTS,
+    "var_pop": builtin_aggregates.MOMENTS,
     "collect_list": LISTS,
     "collect_set": LISTS,
     "top_k": LISTS,
@@ -197,7 +186,7 @@ class Aggregator:
         for output in self.outputs:
             try:
                 columns += calculate(output)
-            except SumOverflow as error:
+            except builtin_aggregates.SumOverflow as error:
                 raise _overflow(state_fields(output)[0]) from error
             except ListTooLarge as error:
                 raise ListTooLargeError.of(output, error) from error

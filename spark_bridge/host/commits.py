@@ -433,8 +433,8 @@ class TaskCommits:
         self._used: BoundedDict[str, dict[str, int]] = BoundedDict(COUNTED_LOCATIONS)
         info = registration.info
         self._acknowledgements = Acknowledgements(
-            lambda run_id, messages: registration.coordinator.acknowledge_many(
-                run_id, info.host_id, info.incarnation, messages
+            lambda run_id, acknowledgements: registration.coordinator.acknowledge_many(
+                run_id, info.host_id, info.incarnation, acknowledgements
             )
         )
 

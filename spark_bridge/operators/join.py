@@ -14,20 +14,8 @@ from pyspark.sql import types as T
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.operators import columns
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
-from spark_bridge.operators.columns import (
-    arrow_type,
-    check_keys,
-    column_literal,
-    column_type,
-    event_time_of,
-    microseconds,
-    other_case,
-    watermark_columns,
-    watermark_lag_ms,
-    with_event_time,
-    without_event_time,
-)
 from spark_bridge.operators.join_sides import (
     ANTI,
     FULL,
@@ -130,7 +118,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
     """Raise ``InvalidOperatorError`` for keys that the sides do not share, and other columns of one name."""
     for name, df in ((LEFT, left), (RIGHT, right)):
         try:
-            check_keys(df.schema, keys)
+            columns.check_keys(df.schema, keys)
         except InvalidOperatorError as error:
             raise InvalidOperatorError(f"on={keys!r}, {name}=: {error}") from error
     for key in keys:
@@ -231,14 +219,14 @@ def times_of_both(
 def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None:
     """Return the column of a side that has the watermark: the given one of several."""
     if given is None:
-        return event_time_of(df.schema, df.columns)
-    column_type(df.schema, given, f"{side}_time=")
-    if given not in watermark_columns(df.schema):
+        return columns.event_time_of(df.schema, df.columns)
+    columns.column_type(df.schema, given, f"{side}_time=")
+    if given not in columns.watermark_columns(df.schema):
         raise InvalidOperatorError(
             f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark({column_literal(given)}, "10 minutes") on it.'
+            f'{side}.withWatermark({columns.column_literal(given)}, "10 minutes") on it.'
         )
-    return event_time_of(df.schema, [given])
+    return columns.event_time_of(df.schema, [given])
 
 
 def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[int | None, int | None]:
@@ -248,7 +236,7 @@ def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[in
     )
     if isinstance(within, str) or len(within) != 2 or all(d is None for d in within):
         raise InvalidOperatorError(wrong)
-    lower, upper = (None if d is None else microseconds(df.sparkSession, d) for d in within)
+    lower, upper = (None if d is None else columns.microseconds(df.sparkSession, d) for d in within)
     if lower is not None and upper is not None and lower > upper:
         raise InvalidOperatorError(f"{wrong} The first is greater than the second, so that nothing would match.")
     return lower, upper
@@ -256,7 +244,10 @@ def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[in
 
 def lag_of(left: DataFrame, right: DataFrame, bounds: Bounds) -> int:
     """Return how far behind the watermark of the query rows of the sides may be, in ms; both sides wait for it."""
-    return max(watermark_lag_ms(left.schema, bounds.left_late), watermark_lag_ms(right.schema, bounds.right_late))
+    return max(
+        columns.watermark_lag_ms(left.schema, bounds.left_late),
+        columns.watermark_lag_ms(right.schema, bounds.right_late),
+    )
 
 
 # -- columns -----------------------------------------------------------------------------------
@@ -280,16 +271,16 @@ def _both(
         own: dict[int, Column] = {
             slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
-        columns = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
+        slots = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
         frames.append(
-            rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key].alias(key) for key in keys), *columns)
+            rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key].alias(key) for key in keys), *slots)
         )
     return frames[0].union(frames[1])
 
 
 def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
     """Return the columns as Arrow has them."""
-    return pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in fields])
+    return pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in fields])
 
 
 def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> T.StructType:
@@ -353,14 +344,14 @@ def timed_output(
     With ``made_by_apply``, any column of the type of the times may be the event time, and has values of one of the
     sides. Raises ``InvalidOperatorError`` for a column that has no event time.
     """
-    output = T.StructType([without_event_time(f) for f in output.fields])
+    output = T.StructType([columns.without_event_time(f) for f in output.fields])
     if column is None:
         return output
     named = f"event_time_column={column!r}"
     if column not in output.names:
         raise InvalidOperatorError(
             f"{named}: the output has no such column; it has {', '.join(output.names)}."
-            f"{other_case([column], output.names)}"
+            f"{columns.other_case([column], output.names)}"
         )
     if not times:
         raise InvalidOperatorError(
@@ -389,7 +380,7 @@ def timed_output(
         )
     source = sources[0].field
     return T.StructType(
-        [with_event_time(f, source, lag_ms + max(waits)) if f.name == column else f for f in output.fields]
+        [columns.with_event_time(f, source, lag_ms + max(waits)) if f.name == column else f for f in output.fields]
     )
 
 
@@ -526,7 +517,7 @@ def join_asof(
         raise InvalidOperatorError(f"direction={direction!r} is none of {', '.join(map(repr, DIRECTIONS))}.")
     check_columns(left, right, keys, LEFT_OUTER)
     placing = placing_of(left, right, operator, num_partitions)
-    tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
+    tolerance_us = None if tolerance is None else columns.microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
         raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")
     late = event_times(left, right, left_time, right_time)

@@ -22,24 +22,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.operators.join_sides import (
-    ANTI,
-    FULL,
-    LEFT_OUTER,
-    LEFT_ROW,
-    NO_TIME,
-    PAIRS_AT_ONCE,
-    RIGHT_OUTER,
-    RIGHT_ROW,
-    SEMI,
-    SIDE,
-    Bounds,
-    JoinSide,
-    RowsToMatch,
-    matches,
-    shared_slots,
-    slot_name,
-)
+from spark_bridge.operators import join_sides
 from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
 from spark_bridge.state_format.layouts import LEFT, MATCHED, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
@@ -70,14 +53,14 @@ class SideRows:
     rows: pa.RecordBatch
     can_match: Mask
 
-    def matchable(self, *, new: bool, old: bool) -> RowsToMatch:
+    def matchable(self, *, new: bool, old: bool) -> join_sides.RowsToMatch:
         """Return the new rows, the waiting rows, or both, as far as they can match."""
         chosen = self.can_match.copy()
         if not new:
             chosen[: self.num_new] = False
         if not old:
             chosen[self.num_new :] = False
-        return RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
+        return join_sides.RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
 @dataclass(frozen=True)
@@ -85,7 +68,7 @@ class JoinOutput:
     """Makes the rows of the output; the fields are those of ``JoinLogic``."""
 
     keys: pa.Schema
-    sides: tuple[JoinSide, JoinSide]
+    sides: tuple[join_sides.JoinSide, join_sides.JoinSide]
     output: pa.Schema
     apply: Apply | None
     given: tuple[tuple[str, ...], tuple[str, ...]]
@@ -102,8 +85,8 @@ class JoinOutput:
         """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
         rows = ((left, of_left), (right, of_right))
         num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
-        for first in range(0, num_rows, PAIRS_AT_ONCE):
-            part = slice(first, first + PAIRS_AT_ONCE)
+        for first in range(0, num_rows, join_sides.PAIRS_AT_ONCE):
+            part = slice(first, first + join_sides.PAIRS_AT_ONCE)
             spool.add(self._output(keys, [(side, None if n is None else n[part]) for side, n in rows]))
 
     def _output(self, keys: pa.RecordBatch, rows: Sequence[tuple[SideRows | None, Ids | None]]) -> pa.RecordBatch:
@@ -157,7 +140,7 @@ JOIN_KEYS_PER_STEP = 1 << 14
 """Keys whose waiting rows are read and written at once, to begin with."""
 _CHUNK = "__statestore_chunk"
 """The number of a chunk that is due, in a placeholder row; such rows are of ``DUE_SIDES``."""
-DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
+DUE_SIDES = (join_sides.LEFT_ROW + 2, join_sides.RIGHT_ROW + 2)
 
 
 @dataclass(frozen=True)
@@ -173,25 +156,25 @@ class JoinLogic:
     schema: OperatorSchema
     keys: pa.Schema
     slots: tuple[pa.DataType, ...]
-    left: JoinSide
-    right: JoinSide
+    left: join_sides.JoinSide
+    right: join_sides.JoinSide
     how: str
-    bounds: Bounds
+    bounds: join_sides.Bounds
     output: pa.Schema
     apply: Apply | None = None
     given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     limits: Limits | None = None
 
     @property
-    def sides(self) -> tuple[JoinSide, JoinSide]:
+    def sides(self) -> tuple[join_sides.JoinSide, join_sides.JoinSide]:
         """Return both sides."""
         return self.left, self.right
 
     @property
     def row_schema(self) -> pa.Schema:
         """Return the columns of rows that are sorted by key: side, chunk number and shared columns."""
-        slots = (pa.field(slot_name(i), kind) for i, kind in enumerate(self.slots))
-        return pa.schema([pa.field(SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
+        slots = (pa.field(join_sides.slot_name(i), kind) for i, kind in enumerate(self.slots))
+        return pa.schema([pa.field(join_sides.SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 
     def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
         """Return the work on one batch."""
@@ -225,7 +208,7 @@ def join_logic(
     keys: pa.Schema,
     columns: tuple[pa.Schema, pa.Schema],
     how: str,
-    bounds: Bounds,
+    bounds: join_sides.Bounds,
     output: pa.Schema,
     apply: Apply | None = None,
     given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
@@ -234,11 +217,14 @@ def join_logic(
 
     Raises ``StateStoreError`` for types that cannot be kept.
     """
-    slots, numbers = shared_slots(columns[0].types, columns[1].types)
+    slots, numbers = join_sides.shared_slots(columns[0].types, columns[1].types)
     flag = distinct_names([MATCHED], [*keys.names, *columns[0].names, *columns[1].names])[0]
-    keeping = (how in (LEFT_OUTER, FULL, ANTI), how in (RIGHT_OUTER, FULL))
+    keeping = (
+        how in (join_sides.LEFT_OUTER, join_sides.FULL, join_sides.ANTI),
+        how in (join_sides.RIGHT_OUTER, join_sides.FULL),
+    )
     left, right = (
-        JoinSide(
+        join_sides.JoinSide(
             (LEFT, RIGHT)[i],
             columns[i],
             numbers[i],
@@ -246,8 +232,8 @@ def join_logic(
             (bounds.left_late, bounds.right_late)[i],
             bounds.expires_after_us[i],
             keeps_unmatched=keeping[i],
-            leaves_once_matched=i == 0 and how in (SEMI, ANTI),
-            flag=flag if keeping[i] and how != ANTI else None,
+            leaves_once_matched=i == 0 and how in (join_sides.SEMI, join_sides.ANTI),
+            flag=flag if keeping[i] and how != join_sides.ANTI else None,
         )
         for i in (0, 1)
     )
@@ -282,7 +268,7 @@ class JoinBatch:
         """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
-    def _due_until(self, side: JoinSide) -> int | None:
+    def _due_until(self, side: join_sides.JoinSide) -> int | None:
         """Return the time up to which chunks of a side are due; None if the last batch has handled all of them."""
         if side.expires_after_us is None or self._watermark <= self._store.times.late_watermark_ms:
             return None
@@ -291,7 +277,7 @@ class JoinBatch:
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
         """Keep the rows that are not late."""
         logic = self._logic
-        is_right = np.asarray(rows.column(SIDE)) == RIGHT_ROW
+        is_right = np.asarray(rows.column(join_sides.SIDE)) == join_sides.RIGHT_ROW
         if logic.bounds.uses_time:
             late_watermark = self._store.times.late_watermark_ms
             late = np.where(
@@ -304,9 +290,9 @@ class JoinBatch:
         if not rows.num_rows:
             return
         groups = group_rows(rows, logic.keys, self._store.num_key_groups)
-        columns = [rows.column(SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
+        columns = [rows.column(join_sides.SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
         for i, kind in enumerate(logic.slots):
-            column = rows.column(slot_name(i))
+            column = rows.column(join_sides.slot_name(i))
             columns.append(column if column.type == kind else column.cast(kind))
         ids, given = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
         reducer.add(KeyedRows(groups.keys, ids, given))
@@ -326,22 +312,22 @@ class JoinBatch:
         logic = self._logic
         keys = decode_keys(part.keys, logic.keys)
         no_nulls = self.no_nulls(keys, len(part.keys))
-        codes = np.asarray(part.rows.column(SIDE))
+        codes = np.asarray(part.rows.column(join_sides.SIDE))
         sides = []
-        for i in (LEFT_ROW, RIGHT_ROW):
+        for i in (join_sides.LEFT_ROW, join_sides.RIGHT_ROW):
             probed = np.zeros(len(part.keys), np.bool_)
             probed[part.ids[codes == 1 - i]] = True
             sides.append(self.side(i, part, keys, no_nulls, probed & no_nulls, codes))
         left, right = sides
         self._timer.step("get_ms")
         found = [
-            matches(
+            join_sides.matches(
                 left.matchable(new=True, old=False),
                 right.matchable(new=True, old=True),
                 logic.bounds.lower_us,
                 logic.bounds.upper_us,
             ),
-            matches(
+            join_sides.matches(
                 left.matchable(new=False, old=True),
                 right.matchable(new=True, old=False),
                 logic.bounds.lower_us,
@@ -352,9 +338,9 @@ class JoinBatch:
         for one in found:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
-        if logic.how == SEMI:
+        if logic.how == join_sides.SEMI:
             self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
-        elif logic.how != ANTI:
+        elif logic.how != join_sides.ANTI:
             for one in found:
                 for of_left, of_right in one.pairs():
                     self.output.emit(keys, left, of_left, right, of_right, spool)
@@ -384,7 +370,7 @@ class JoinBatch:
         rows = one_batch([side.rows(part.rows.filter(pa.array(is_new))), waiting.rows.select(side.columns.names)])
         ids = np.concatenate([new_ids, waiting.ids])
         times = side.times(keys, ids, rows)
-        return SideRows(waiting, due, len(new_ids), ids, times, rows, no_nulls[ids] & (times != NO_TIME))
+        return SideRows(waiting, due, len(new_ids), ids, times, rows, no_nulls[ids] & (times != join_sides.NO_TIME))
 
     def _settle(
         self,

@@ -27,23 +27,8 @@ from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.state_http import models
 from spark_bridge.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
-from spark_bridge.state_http.models import (
-    ARROW,
-    CSV,
-    JSON,
-    LINES,
-    PIECE_ROWS,
-    ArrowBody,
-    Body,
-    CsvBody,
-    DocumentBody,
-    LinesBody,
-    LookupRequest,
-    ScanRequest,
-    SqlRequest,
-    WatchRequest,
-)
 
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
@@ -121,7 +106,7 @@ class StateService:
             raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{there}.")
         return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(found)}
 
-    async def lookup(self, operator: str, request: LookupRequest) -> pa.Table:
+    async def lookup(self, operator: str, request: models.LookupRequest) -> pa.Table:
         """See the route."""
         if len(request.keys) > self.limits.max_keys:
             raise RequestLimitError(
@@ -147,7 +132,9 @@ class StateService:
             )
         return found
 
-    async def scan(self, operator: str, request: ScanRequest, *, as_arrow: bool) -> tuple[int, AsyncIterator[bytes]]:
+    async def scan(
+        self, operator: str, request: models.ScanRequest, *, as_arrow: bool
+    ) -> tuple[int, AsyncIterator[bytes]]:
         """Return the version, and the body in pieces; see the route.
 
         A caller that stops early must close the iterator.
@@ -161,7 +148,7 @@ class StateService:
         assert isinstance(version, int)
         return version, pieces  # type: ignore[return-value]
 
-    async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
+    async def _scan(self, operator: str, request: models.ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
         """Yield the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scans.slot():
@@ -187,7 +174,7 @@ class StateService:
                 timeout=self.limits.timeout,
             )
             try:
-                body = ArrowBody(rows.schema) if as_arrow else LinesBody()
+                body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
                 yield rows.version
                 try:
                     async for piece in self._pieces(rows, body, deadline):
@@ -200,7 +187,7 @@ class StateService:
             finally:
                 await self._scans.close(rows)
 
-    async def _pieces(self, rows: AsyncStateScan, body: Body, deadline: float) -> AsyncIterator[bytes]:
+    async def _pieces(self, rows: AsyncStateScan, body: models.Body, deadline: float) -> AsyncIterator[bytes]:
         given = 0
         batches = rows.__aiter__()
         while True:
@@ -215,8 +202,8 @@ class StateService:
                     f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows "
                     "were sent. Ask for fewer by where, start and end."
                 ) from error
-            for at in range(0, batch.num_rows, PIECE_ROWS):
-                part = batch.slice(at, PIECE_ROWS)
+            for at in range(0, batch.num_rows, models.PIECE_ROWS):
+                part = batch.slice(at, models.PIECE_ROWS)
                 given += part.num_rows
                 if given > self.limits.max_rows:
                     raise RequestLimitError(
@@ -281,14 +268,14 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
 
 T = TypeVar("T")
 
-BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], Body]] = {
-    JSON: DocumentBody,
-    LINES: lambda schema, versions: LinesBody(),
-    CSV: lambda schema, versions: CsvBody(schema),
-    ARROW: lambda schema, versions: ArrowBody(schema),
+BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], models.Body]] = {
+    models.JSON: models.DocumentBody,
+    models.LINES: lambda schema, versions: models.LinesBody(),
+    models.CSV: lambda schema, versions: models.CsvBody(schema),
+    models.ARROW: lambda schema, versions: models.ArrowBody(schema),
 }
 """The formats of answers, by media type."""
-_ANY = {"": JSON, "*/*": JSON, "application/*": JSON, "text/*": CSV}
+_ANY = {"": models.JSON, "*/*": models.JSON, "application/*": models.JSON, "text/*": models.CSV}
 
 
 def accepted(accept: str) -> str:
@@ -312,7 +299,7 @@ class Statements:
             limits.max_sql
         )
 
-    def begun(self, request: SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
+    def begun(self, request: models.SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
 
         A caller that stops early must close the generator. Raises ``RequestError``, ``RequestLimitError``.
@@ -323,7 +310,7 @@ class Statements:
         media_type = accepted(accept)
         return media_type, self._pieces(request, media_type)
 
-    async def _pieces(self, request: SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
+    async def _pieces(self, request: models.SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
         deadline = time.monotonic() + self._limits.sql_seconds
         async with self._running.slot():
             client = await self._client()
@@ -358,15 +345,15 @@ class Statements:
         first: pa.RecordBatch | None,
         batches: AsyncIterator[pa.RecordBatch],
         limit: int | None,
-        body: Body,
+        body: models.Body,
         deadline: float,
     ) -> AsyncIterator[bytes]:
         given, most, batch = 0, self._limits.max_sql_rows, first
         while batch is not None:
             if limit is not None:
                 batch = batch.slice(0, limit - given)
-            for at in range(0, batch.num_rows, PIECE_ROWS):
-                part = batch.slice(at, PIECE_ROWS)
+            for at in range(0, batch.num_rows, models.PIECE_ROWS):
+                part = batch.slice(at, models.PIECE_ROWS)
                 given += part.num_rows
                 if given > most:
                     raise RequestLimitError(
@@ -435,7 +422,7 @@ class HttpWatches:
         self._limits = limits
         self._open = 0
 
-    async def begun(self, request: WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
+    async def begun(self, request: models.WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
         """Return the events, without end as long as the query runs and the caller stays.
 
         ``last_event_id`` is the last version that a returning caller has; it takes precedence over ``from_version``.
@@ -510,9 +497,9 @@ def _pieces(change: StateChange) -> list[bytes]:
     """
     batch, version = change.batch, change.version
     pieces = []
-    for at in range(0, batch.num_rows, PIECE_ROWS):
-        rows = json_values.rows_to_json(batch.slice(at, PIECE_ROWS).drop_columns(["version"]))
-        is_last = at + PIECE_ROWS >= batch.num_rows
+    for at in range(0, batch.num_rows, models.PIECE_ROWS):
+        rows = json_values.rows_to_json(batch.slice(at, models.PIECE_ROWS).drop_columns(["version"]))
+        is_last = at + models.PIECE_ROWS >= batch.num_rows
         before = f"id: {version}\n".encode() if is_last else b""
         pieces.append(before + _event("change", {"version": version, "rows": rows, "is_last": is_last}))
     return pieces

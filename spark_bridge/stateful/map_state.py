@@ -15,24 +15,7 @@ from pyspark.sql import Row
 from backends.encoding.columns import list_array, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
-from spark_bridge.state_format.layouts import (
-    ENTRIES,
-    ENTRY_KEY,
-    ENTRY_VALUE,
-    IS_LARGE,
-    MAP_ENTRIES,
-    TTL_COLUMN,
-    family_of,
-)
-from spark_bridge.state_format.partition_rows import (
-    LazyLists,
-    alive_lists,
-    are_large,
-    offsets_of,
-    pick,
-    rows_of_structs,
-    structs,
-)
+from spark_bridge.state_format import layouts, partition_rows
 from spark_bridge.state_format.stored_rows import columns_of_key, prefix_range, with_more
 from spark_bridge.stateful.ddl import hash_function, sort_key
 from spark_bridge.stateful.declaration import Declaration, KeyStep, PySparkMapState
@@ -95,7 +78,7 @@ class _Heads:
 
     present: np.ndarray[Any, np.dtype[np.bool_]]
     large: list[bool]
-    small: LazyLists
+    small: partition_rows.LazyLists
 
 
 class StoredMaps:
@@ -103,8 +86,8 @@ class StoredMaps:
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep, ttl: Ttl) -> None:
         self._codec, self._key_codec = declaration.codec, declaration.key_codec
-        self._family, self._schema = family_of(variable)
-        self._entry_family, self._entry_schema = family_of(variable, ENTRIES)
+        self._family, self._schema = layouts.family_of(variable)
+        self._entry_family, self._entry_schema = layouts.family_of(variable, layouts.ENTRIES)
         self._step = step
         self._ttl = ttl
         self.keys = StateValues(declaration.name, "key", declaration.key_codec)
@@ -129,17 +112,19 @@ class StoredMaps:
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
             found = self._schema.decode_values(stored)
-            elements, offsets = alive_lists(found.column(MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None)
+            elements, offsets = partition_rows.alive_lists(
+                found.column(layouts.MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None
+            )
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column(IS_LARGE).fill_null(False).to_pylist(),
-                LazyLists(elements, offsets, self._decoded),
+                found.column(layouts.IS_LARGE).fill_null(False).to_pylist(),
+                partition_rows.LazyLists(elements, offsets, self._decoded),
             )
         return self._read_heads
 
     def _decoded(self, entries: pa.RecordBatch) -> list[Entry]:
-        keys = self._key_codec.to_tuples(rows_of_structs(entries.column(ENTRY_KEY)))
-        values = self._codec.to_tuples(rows_of_structs(entries.column(ENTRY_VALUE)))
+        keys = self._key_codec.to_tuples(partition_rows.rows_of_structs(entries.column(layouts.ENTRY_KEY)))
+        values = self._codec.to_tuples(partition_rows.rows_of_structs(entries.column(layouts.ENTRY_VALUE)))
         return list(zip(keys, values, self._ttl.expiries(entries), strict=True))
 
     def value(self, prefix: bytes, key: ValueTuple) -> ValueTuple | None:
@@ -210,28 +195,31 @@ class StoredMaps:
         if not maps:
             return
         keys, values = self._columns([entry for _, m in maps for entry in m.entries.values()])
-        kind = self._schema.value.field(MAP_ENTRIES).type
+        kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entry = kind.value_type
         columns = [
-            structs(keys, entry.field(ENTRY_KEY).type),
-            structs(values.select(self._codec.schema.names), entry.field(ENTRY_VALUE).type),
+            partition_rows.structs(keys, entry.field(layouts.ENTRY_KEY).type),
+            partition_rows.structs(values.select(self._codec.schema.names), entry.field(layouts.ENTRY_VALUE).type),
         ]
         if self._ttl.is_on:
-            columns.append(values.column(TTL_COLUMN))
+            columns.append(values.column(layouts.TTL_COLUMN))
         entries = struct_array(columns, len(keys), None, entry)
-        offsets = offsets_of(np.array([len(m.entries) for _, m in maps]))
-        is_large = are_large(entries, offsets)
+        offsets = partition_rows.offsets_of(np.array([len(m.entries) for _, m in maps]))
+        is_large = partition_rows.are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True
         rows = pa.RecordBatch.from_arrays(
-            [pa.array(is_large), pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind)],
+            [
+                pa.array(is_large),
+                partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind),
+            ],
             schema=self._schema.value,
         )
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
 
     def _stage_large_heads(self, maps: list[int]) -> None:
         """Stage the rows at the keys of large maps again: a sweep of this batch may have staged their removal."""
-        kind = self._schema.value.field(MAP_ENTRIES).type
+        kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
         rows = pa.RecordBatch.from_arrays(
             [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value

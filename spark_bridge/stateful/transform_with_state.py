@@ -16,14 +16,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.columns import (
-    arrow_type,
-    check_keys,
-    event_time_of,
-    other_case,
-    watermark_lag_ms,
-    with_event_time,
-)
+from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
     InitialState,
     KeyRouting,
@@ -93,11 +86,11 @@ def checked_arguments(
         )
     keys = [by] if isinstance(by, str) else list(by)
     _check_names(df.schema, "The DataFrame")
-    check_keys(df.schema, keys)
-    key_schema = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in keys])
+    columns.check_keys(df.schema, keys)
+    key_schema = pa.schema([pa.field(k, columns.arrow_type(df.schema[k].dataType)) for k in keys])
     is_timed = time_mode.lower() == EVENT_TIME
     # Several columns with a watermark are an error only if one of them is used.
-    marked = event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
+    marked = columns.event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
     if is_timed and marked is None:
         raise InvalidOperatorError(
             f'time_mode="{time_mode}" needs event time: put withWatermark("column", "delay") on the DataFrame first.'
@@ -114,7 +107,7 @@ def checked_arguments(
         output,
         event_time,
         _initial_rows(initial_state, df.schema, keys),
-        watermark_lag_ms(df.schema, marked),
+        columns.watermark_lag_ms(df.schema, marked),
     )
 
 
@@ -137,7 +130,7 @@ def _struct(schema: T.StructType | str) -> T.StructType:
         raise InvalidOperatorError("output_schema has no fields; give the fields that the processor emits.")
     _check_names(struct, "output_schema")
     for f in struct.fields:
-        arrow_type(f.dataType)
+        columns.arrow_type(f.dataType)
     return struct
 
 
@@ -151,15 +144,15 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
     if column not in output.names:
         raise InvalidOperatorError(
             f"event_time_column={column!r}: the output has no such column; it has {', '.join(output.names)}."
-            f"{other_case([column], output.names)}"
+            f"{columns.other_case([column], output.names)}"
         )
     if not isinstance(output[column].dataType, (T.TimestampType, T.TimestampNTZType)):
         raise InvalidOperatorError(
             f"event_time_column={column!r} has type {output[column].dataType.simpleString()}; event time is a "
             "timestamp."
         )
-    source, lag_ms = given[marked.column], watermark_lag_ms(given, marked)
-    return T.StructType([with_event_time(f, source, lag_ms) if f.name == column else f for f in output.fields])
+    source, lag_ms = given[marked.column], columns.watermark_lag_ms(given, marked)
+    return T.StructType([columns.with_event_time(f, source, lag_ms) if f.name == column else f for f in output.fields])
 
 
 def _initial_rows(
@@ -178,7 +171,7 @@ def _initial_rows(
         if key not in rows.schema.names:
             raise InvalidOperatorError(
                 f"initial_state lacks the key column {key!r}; it has {', '.join(rows.schema.names)}."
-                f"{other_case([key], rows.schema.names)}"
+                f"{columns.other_case([key], rows.schema.names)}"
             )
         wanted, found = given[key].dataType.simpleString(), rows.schema[key].dataType.simpleString()
         if wanted != found:
@@ -287,7 +280,7 @@ def transform_with_state_in_arrow(
             f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of "
             'a function by @arrow_processor("n long, total double").'
         )
-    rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
+    rows = pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in df.schema.fields])
     logic = ArrowLogic(processor, given.time_mode, given.input, rows, given.output, given.event_time)
     initial = None
     if given.initial_rows is not None:
@@ -295,7 +288,7 @@ def transform_with_state_in_arrow(
         initial = replace(
             logic,
             input=TaskInput(struct, given.input.keys),
-            rows=pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in struct.fields]),
+            rows=pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in struct.fields]),
             is_initial=True,
         )
     return _transformed(given, Declaring(_copy(processor)), logic, initial, num_partitions)

@@ -16,19 +16,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
 from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
-from spark_bridge.ui.charts import (
-    MAX_DURATION_BARS,
-    MEASURES,
-    PHASES,
-    Part,
-    heat_map,
-    measure_in_words,
-    partition_measure,
-    sparkline,
-    steps,
-    strip,
-    timeline,
-)
+from spark_bridge.ui import charts
 from spark_bridge.ui.live import default_directory
 from spark_bridge.ui.requests import PageCall, faults_about, reference, state_id, tables_of
 
@@ -41,7 +29,7 @@ LOOKUP_VERBS = ("lookup", "get")
 def overview(call: PageCall) -> Response:
     """Show the faults, the queries and the hosts."""
     of = call.overview
-    paces = [(q, query_pace(q, of.taken_ms), sparkline(q.checkpoints)) for q in of.queries]
+    paces = [(q, query_pace(q, of.taken_ms), charts.sparkline(q.checkpoints)) for q in of.queries]
     faulty = {fault.subject for fault in of.faults}
     first = call.number("from", 0)
     # Problems first, then running queries, those with a running batch before the others.
@@ -79,7 +67,7 @@ def overview(call: PageCall) -> Response:
         silent=sum(not host.answered for host in of.hosts),
         held=held,
         budget=budget,
-        memory=strip({"held": float(held)}, float(budget)),
+        memory=charts.strip({"held": float(held)}, float(budget)),
     )
 
 
@@ -126,7 +114,7 @@ class HostRow:
     host: HostOverview
     held: int
     budget: int
-    strip: list[Part]
+    strip: list[charts.Part]
     holders: list[tuple[str, int]]
 
 
@@ -168,7 +156,7 @@ def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     held = sum(n for name, n in host.memory.items() if name != BUDGET)
     budget = host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
-    return HostRow(host, held, budget, strip(holders, float(max(budget, held))), by_size)
+    return HostRow(host, held, budget, charts.strip(holders, float(max(budget, held))), by_size)
 
 
 def _requests(host: HostOverview) -> Iterator[RequestRow]:
@@ -198,12 +186,14 @@ def named_operator(call: PageCall) -> tuple[Query, Operator]:
 def operator(call: PageCall) -> Response:
     """Show an operator."""
     of, one = named_operator(call)
-    there = [m for m in MEASURES if any(partition_measure(p, m) is not None for p in one.partitions)]
+    there = [m for m in charts.MEASURES if any(charts.partition_measure(p, m) is not None for p in one.partitions)]
     measure = call.given("by") if call.given("by") in there else (there[0] if there else "")
     order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
     first = call.number("from", 0)
     ordered = sorted(one.partitions, key=lambda p: _order(p, order))
-    hottest = sorted(one.partitions, key=lambda p: -(partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
+    hottest = (
+        sorted(one.partitions, key=lambda p: -(charts.partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
+    )
     ref = reference(of, call.overview.queries)
     return call.render(
         "operator.html",
@@ -212,10 +202,10 @@ def operator(call: PageCall) -> Response:
         faults=faults_about(call.overview.faults, f"operator {one.name} of query {of.title}"),
         measures=there,
         measure=measure,
-        heat=heat_map(one, measure) if measure else None,
-        hottest=[(p, measure_in_words(measure, partition_measure(p, measure))) for p in hottest],
-        in_words=measure_in_words,
-        bytes_of=lambda p: partition_measure(p, "bytes"),
+        heat=charts.heat_map(one, measure) if measure else None,
+        hottest=[(p, charts.measure_in_words(measure, charts.partition_measure(p, measure))) for p in hottest],
+        in_words=charts.measure_in_words,
+        bytes_of=lambda p: charts.partition_measure(p, "bytes"),
         partitions=ordered[first : first + PARTITIONS_AT_ONCE],
         order=order,
         columns=COLUMNS,
@@ -229,7 +219,7 @@ def _order(partition: Partition, by: str) -> tuple[float, int]:
     """Return the place of a partition: ascending by number, else those with most first."""
     if by == "partition":
         return (0.0, partition.partition)
-    value = partition.snapshot_lag if by == "lag" else partition_measure(partition, by)
+    value = partition.snapshot_lag if by == "lag" else charts.partition_measure(partition, by)
     return (-(value if value is not None else -1.0), partition.partition)
 
 
@@ -244,7 +234,7 @@ def query(call: PageCall) -> Response:
     of = call.named_query()
     first = call.number("from", 0)
     newest_first = of.checkpoints[::-1]
-    recent = of.checkpoints[-MAX_DURATION_BARS:]
+    recent = of.checkpoints[-charts.MAX_DURATION_BARS :]
     known = [c for c in recent if c.rows is not None]
     ref = reference(of, call.overview.queries)
     about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))
@@ -254,9 +244,9 @@ def query(call: PageCall) -> Response:
         faults=faults_about(call.overview.faults, *about),
         awaited=awaited(of),
         pace=query_pace(of, call.overview.taken_ms),
-        timeline=timeline(of.checkpoints),
-        phases=PHASES,
-        steps=steps(recent),
+        timeline=charts.timeline(of.checkpoints),
+        phases=charts.PHASES,
+        steps=charts.steps(recent),
         rows=sum(c.rows or 0 for c in known),
         late=sum(c.late or 0 for c in known),
         duplicates=sum(c.duplicates or 0 for c in known),

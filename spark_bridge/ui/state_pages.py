@@ -25,19 +25,8 @@ from spark_bridge.queryable.client.arguments import OPERATORS
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.queryable.sql.statement_process import ProcessStatement
+from spark_bridge.ui import lookups
 from spark_bridge.ui.charts import value as value_text
-from spark_bridge.ui.lookups import (
-    PAGE_READ_SECONDS,
-    Found,
-    conditions_of,
-    found_in,
-    has_key,
-    inputs_of,
-    key_of_call,
-    take_rows,
-    text_of,
-    variable_schema,
-)
 from spark_bridge.ui.requests import PageCall, StateTable, tables_of
 
 SHOWN_VERSIONS = 10
@@ -55,7 +44,7 @@ def hottest(call: PageCall) -> Response:
     newest = table.versions.stop - 1
     since = max(table.versions.start, newest - SHOWN_VERSIONS)
     counts: Counter[tuple[object, ...]] = Counter()
-    deadline, is_cut = time.monotonic() + PAGE_READ_SECONDS, False
+    deadline, is_cut = time.monotonic() + lookups.PAGE_READ_SECONDS, False
     for change in call.system.recent_changes(table, since, newest) if since < newest else ():
         columns = [python_values(change.batch.column(name)) for name in table.key]
         counts.update(_hashable(key) for key in zip(*columns, strict=True))
@@ -82,7 +71,7 @@ def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
 def _parameters(names: Sequence[str], key: tuple[object, ...]) -> dict[str, str]:
     """Return a key as the form of a lookup sends it."""
     parts = zip(names, key, strict=True)
-    return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else text_of(v) for n, v in parts}
+    return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else lookups.text_of(v) for n, v in parts}
 
 
 # Keys: look one up with typed inputs, some versions next to one another, and watch it live.
@@ -108,10 +97,10 @@ def keys(call: PageCall) -> Response:
     inputs, found, problem, status, watch = [], [], "", 200, ""
     if table is not None:
         try:
-            schema = variable_schema(call, table)
-            inputs = inputs_of(table, schema)
-            if has_key(call, table):
-                key = key_of_call(call, table, schema)
+            schema = lookups.variable_schema(call, table)
+            inputs = lookups.inputs_of(table, schema)
+            if lookups.has_key(call, table):
+                key = lookups.key_of_call(call, table, schema)
                 found = [_found(call, table, key, version) for version in _versions(call, table)]
                 given = {n: v for n, v in call.query.items() if n.startswith(("key.", "null."))}
                 watch = call.url("watch", table=table.id, **given)
@@ -144,14 +133,14 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     return [int(part) for part in parts]
 
 
-def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> Found:
+def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.Found:
     rows = call.system.client().key_rows(
-        table.operator, [key], table.state, query=table.query, version=version, timeout=PAGE_READ_SECONDS
+        table.operator, [key], table.state, query=table.query, version=version, timeout=lookups.PAGE_READ_SECONDS
     )
-    return take_rows(rows, MAX_KEY_ROWS)
+    return lookups.take_rows(rows, MAX_KEY_ROWS)
 
 
-def _compared(found: list[Found]) -> list[Compared]:
+def _compared(found: list[lookups.Found]) -> list[Compared]:
     """Return the columns of versions next to one another, if each has at most one row, and one has a row."""
     if len(found) < 2 or any(len(f.rows) > 1 for f in found) or not any(f.rows for f in found):
         return []
@@ -194,7 +183,7 @@ class Chart:
     left_out: int
 
 
-def chart(call: PageCall, found: Found | None) -> Chart | None:
+def chart(call: PageCall, found: lookups.Found | None) -> Chart | None:
     """Return the chart of the rows by the columns that the request names; None without a column of numbers."""
     if found is None or not found.rows:
         return None
@@ -278,16 +267,18 @@ def scan(call: PageCall) -> Response:
     """Show the form, and the rows."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
-    found: Found | None = None
+    found: lookups.Found | None = None
     columns: list[tuple[str, str]] = []
     problem, status = "", 200
     if table is not None:
         try:
-            schema = variable_schema(call, table)
+            schema = lookups.variable_schema(call, table)
             columns = [(field.name, str(field.type)) for field in schema]
             if call.given("limit"):
                 most = call.number("limit", USUAL_ROWS, 1, MAX_SCAN_ROWS)
-                found = take_rows(_rows(call, table, conditions_of(call, schema, FILTERS), most + 1), most)
+                found = lookups.take_rows(
+                    _rows(call, table, lookups.conditions_of(call, schema, FILTERS), most + 1), most
+                )
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -311,7 +302,7 @@ def scan_csv(call: PageCall) -> Response:
     table = call.table()
     if table is None:
         raise RequestError("table= must name the state to read.")
-    conditions = conditions_of(call, variable_schema(call, table), FILTERS)
+    conditions = lookups.conditions_of(call, lookups.variable_schema(call, table), FILTERS)
     rows = _rows(call, table, conditions, MAX_CSV_ROWS + 1)
     return csv_response("scan", rows.schema, rows)
 
@@ -325,7 +316,7 @@ def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit
         where=where,
         query=table.query,
         version=version,
-        timeout=PAGE_READ_SECONDS,
+        timeout=lookups.PAGE_READ_SECONDS,
     )
 
 
@@ -346,12 +337,12 @@ PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
 
 def sql(call: PageCall) -> Response:
     """Show the form, and the rows of the statement that was sent."""
-    found: Found | None = None
+    found: lookups.Found | None = None
     problem, status = "", 200
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
-                found = found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
+                found = lookups.found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -381,7 +372,7 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
         answer = ProcessStatement(
             call.system.client(),
             call.form["statement"],
-            timeout=PAGE_READ_SECONDS,
+            timeout=lookups.PAGE_READ_SECONDS,
             limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),
         )
         too_long = RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.")

@@ -12,22 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    QueryEndedError,
-    QueryTimeoutError,
-    RequestLimitError,
-    StateVersionError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
-from spark_bridge.queryable.protocol import (
-    AwaitRequest,
-    ChangesRequest,
-    CountReply,
-    RowBatchDecoder,
-    RowsReply,
-    pack_bytes,
-)
 from spark_bridge.queryable.routing.scatter_gather import Attempts
 
 AWAIT_SECONDS = 2.0
@@ -127,17 +114,17 @@ class StateWatch:
             begun = self._position
             try:
                 yield from self._next_changes(attempts.deadline)
-            except RequestLimitError:
+            except exceptions.RequestLimitError:
                 if self._position == begun:
                     raise
                 attempts = self._attempts()  # the caller took long over the changes: the rest is another answer
             except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
-                has_ended = has_ended or (isinstance(error, QueryEndedError) and self._run_id is not None)
+                has_ended = has_ended or (isinstance(error, exceptions.QueryEndedError) and self._run_id is not None)
                 try:
                     delay = attempts.delay(error)
-                except (QueryEndedError, QueryTimeoutError):
+                except (exceptions.QueryEndedError, exceptions.QueryTimeoutError):
                     # Any error after the end counts as the end: the last request may have had too little time.
                     if has_ended:
                         return
@@ -183,7 +170,7 @@ class StateWatch:
         # A location may be slightly stale, but a new run is located at its first version or later.
         try:
             completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
-        except QueryEndedError:
+        except exceptions.QueryEndedError:
             completed = location.completed_version  # no later one comes
         if completed >= position:
             return
@@ -191,11 +178,11 @@ class StateWatch:
         query = f"{location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id}"
         of = f"operator {operator!r} (query {query})"
         if is_first:
-            raise StateVersionError(
+            raise exceptions.StateVersionError(
                 f"from_version={position} of {of} is not completed: the last completed version is {completed}. If the "
                 "query was rolled back, read its state again and watch from there."
             )
-        raise StateVersionError(
+        raise exceptions.StateVersionError(
             f"The query was rolled back: {of} continued from version {completed}, but changes up to version {position} "
             "were already returned and are now invalid. Read the state again and watch from there."
         )
@@ -204,9 +191,11 @@ class StateWatch:
 
     def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
-        reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
-        if not isinstance(reply, CountReply):
-            raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
+        reply = self._access.ask_host(protocol.AwaitRequest(known.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, protocol.CountReply):
+            raise exceptions.ConnectionClosedError(
+                f"A host answered a question for its version by {type(reply).__name__}."
+            )
         return reply.count
 
     def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
@@ -216,18 +205,18 @@ class StateWatch:
         body = b""
         if self._keys is not None:
             codec = view.without_window
-            body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
+            body = protocol.pack_bytes(codec.encode(codec.columns(self._keys)).unique())
         # A run that begins below the position may be past it by now: the host knows which run has made the version.
         previous_run = self._given_by if self._given_by != location.run_id else ""
-        request = ChangesRequest(
+        request = protocol.ChangesRequest(
             location.run_id, location.operator.name, after, until, view.variable.name, previous_run
         )
-        decoder = RowBatchDecoder()
+        decoder = protocol.RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
         stream = self._access.stream(request, body, deadline)
         try:
             for reply, content in stream:
-                rows = decoder.decode(content) if isinstance(reply, RowsReply) else None
+                rows = decoder.decode(content) if isinstance(reply, protocol.RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
                     found = part.column(0)[0].as_py()
                     if found != version and parts:
