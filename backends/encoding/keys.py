@@ -200,7 +200,6 @@ class _KeyReader:
         self._at = offsets[:-1] + KEY_GROUP_BYTES
 
     def next_column(self, kind: pa.DataType) -> pa.Array:
-        """Return the next column of all keys."""
         column, self._at = self._column(kind, self._at, self._ends)
         return column
 

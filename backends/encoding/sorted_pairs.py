@@ -115,7 +115,6 @@ class SortedPairs:
 
     @classmethod
     def from_dict(cls, pairs: Mapping[bytes, bytes | None]) -> SortedPairs:
-        """Sort the pairs of a dict."""
         keys = sorted(pairs)
         return cls(pa.array(keys, pa.binary()), pa.array([pairs[k] for k in keys], pa.binary()))
 

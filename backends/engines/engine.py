@@ -273,7 +273,6 @@ class BufferedEngine:
 
     @property
     def column_families(self) -> frozenset[str]:
-        """The names of the column families."""
         return self._held.families | self._below.column_families
 
     def get_many(

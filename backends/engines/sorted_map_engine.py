@@ -93,7 +93,6 @@ class Run:
         return Run._of_chunks(_joined(chunks))
 
     def pairs(self) -> SortedPairs:
-        """Return all pairs of the run."""
         return _concatenated(self.chunks)
 
     def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
@@ -224,7 +223,6 @@ class SortedMap:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all runs."""
         return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)
 
 
@@ -259,7 +257,6 @@ class SortedMapScan(Iterator[pa.RecordBatch]):
         return next(batches)
 
     def close(self) -> None:
-        """Release the map."""
         self._batches = None
 
 
@@ -275,7 +272,6 @@ class SortedMapEngine:
 
     @property
     def column_families(self) -> frozenset[str]:
-        """The names of the column families."""
         return frozenset(self._maps)
 
     def get_many(
@@ -389,7 +385,6 @@ class SortedMapEngine:
         return sum(len(run) for held in self._maps.values() for run in held.runs)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory of the maps."""
         return sum(held.nbytes for held in self._maps.values())
 
     def num_files(self) -> int:

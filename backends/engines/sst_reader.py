@@ -111,7 +111,6 @@ def _columns(entries: _Entries) -> tuple[pa.BinaryArray, pa.BinaryArray]:
 
 
 def _columns_of(pairs: Sequence[tuple[bytes, bytes]]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-    """Return stored pairs as columns."""
     is_there = _is_there(np.array([key[-_SEQUENCE] for key, _ in pairs], np.uint8))
     values = [value if there else None for (_, value), there in zip(pairs, is_there.tolist(), strict=True)]
     return pa.array([key[:-_SEQUENCE] for key, _ in pairs], pa.binary()), pa.array(values, pa.binary())
@@ -365,7 +364,6 @@ class TableFile:
             raise DamagedTableError(f"{self._path} should have {self.num_entries} pairs, and has {num_entries}.")
 
     def close(self) -> None:
-        """Close the file."""
         self._closed()
 
     def _steps(self, start: bytes | None, end: bytes | None) -> Iterator[list[Block]]:
@@ -614,7 +612,6 @@ class TableScan(Iterator[pa.RecordBatch]):
             raise StopIteration
 
     def close(self) -> None:
-        """Close the files."""
         with self._reading:
             self._is_closed = True
             self._let_go()

@@ -131,7 +131,6 @@ class OverlayStateStore(StateStore):
 
     @property
     def id(self) -> StateStoreId:
-        """The id of this store."""
         return self._reader.id
 
     @property
@@ -164,7 +163,6 @@ class OverlayStateStore(StateStore):
         self._times[name] += (time.perf_counter() - started) * 1e3
 
     def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of a key, None if it has none."""
         self._check_key(key)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -176,7 +174,6 @@ class OverlayStateStore(StateStore):
         return found
 
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Set the value of a key."""
         self._check_key(key)
         if not isinstance(value, bytes):
             raise InvalidStateStoreArgument(
@@ -189,7 +186,6 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put(key, value)
 
     def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove a key; no error if the key is not there."""
         self._check_key(key)
         buffer = self._buffer_to_write(column_family)
         if not self._is_list(column_family):
@@ -226,7 +222,6 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put_many(keys, values)
 
     def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove many keys."""
         keys = self._checked("keys", keys)
         if self._is_list(column_family):
             for key in keys.to_pylist():

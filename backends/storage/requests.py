@@ -52,7 +52,6 @@ class RequestCounts:
         self._lock = threading.Lock()
 
     def note(self, verb: str, location: str = "", times: int = 1) -> None:
-        """Count requests to a location."""
         with self._lock:
             self._counts[KINDS[verb]] += times
             self._at.setdefault(location, Counter())[KINDS[verb]] += times

@@ -76,7 +76,6 @@ class CheckpointStatsTracker:
         self._triggered = self._completed = self._failed = 0
 
     def on_triggered(self, pending: pending_checkpoint.PendingCheckpoint) -> None:
-        """Count a checkpoint that was triggered."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending

@@ -268,7 +268,6 @@ class StateVersions:
         return operators[operator]
 
     def schema(self, entry: OperatorEntry) -> OperatorSchema:
-        """Return the schema of an operator entry."""
         return OperatorSchema.from_json(self.log.schema(entry.schema_id))
 
     def reading(self, operator: str, version: int | None = None) -> Reading:

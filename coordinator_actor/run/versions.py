@@ -74,7 +74,6 @@ class QueryVersions:
 
     @property
     def completed_chain(self) -> dict[int, Manifest]:
-        """Return the completed part of the chain."""
         return {v: m for v, m in self.chain.items() if v <= self.completed}
 
     def is_in_layout(self, version: int, operator: str) -> bool:

@@ -173,7 +173,6 @@ class StateColumn(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the column."""
         return f"{self.output}.{self.function}.{self.part}"
 
 

@@ -147,7 +147,6 @@ class AsofLogic(JoinLogic):
     asof: Asof = field(default_factory=Asof)
 
     def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
-        """Return the work on one batch."""
         return _AsofBatch(self, store, timer)
 
 

@@ -183,7 +183,6 @@ class RowsToMatch:
     numbers: Integers
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> RowsToMatch:
-        """Return some of the rows."""
         return RowsToMatch(self.ids[chosen], self.times[chosen], self.numbers[chosen])
 
 

@@ -167,7 +167,6 @@ class JoinLogic:
 
     @property
     def sides(self) -> tuple[join_sides.JoinSide, join_sides.JoinSide]:
-        """Return both sides."""
         return self.left, self.right
 
     @property
@@ -177,7 +176,6 @@ class JoinLogic:
         return pa.schema([pa.field(join_sides.SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 
     def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
-        """Return the work on one batch."""
         return JoinBatch(self, store, timer)
 
     def process(
@@ -350,7 +348,6 @@ class JoinBatch:
 
     @staticmethod
     def no_nulls(keys: pa.RecordBatch, num_keys: int) -> Mask:
-        """Return which keys have no null in them."""
         no_nulls = np.ones(num_keys, np.bool_)
         for column in keys.columns:
             no_nulls &= np.asarray(column.is_valid())

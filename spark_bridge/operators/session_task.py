@@ -86,7 +86,6 @@ class SessionColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the columns of sessions in a task."""
         return pa.schema([pa.field(START, pa.int64()), pa.field(END, pa.int64()), *self.states])
 
     def rows(self, starts: Times, ends: Times, states: pa.RecordBatch) -> pa.RecordBatch:
@@ -99,7 +98,6 @@ class SessionColumns:
         return struct_array([starts, ends], sessions.num_rows, None, kind)
 
     def states_of(self, sessions: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the state columns of sessions."""
         return pa.RecordBatch.from_arrays(sessions.columns[2:], schema=self.states)
 
     def decoded(self, values: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch, pa.Array]:
@@ -150,7 +148,6 @@ class SessionLogic:
 
     @cached_property
     def columns(self) -> SessionColumns:
-        """Return the columns of sessions."""
         return SessionColumns(self.aggregator.state_schema, self.schema.families[DEFAULT_FAMILY].value)
 
     def process(
@@ -171,7 +168,6 @@ class SessionLogic:
                 yield from spool.batches()
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """Return the sessions of rows by key."""
         groups = group_rows(rows, self.keys, num_key_groups)
         windows = rows.column(self.window)
         starts, ends = (pc.struct_field(windows, [i]).cast(pa.int64()).to_numpy() for i in (0, 1))

@@ -240,7 +240,6 @@ class CheckpointProgress:
 
     @property
     def json(self) -> str:
-        """The figures as JSON."""
         return dumps(asdict(self), separators=(",", ":"))
 
 

@@ -446,7 +446,6 @@ class StateCluster:
                 ) from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """Return the description of each host."""
         described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
         return described
 

@@ -57,7 +57,6 @@ class StateSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the columns."""
         if self._selection is not None:
             return self._selection.rows.schema
         return self.rows.output if self.form == "rows" else VariableChanges(self.rows).output
@@ -98,7 +97,6 @@ class StateSource:
         return replace(self, reading=replace(self.reading, pieces=())), packed_pieces(self.pieces)
 
     def packed_batches(self, packed: bytes) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of one packed piece."""
         return self.batches(unpacked_piece(packed))
 
     def _key_groups(self, piece: Piece) -> range:

@@ -169,7 +169,6 @@ def _in_arrays(rows: VariableRows, batch: pa.RecordBatch, bounds: Positions) -> 
 
 
 def _concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return the rows of all batches in one batch."""
     columns = [pa.concat_arrays(c) for c in zip(*(b.columns for b in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=batches[0].schema.names)
 

@@ -239,7 +239,6 @@ class LinesBody:
     """A JSON object in each line."""
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the lines of some rows."""
         return json_values.lines(batch)
 
     def end(self) -> bytes:
@@ -247,7 +246,6 @@ class LinesBody:
         return b""
 
     def problem(self, error: Exception) -> bytes:
-        """Return a line with the error."""
         return json_values.json_bytes({"problem": problem_of(error)}) + b"\n"
 
 
@@ -266,7 +264,6 @@ class DocumentBody:
         return before + encoded if encoded else b""
 
     def end(self) -> bytes:
-        """Return the end of the document."""
         return self._before_end() + b"]}"
 
     def problem(self, error: Exception) -> bytes:

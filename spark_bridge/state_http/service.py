@@ -87,11 +87,9 @@ class StateService:
         return connecting.result().lag_seconds
 
     async def operators(self) -> dict[str, Any]:
-        """See the route."""
         return {"operators": await (await self.client()).operators()}
 
     async def describe(self, operator: str, query: str | None) -> Any:
-        """See the route."""
         return await (await self.client()).describe(operator, query)
 
     async def get(self, operator: str, text: str, window: str | None, named: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +105,6 @@ class StateService:
         return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(found)}
 
     async def lookup(self, operator: str, request: models.LookupRequest) -> pa.Table:
-        """See the route."""
         if len(request.keys) > self.limits.max_keys:
             raise RequestLimitError(
                 f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."

@@ -192,7 +192,6 @@ class Declaring:
         self.state = own.declared
 
     def close(self) -> None:
-        """Close the processor."""
         self.processor.close()
 
 

@@ -104,7 +104,6 @@ class _Sweep:
         self._groups = _rotated(step.store.key_groups, step.store.batch_id)
 
     def stage(self) -> None:
-        """Stage the removals."""
         schema = self._step.store.schema
         variables = [v for v in schema.variables if not v.deleted and v.ttl_ms is not None]
         swept = [_Family(v, part, *layouts.family_of(v, part)) for v in variables for part in _PARTS_SWEPT[v.kind]]

@@ -112,7 +112,6 @@ class RowSorter:
         self._levels.clear()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take rows."""
         if batch.num_rows:
             self.num_rows += batch.num_rows
             self._waiting.append(batch)

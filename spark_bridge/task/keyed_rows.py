@@ -269,7 +269,6 @@ class Spool:
         self._open.close()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take a batch."""
         if not batch.num_rows:
             return
         self.num_rows += batch.num_rows

@@ -265,7 +265,6 @@ class HostClient:
         return self._action("coordinator", protocol.CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the host."""
         described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
         return described
 

@@ -276,7 +276,6 @@ class PageCall:
         raise LookupError(f"The state {named[:200]!r} does not exist; choose an existing one.")
 
     def render(self, template: str, status: int = 200, **context: Any) -> Response:
-        """Return a page."""
         text = (
             _environment()
             .get_template(template)

@@ -349,7 +349,6 @@ class KeyLookups:
         return answers
 
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:
-        """Return the rows of stored keys."""
         location = self.known.location
         request = KeyRowsRequest(location.run_id, location.operator.name, self.view.variable.name, self.at)
         answer = self.key_rows(request, keys)

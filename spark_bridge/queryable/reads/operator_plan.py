@@ -57,7 +57,6 @@ class OperatorPlan:
 
     @property
     def run_id(self) -> str:
-        """The id of the run."""
         return self.registration.run_id
 
     @property
@@ -189,7 +188,6 @@ class OperatorPlan:
         return found
 
     def key_groups_of(self, partition: int) -> range:
-        """Return the key groups of a partition."""
         return range(*partition_range(partition, self.spec.num_partitions, self.registration.key_groups))
 
 

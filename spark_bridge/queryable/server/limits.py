@@ -252,7 +252,6 @@ class LatencyHistogram:
         self.total = 0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bucket_of(seconds)] += 1
         self.total += 1
 

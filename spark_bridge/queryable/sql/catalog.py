@@ -273,7 +273,6 @@ class StateDataset(pads.Dataset):  # type: ignore[misc]
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
         return self._schema
 
     @cached_property
