@@ -221,13 +221,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("statestore_keys_written_total", COUNTER, HOST, "Keys that tasks have written.", _HOST),
         Metric("statestore_loads_under_way", GAUGE, HOST, "Partitions that are being loaded now.", _HOST),
         Metric("statestore_waiting_commits", GAUGE, HOST, "Commits that wait for room in host_memory.", _HOST),
-        Metric(
-            "statestore_memory_bytes",
-            GAUGE,
-            HOST,
-            "Memory that a host holds, by what holds it.",
-            (*_HOST, "kind"),
-        ),
+        Metric("statestore_memory_bytes", GAUGE, HOST, "Memory that a host holds, by what holds it.", (*_HOST, "kind")),
         Metric("statestore_memory_limit_bytes", GAUGE, HOST, "The option host_memory.", _HOST),
         Metric(
             "statestore_keys",
@@ -237,11 +231,7 @@ METRICS: Mapping[str, Metric] = {
             _PARTITION,
         ),
         Metric(
-            "statestore_partition_memory_bytes",
-            GAUGE,
-            HOST,
-            "Memory of partitions, as statestore_keys.",
-            _PARTITION,
+            "statestore_partition_memory_bytes", GAUGE, HOST, "Memory of partitions, as statestore_keys.", _PARTITION
         ),
         Metric(
             "statestore_snapshot_lag_versions",

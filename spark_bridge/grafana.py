@@ -131,9 +131,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
             ((_max("snapshot_lag_versions", QUERY_LABELS, "query, operator"), "{{operator}}"),),
         ),
         Panel(
-            "Bytes to load a version",
-            "bytes",
-            ((_max("checkpoint_full_bytes", QUERY_LABELS, "query"), "{{query}}"),),
+            "Bytes to load a version", "bytes", ((_max("checkpoint_full_bytes", QUERY_LABELS, "query"), "{{query}}"),)
         ),
         Panel(
             "Rows dropped as late, and as duplicates",

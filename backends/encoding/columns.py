@@ -116,12 +116,7 @@ def spark_struct_json(fields: list[pa.Field], prefix: str = "") -> dict[str, Any
     return {
         "type": "struct",
         "fields": [
-            {
-                "name": f.name,
-                "type": to_spark_type(prefix + f.name, f.type),
-                "nullable": f.nullable,
-                "metadata": {},
-            }
+            {"name": f.name, "type": to_spark_type(prefix + f.name, f.type), "nullable": f.nullable, "metadata": {}}
             for f in fields
         ],
     }

@@ -19,14 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-from rocksdict import (
-    AccessType,
-    Checkpoint,
-    IngestExternalFileOptions,
-    Rdict,
-    WriteBatch,
-    WriteOptions,
-)
+from rocksdict import AccessType, Checkpoint, IngestExternalFileOptions, Rdict, WriteBatch, WriteOptions
 
 from backends import fault_points
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
@@ -154,10 +147,7 @@ class LocalRocksDB:
 
     def _create(self, name: str) -> None:
         db = self._db.create_column_family(name, rocksdb_files.database_options(self._conf))
-        self._families = {
-            **self._families,
-            name: self._family(name, db, self._db.get_column_family_handle(name)),
-        }
+        self._families = {**self._families, name: self._family(name, db, self._db.get_column_family_handle(name))}
         if self._own is not None:
             host_memory(self._conf).resize(self._own, rocksdb_files.own_bytes(len(self._families)))
 

@@ -264,11 +264,7 @@ class Retention:
 
 
 def retain(
-    chain: Chain,
-    operators: Iterable[str],
-    target: int,
-    floor: int,
-    is_sound: Callable[[SnapshotRef], bool],
+    chain: Chain, operators: Iterable[str], target: int, floor: int, is_sound: Callable[[SnapshotRef], bool]
 ) -> Retention:
     """Return the files that must be kept for the versions from ``target`` on.
 

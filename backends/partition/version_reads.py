@@ -175,12 +175,7 @@ class VersionReads:
         return values
 
     def get_one(
-        self,
-        key: bytes,
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
+        self, key: bytes, version: int | None = None, column_family: str = DEFAULT_FAMILY, *, head: str | None = None
     ) -> bytes | None:
         """Return the value of one key at a version, None if it has none: ``get_many`` for one key, in microseconds."""
         versions = self._versions

@@ -204,10 +204,7 @@ class OverlayStateStore(StateStore):
         return values if buffer is None else buffer.merged().overlay(keys, values)
 
     def put_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Set many values. For a key that is given twice, the last value wins."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
@@ -240,10 +237,7 @@ class OverlayStateStore(StateStore):
         self.merge_many(pa.array([key], pa.binary()), pa.array([value], pa.binary()), column_family)
 
     def merge_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Append many elements, in the given order."""
         keys, values = self._checked("keys", keys), self._checked("values", values)

@@ -37,10 +37,7 @@ class StandaloneManifests:
     """The versions of one store that keeps its own manifests. Many threads may use it at once; ``_lock`` guards all."""
 
     def __init__(
-        self,
-        storage: CheckpointStorage,
-        store_id: StateStoreId,
-        clock: Callable[[], float] = time.time,
+        self, storage: CheckpointStorage, store_id: StateStoreId, clock: Callable[[], float] = time.time
     ) -> None:
         self._storage = storage
         self._id = store_id

@@ -175,10 +175,7 @@ class CheckpointStatsTracker:
             stats = list(self._stats.values())
             failures = list(self._failures)
             pending = list(self._pending.values())
-            overall = {
-                "duration": self._summary(self._durations),
-                "size": self._summary(self._sizes),
-            }
+            overall = {"duration": self._summary(self._durations), "size": self._summary(self._sizes)}
         return {
             "counts": counts,
             "in_progress": [

@@ -81,13 +81,7 @@ def _assign_owners(
             raise exceptions.UnknownHostError(f"No state store host of session {session_id} is alive.")
         session = SessionHosts(hosts.generation, infos, hosts.staying(session_id), hosts.reported(run.run_id))
     after = ownership.assign(
-        session,
-        ready,
-        completed,
-        run.manifests.epoch,
-        is_reporting=is_reporting,
-        rebalance=rebalance,
-        waiting=waiting,
+        session, ready, completed, run.manifests.epoch, is_reporting=is_reporting, rebalance=rebalance, waiting=waiting
     )
     location = run.registration.checkpoint_location
     with registries.lock:

@@ -118,11 +118,7 @@ class StateVersions:
 
     @classmethod
     def look(
-        cls,
-        place: StatePlace,
-        *,
-        passes_over_damage: bool = False,
-        open_storage: OpenStorage = CheckpointStorage.open,
+        cls, place: StatePlace, *, passes_over_damage: bool = False, open_storage: OpenStorage = CheckpointStorage.open
     ) -> StateVersions:
         """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``.
 

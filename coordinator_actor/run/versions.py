@@ -107,11 +107,7 @@ class QueryVersions:
     # -- snapshots that no manifest names yet --------------------------------------------------
 
     def add_snapshot(
-        self,
-        task: TaskKey,
-        new: SnapshotRef,
-        reused: SnapshotRef | None,
-        descriptor: SnapshotDescriptor | None = None,
+        self, task: TaskKey, new: SnapshotRef, reused: SnapshotRef | None, descriptor: SnapshotDescriptor | None = None
     ) -> bool:
         """Add an uploaded snapshot. Return False if it is useless: of another lineage, or not of a kept version.
 

@@ -215,10 +215,7 @@ RANK = (1 << RANK_BITS) - 1
 SPARSE = np.dtype("<u4")
 REGISTER_CHUNK_BYTES = 1 << 24
 """Bytes of registers that are spread out at once."""
-LINEAR_COUNTING_UP_TO = (
-    *(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500),
-    *(11500, 20000, 50000, 120000, 350000),
-)
+LINEAR_COUNTING_UP_TO = (*(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500), *(11500, 20000, 50000, 120000, 350000))
 """The greatest count for which linear counting is the better estimate, by precision from 4 on; from the paper."""
 
 

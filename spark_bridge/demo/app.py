@@ -290,12 +290,7 @@ def _environment(temporary: Path, *, has_own_ray: bool) -> dict[str, str]:
     # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_own_ray else {}
     java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
-    return {
-        "TMPDIR": str(temporary),
-        "SPARK_LOCAL_DIRS": str(temporary),
-        "JAVA_TOOL_OPTIONS": java_options,
-        **secret,
-    }
+    return {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary), "JAVA_TOOL_OPTIONS": java_options, **secret}
 
 
 def _follow(children: Children, display: Display) -> tuple[str | None, Record]:

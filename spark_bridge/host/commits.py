@@ -491,11 +491,7 @@ class TaskCommits:
         done = time.perf_counter()
         self._counters.count("commits")
         self._counters.count("keys_written", changes.num_changes)
-        milliseconds = {
-            **timings,
-            "changelog_ms": (durable - started) * 1e3,
-            "acknowledge_ms": (done - durable) * 1e3,
-        }
+        milliseconds = {**timings, "changelog_ms": (durable - started) * 1e3, "acknowledge_ms": (done - durable) * 1e3}
         with self._cache.lock:
             _count_dropped(instance, version, figures or OperatorFigures())
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}

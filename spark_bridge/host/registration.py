@@ -290,10 +290,7 @@ class Grants:
     """
 
     def __init__(
-        self,
-        registration: HostRegistration,
-        completed: CompletedVersions,
-        clock: Callable[[], float] = time.monotonic,
+        self, registration: HostRegistration, completed: CompletedVersions, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._registration = registration
         self._completed = completed

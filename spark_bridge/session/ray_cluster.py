@@ -71,8 +71,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
             return False
         except ConnectionError:
             log.warning(
-                "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
-                running,
+                "The Ray cluster at %s, which this machine remembers, does not answer; starting another", running
             )
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)

@@ -52,10 +52,7 @@ _DOCUMENTED = {
     504: "No answer in time.",
 }
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": text,
-        "content": {access.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-    }
+    status: {"description": text, "content": {access.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     for status, text in _DOCUMENTED.items()
 }
 _STREAMS: dict[int | str, dict[str, Any]] = {

@@ -75,10 +75,7 @@ def build_http(settings: Settings) -> FastAPI:
 
     async def connect() -> AsyncQueryableStateClient:
         client = await AsyncQueryableStateClient.connect(
-            settings.namespace,
-            settings.coordinator_name,
-            tls=settings.tls(),
-            timeout=settings.limits.timeout,
+            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
         )
         made.append(client)
         return client

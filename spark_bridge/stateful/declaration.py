@@ -143,11 +143,7 @@ CLOSED = NoKey("CLOSED")
 _IN_INIT = (
     "init() only declares state variables: use them in handleInputRows, handleExpiredTimer or handleInitialState."
 )
-_REMEDIES = {
-    "PRE_INIT": _IN_INIT,
-    "CREATED": _IN_INIT,
-    "CLOSED": "The batch is over: close() can use no state.",
-}
+_REMEDIES = {"PRE_INIT": _IN_INIT, "CREATED": _IN_INIT, "CLOSED": "The batch is over: close() can use no state."}
 
 
 def invalid_handle_state(operation: str, phase: str) -> HandleStateError:

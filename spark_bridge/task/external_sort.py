@@ -315,9 +315,7 @@ def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
         for part in range(start, stop, size):
             is_last = part + size >= stop
             yield _one_key(
-                step.keys[i].as_py(),
-                step.rows.slice(part, min(size, stop - part)),
-                is_part=not is_last or step.is_part,
+                step.keys[i].as_py(), step.rows.slice(part, min(size, stop - part)), is_part=not is_last or step.is_part
             )
         i += 1
 

@@ -80,12 +80,7 @@ class RowReducer:
     """
 
     def __init__(
-        self,
-        keys: pa.Schema,
-        num_key_groups: int,
-        empty: pa.RecordBatch,
-        reduce: Reduce,
-        limits: Limits | None = None,
+        self, keys: pa.Schema, num_key_groups: int, empty: pa.RecordBatch, reduce: Reduce, limits: Limits | None = None
     ) -> None:
         self._keys = keys
         self._num_key_groups = num_key_groups

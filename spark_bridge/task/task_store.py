@@ -213,8 +213,7 @@ class TaskStore:
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
         with spans.step("task.read", num_keys=len(keys)):
             return self._with_owner(
-                lambda owner: owner.get_many(command, keys),
-                lambda owner: owner.open_and_get(task, keys, column_family),
+                lambda owner: owner.get_many(command, keys), lambda owner: owner.open_and_get(task, keys, column_family)
             )
 
     def scan(

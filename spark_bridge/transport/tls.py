@@ -81,10 +81,7 @@ class TlsConf:
         if self.server_name is None:
             client.check_hostname = False
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        sides = [
-            server.wrap_bio(to_server, to_client, server_side=True),
-            client.wrap_bio(to_client, to_server),
-        ]
+        sides = [server.wrap_bio(to_server, to_client, server_side=True), client.wrap_bio(to_client, to_server)]
         waiting = 0
         while waiting < len(sides):
             waiting = 0

@@ -34,8 +34,7 @@ def overview(call: PageCall) -> Response:
     first = call.number("from", 0)
     # Problems first, then running queries, those with a running batch before the others.
     ordered = sorted(
-        paces,
-        key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions),
+        paces, key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions)
     )
     # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
