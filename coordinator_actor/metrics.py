@@ -285,8 +285,8 @@ METRICS: Mapping[str, Metric] = {
             _OPERATOR,
         ),
         *(
-            Metric(f"statestore_operator_{name}", GAUGE, DRIVER, said, _OPERATOR)
-            for name, said in OPERATOR_FIGURES.items()
+            Metric(f"statestore_operator_{name}", GAUGE, DRIVER, help_text, _OPERATOR)
+            for name, help_text in OPERATOR_FIGURES.items()
         ),
         Metric(
             "statestore_operator_customMetrics",

@@ -42,7 +42,7 @@ def received_changes(reader: Any, task: protocol.TaskIdentity, memory: HostMemor
     """
     received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
     is_complete = False
-    nbytes, held = 0, memory.note(REQUESTS, 0)
+    nbytes, claim = 0, memory.note(REQUESTS, 0)
     for chunk in reader:
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
         is_complete = chunk.data is None and metadata == protocol.END_OF_CHANGES
@@ -50,7 +50,7 @@ def received_changes(reader: Any, task: protocol.TaskIdentity, memory: HostMemor
             family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
             received.setdefault(check_name("a column family", family), []).append(aligned_batch(chunk.data))
             nbytes += chunk.data.nbytes
-            memory.resize(held, nbytes)
+            memory.resize(claim, nbytes)
     if not is_complete:
         # Flight ends the stream of a client that was killed in the same way as a complete stream.
         raise RequestError(
@@ -61,9 +61,9 @@ def received_changes(reader: Any, task: protocol.TaskIdentity, memory: HostMemor
     families = {}
     for family in list(received):
         copied = sum(batch.nbytes for batch in received[family])
-        memory.resize(held, nbytes + copied)
+        memory.resize(claim, nbytes + copied)
         families[family] = changes_of(received.pop(family))
-        memory.resize(held, nbytes)
+        memory.resize(claim, nbytes)
     return Changes(families)
 
 
@@ -110,17 +110,17 @@ class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        given = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
-        if not hmac.compare_digest(given.encode(), self._expected):
-            raise flight.FlightUnauthenticatedError(_refused(given.removeprefix("Bearer ")))
+        authorization = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
+        if not hmac.compare_digest(authorization.encode(), self._expected):
+            raise flight.FlightUnauthenticatedError(_refused(authorization.removeprefix("Bearer ")))
 
 
 class _CallerFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Notes of each call which span of its caller it belongs to."""
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> _Caller:
-        given = (v for k, values in headers.items() if k.lower() == spans.TRACEPARENT for v in values)
-        return _Caller(next(given, None))
+        authorization = (v for k, values in headers.items() if k.lower() == spans.TRACEPARENT for v in values)
+        return _Caller(next(authorization, None))
 
 
 class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
@@ -211,7 +211,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 if chunk.data is None:
                     continue
                 check_schema(chunk.data.schema, protocol.KEYS_SCHEMA)
-                held = host.memory.note(REQUESTS, chunk.data.nbytes)
+                claim = host.memory.note(REQUESTS, chunk.data.nbytes)
                 opened = None
                 if isinstance(command, protocol.OpenAndGetCommand):
                     # Only after the keys have arrived: a refused client must not be still sending them.
@@ -233,7 +233,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                         command.column_family,
                     )
                 batch = pa.record_batch([values], schema=protocol.VALUES_SCHEMA)
-                del chunk, held
+                del chunk, claim
                 if opened is None:
                     writer.write_batch(batch)
                 else:
@@ -254,10 +254,10 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             writer.write(pa.py_buffer(ENCODE(answer)))
 
 
-def decoded(said: bytes, kind: Any) -> Any:
+def decoded(message: bytes, kind: Any) -> Any:
     """Return the command of type ``kind`` that came as JSON. Raises ``RequestError`` if it is malformed."""
     try:
-        return json_decoder(kind).decode(said)
+        return json_decoder(kind).decode(message)
     except (ValueError, RecursionError) as error:  # msgspec's and UTF-8's errors are ValueErrors
         raise RequestError(f"The request was malformed: {error}") from error
 
@@ -269,10 +269,10 @@ def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
     return list(zip(starts, ends, strict=True))  # type: ignore[arg-type]
 
 
-def check_schema(given: pa.Schema, expected: pa.Schema) -> None:
+def check_schema(schema: pa.Schema, expected: pa.Schema) -> None:
     """Raise ``RequestError`` if a stream has other columns than expected."""
-    if given.names != expected.names or given.types != expected.types:
-        raise RequestError(f"Expected a stream of {expected}, got {given}.".replace("\n", ", "))
+    if schema.names != expected.names or schema.types != expected.types:
+        raise RequestError(f"Expected a stream of {expected}, got {schema}.".replace("\n", ", "))
 
 
 class translated_errors:

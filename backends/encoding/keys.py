@@ -231,9 +231,9 @@ class _KeyReader:
         """Return the values of a column, and the positions after them."""
         stored = _stored_dtype(kind)
         if stored is not None:
-            found, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
-            mask = self._absent(found["present"], ends)
-            values = _unordered(kind, found["value"])
+            parts, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
+            mask = self._absent(parts["present"], ends)
+            values = _unordered(kind, parts["value"])
             if mask.any():
                 values[mask] = np.zeros((), values.dtype)
             return columns.fixed_array(values, mask, kind), at

@@ -100,18 +100,18 @@ def _decode_mixed(
     newest = len(schemas) - 1
     columns.check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
     numbers = columns.gather_fixed(content, offsets[:-1], _NUMBER)
-    found, counts = np.unique(numbers, return_counts=True)
-    if found[-1] > newest:
+    schema_numbers, counts = np.unique(numbers, return_counts=True)
+    if schema_numbers[-1] > newest:
         raise SchemaMismatchError(
-            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number "
-            f"{newest}: they were written with a later schema or by a newer release, or are not values."
+            f"Stored values have the schema number {schema_numbers[-1]}, and the schema that they are read with has "
+            f"the number {newest}: they were written with a later schema or by a newer release, or are not values."
         )
     by_number = np.argsort(numbers, kind="stable")
     values = columns.binary_array(content, offsets)
-    if len(found) > 1:
+    if len(schema_numbers) > 1:
         values = values.take(pa.array(by_number))
     parts, begin = [], 0
-    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+    for number, count in zip(schema_numbers.tolist(), counts.tolist(), strict=True):
         arrays = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
         parts.append(converted(arrays, schemas[number], schemas[newest], count, zeros))
         begin += count

@@ -107,8 +107,8 @@ class LocalRocksDB:
         families: dict[str, _Family] = {}
         db: Any = None
         try:
-            there = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
-            names = {DEFAULT_FAMILY, META_FAMILY, *there}
+            stored_families = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
+            names = {DEFAULT_FAMILY, META_FAMILY, *stored_families}
             options = rocksdb_files.database_options(self._conf)
             others = {n: options for n in names if n != DEFAULT_FAMILY}
             db = Rdict(str(self._path), options, others, access or AccessType.read_write())
@@ -198,8 +198,8 @@ class LocalRocksDB:
     def _get_sorted(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
         # A slice at a time: Python objects take several times the memory of the bytes.
         slices = (keys.slice(at, BULK_ROWS) for at in range(0, len(keys), BULK_ROWS))
-        found = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
-        return found[0] if len(found) == 1 else pa.concat_arrays(found)
+        values = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
+        return values[0] if len(values) == 1 else pa.concat_arrays(values)
 
     def _get(self, family: _Family, keys: Sequence[bytes | None]) -> list[bytes | None]:
         self._check_open()
@@ -285,9 +285,11 @@ class LocalRocksDB:
         self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        given = _CallersPairs(parts)
+        callers_pairs = _CallersPairs(parts)
         try:
-            files = rocksdb_files.write_sorted_files(given, directory, rocksdb_files.database_options(self._conf))
+            files = rocksdb_files.write_sorted_files(
+                callers_pairs, directory, rocksdb_files.database_options(self._conf)
+            )
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # Write this to the disk before the files: without the log, a crash would leave pairs in a database of
@@ -302,7 +304,7 @@ class LocalRocksDB:
         except StateStoreError:
             raise
         except Exception as error:  # rocksdict raises plain Exception
-            if error is given.error:
+            if error is callers_pairs.error:
                 raise
             raise self._failure("load", error) from error
         finally:

@@ -394,7 +394,7 @@ def write_sorted_files(
     The keys of a file ascend. A part that does not follow the last part of its family begins a new file. Families
     without pairs have no file.
     """
-    made: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     open_files: dict[str, _SortedFile] = {}
     for family, pairs in parts:
         if not len(pairs):
@@ -403,13 +403,13 @@ def write_sorted_files(
         if file is None or not file.takes(pairs):
             if file is not None:
                 file.finish()
-            path = directory / f"{len(made)}.sst"
-            made.append((family, path))
+            path = directory / f"{len(files)}.sst"
+            files.append((family, path))
             file = open_files[family] = _SortedFile(path, options)
         file.add(pairs)
     for file in open_files.values():
         file.finish()
-    return made
+    return files
 
 
 class _SortedFile:

@@ -84,8 +84,8 @@ class RowCache:
             return values
         even = even_rows(keys)
         hashes = cached_rows.hash_keys(keys, even)
-        held, missing = rows.get(keys, even, hashes)
-        if held is None:
+        cached, missing = rows.get(keys, even, hashes)
+        if cached is None:
             self._memory.count_rows(len(keys), 0)
             values = read(keys)
             if keep:
@@ -93,14 +93,14 @@ class RowCache:
             return values
         self._memory.count_rows(len(keys), len(keys) - len(missing))
         if not len(missing):
-            return held
+            return cached
         asked = keys.take(pa.array(missing))
         values = read(asked)
         if keep:
             self._keep(asked, hashes[missing], values, epoch)
         order = np.arange(len(keys))
         order[missing] = len(keys) + np.arange(len(missing))
-        return pa.concat_arrays([held, values]).take(pa.array(order))
+        return pa.concat_arrays([cached, values]).take(pa.array(order))
 
     def _keep(self, keys: pa.BinaryArray, hashes: cached_rows.KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
         """Hold pairs that were read, unless pairs were written since, or another thread changes the rows."""
@@ -138,8 +138,8 @@ class RowCache:
         if not is_held.any():
             return
         if not is_held.all():
-            held = pa.array(np.flatnonzero(is_held))
-            keys, values, hashes = keys.take(held), values.take(held), hashes[is_held]
+            positions = pa.array(np.flatnonzero(is_held))
+            keys, values, hashes = keys.take(positions), values.take(positions), hashes[is_held]
         self._insert(keys, hashes, values)
 
     def clear(self) -> None:
@@ -200,22 +200,22 @@ class RowCache:
         kept = int(np.searchsorted(from_newest, left, side="right"))
         dropped = len(live) - kept
         live, key_sizes, value_sizes = (a[dropped:] for a in (live, key_sizes, value_sizes))
-        made: CachedRows
+        moved_rows: CachedRows
         if widths is None:
             key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
-            made = cached_rows.VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
+            moved_rows = cached_rows.VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
         else:
-            made = cached_rows.EvenRows(2 * (kept + more), widths)
+            moved_rows = cached_rows.EvenRows(2 * (kept + more), widths)
         if kept:
             keys, values = rows.pairs(live)
-            made.append(keys, values)
-            if made.buckets.shape == rows.buckets.shape:
-                made.place_as(rows, live & cached_rows.ROW)
+            moved_rows.append(keys, values)
+            if moved_rows.buckets.shape == rows.buckets.shape:
+                moved_rows.place_as(rows, live & cached_rows.ROW)
             else:
                 hashes, is_absent = cached_rows.hash_keys(keys), (live & cached_rows.ABSENT) != 0
                 for at in range(0, kept, CACHE_STEP_ROWS):
-                    made.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
-        return made
+                    moved_rows.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
+        return moved_rows
 
 
 def _sizes(

@@ -112,7 +112,7 @@ def _columns(entries: _Entries) -> tuple[pa.BinaryArray, pa.BinaryArray]:
 
 def _columns_of(pairs: Sequence[tuple[bytes, bytes]]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
     is_there = _is_there(np.array([key[-_SEQUENCE] for key, _ in pairs], np.uint8))
-    values = [value if there else None for (_, value), there in zip(pairs, is_there.tolist(), strict=True)]
+    values = [value if has_value else None for (_, value), has_value in zip(pairs, is_there.tolist(), strict=True)]
     return pa.array([key[:-_SEQUENCE] for key, _ in pairs], pa.binary()), pa.array(values, pa.binary())
 
 
@@ -319,8 +319,8 @@ class TableFile:
             raise
 
     def _open(self, size: int) -> None:
-        if (found := os.fstat(self._descriptor).st_size) != size:
-            raise UnknownTableError(f"{self._path} has {found} bytes, where RocksDB lists {size}.")
+        if (file_size := os.fstat(self._descriptor).st_size) != size:
+            raise UnknownTableError(f"{self._path} has {file_size} bytes, where RocksDB lists {size}.")
         footer = self._read(size - _FOOTER, _FOOTER) if size > _FOOTER else bytes(_FOOTER)
         kind, _, _, self._context, meta_size = struct.unpack_from("<B4sIII", footer)
         version, magic = struct.unpack_from("<IQ", footer, _FOOTER - 12)
@@ -412,11 +412,11 @@ class TableFile:
         """Return the content of the block that begins at ``at`` of ``data``, and at ``offset`` of the file."""
         content = memoryview(data)[at : at + size]
         compression = data[at + size]
-        found = (xxhash.xxh3_64_intdigest(content) & _LOW) ^ (compression * _LAST_BYTE & _LOW)
+        checksum = (xxhash.xxh3_64_intdigest(content) & _LOW) ^ (compression * _LAST_BYTE & _LOW)
         if self._context:
             place = (offset & _LOW) + (offset >> 32)
-            found = (found + (self._context ^ (place & _LOW))) & _LOW
-        if found != int.from_bytes(data[at + size + 1 : at + size + _TRAILER], "little"):
+            checksum = (checksum + (self._context ^ (place & _LOW))) & _LOW
+        if checksum != int.from_bytes(data[at + size + 1 : at + size + _TRAILER], "little"):
             raise DamagedTableError(f"{self._path} is damaged: the block of {size} bytes at {offset} has changed.")
         if compression == _PLAIN:
             return content
@@ -442,12 +442,12 @@ def _handle(data: bytes) -> tuple[int, int]:
 
 def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     """Return the next blocks, ``most`` of them if they have few bytes."""
-    taken: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for handle in handles:
-        taken.append(handle)
-        if len(taken) == most or sum(handle) - taken[0][0] >= STEP_BYTES:
+        ranges.append(handle)
+        if len(ranges) == most or sum(handle) - ranges[0][0] >= STEP_BYTES:
             break
-    return taken
+    return ranges
 
 
 def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) -> SortedPairs:
@@ -500,11 +500,11 @@ def listed_tables(described: str) -> list[Table] | None:
     for line in described.splitlines():
         if not line:
             continue
-        if found := _LEVEL.fullmatch(line):
-            level = int(found[1])
-        elif level >= 0 and (found := _TABLE.fullmatch(line)):
-            number, size, newest = int(found[1]), int(found[2]), int(found[4])
-            tables.append(Table(level, number, size, newest, bytes.fromhex(found[5]), bytes.fromhex(found[6])))
+        if match := _LEVEL.fullmatch(line):
+            level = int(match[1])
+        elif level >= 0 and (match := _TABLE.fullmatch(line)):
+            number, size, newest = int(match[1]), int(match[2]), int(match[4])
+            tables.append(Table(level, number, size, newest, bytes.fromhex(match[5]), bytes.fromhex(match[6])))
         else:
             return None
     return tables if tables and _is_ordered(tables) else None
@@ -628,24 +628,24 @@ def _pairs(run: Sequence[TableFile], start: bytes | None, end: bytes | None) -> 
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:
     """Return the pairs of runs, each ascending, as one. Of equal keys, that of the first run wins."""
-    held = [SortedPairs.empty()] * len(runs)
+    pending = [SortedPairs.empty()] * len(runs)
     while True:
         for i in range(len(runs) - 1, -1, -1):
-            if not len(held[i]):
+            if not len(pending[i]):
                 following = next(runs[i], None)
                 if following is None:
-                    del runs[i], held[i]
+                    del runs[i], pending[i]
                 else:
-                    held[i] = following
+                    pending[i] = following
         if not runs:
             return
         # Up to here every run has shown all its keys.
-        through = min(pairs.keys[-1].as_py() for pairs in held)
+        through = min(pairs.keys[-1].as_py() for pairs in pending)
         due = SortedPairs.empty()
         for i in range(len(runs) - 1, -1, -1):
-            number = held[i].lower_bound(through + b"\x00")
-            due = due.under(held[i].slice(0, number))
-            held[i] = held[i].slice(number)
+            number = pending[i].lower_bound(through + b"\x00")
+            due = due.under(pending[i].slice(0, number))
+            pending[i] = pending[i].slice(number)
         present = due.present()
         if len(present):
             yield present

@@ -67,8 +67,8 @@ class WriteBuffer:
         if key in self._singles:
             return True, self._singles[key]
         for run in reversed(self._runs):
-            found, value = run.get(key)
-            if found:
+            is_present, value = run.get(key)
+            if is_present:
                 return True, value
         return False, None
 
@@ -170,8 +170,8 @@ class OverlayStateStore(StateStore):
             changed, value = buffer.get(key)
             if changed:
                 return value
-        found: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
-        return found
+        is_present: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
+        return is_present
 
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
         self._check_key(key)
@@ -410,8 +410,8 @@ class OverlayStateStore(StateStore):
             raise InvalidStateStoreArgument(f"The key {key!r} is of type {type(key).__name__}: a key is bytes.")
 
     @staticmethod
-    def _checked(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
-        array = as_binary(what, given)
+    def _checked(what: str, column: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+        array = as_binary(what, column)
         if array.null_count:
             row = pc.index(array.is_null(), True).as_py()
             raise InvalidStateStoreArgument(f"{array.null_count} of the {what} are null, the first in row {row}.")
@@ -452,8 +452,8 @@ def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> I
                 if not len(pairs):
                     continue
                 seen = since.get(family, SortedPairs.empty())
-                there = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
-                before = seen.overlay(pairs.keys, there)
+                values = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
+                before = seen.overlay(pairs.keys, values)
                 keys = lists.user_keys_of_lists(pairs.keys) if lists.is_list(family) else pairs.keys
                 since[family] = seen.under(pairs)
                 yield pa.RecordBatch.from_arrays(

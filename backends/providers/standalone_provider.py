@@ -213,18 +213,18 @@ class LocalStateStoreProvider(StateStoreProvider):
             with self._lock:
                 self._check_open()
                 self._manifests.refresh()
-                known = self._manifests.snapshots()
-                newest = known[-1] if known else None
+                snapshots = self._manifests.snapshots()
+                newest = snapshots[-1] if snapshots else None
                 done = newest.version if newest else 0
                 head = self.main.head
                 is_current = head is not None and head == self._manifests.head_at(self.main.version)
                 due = is_current and self.main.version - done >= self._conf.deltas_per_snapshot
-            made = self.main.snapshots.store(newest) if due else None
+            new_snapshot = self.main.snapshots.store(newest) if due else None
             with self._lock:
                 self._check_open()
                 sizes = dict(self._storage.list(self._manifests.directory))
                 kept = self._manifests.record_maintenance(
-                    made, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
+                    new_snapshot, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
                 )
                 self._descriptors = {
                     s.file.path: self._descriptors[s.file.path]
@@ -260,10 +260,10 @@ class LocalStateStoreProvider(StateStoreProvider):
         return self._descriptor(ref).paths
 
     def _descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor:
-        held = self._descriptors.get(ref.file.path)
-        if held is None:
-            held = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
-        return held
+        cached = self._descriptors.get(ref.file.path)
+        if cached is None:
+            cached = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
+        return cached
 
     def _is_sound(self, ref: SnapshotRef, sizes: Mapping[str, int]) -> bool:
         try:

@@ -158,10 +158,10 @@ class CheckpointStorage:
                 # answers "conflict" while another writer is active, even if no file exists in the end.
                 may_be_ours = unanswered
                 self._note_more("read", 1)
-                held = self._get_or_none(path)
-                if held is None:
+                stored_data = self._get_or_none(path)
+                if stored_data is None:
                     raise
-                return may_be_ours and held == data
+                return may_be_ours and stored_data == data
             except (BaseError, OSError):
                 note_unanswered()
                 raise
@@ -254,10 +254,10 @@ class CheckpointStorage:
     def _whole(self, path: str, *, is_small: bool) -> bytes:
         self._check_path(path)
         on_second = _nothing if is_small else None
-        found = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
-        if found is None:
+        data = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
+        if data is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
-        return found
+        return data
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """Return ``length`` bytes of a file from ``start`` on, unchecked; fewer where the file ends before.
@@ -275,10 +275,10 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=len(data))
             return data
 
-        found = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
-        if found is None:
+        content = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
+        if content is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
-        return found
+        return content
 
     def read(self, ref: FileRef) -> bytes:
         """Return a file's content, checked by its size and digest; of a group's object only the part.
@@ -310,10 +310,10 @@ class CheckpointStorage:
         Missing or damaged parts are left out: ``read`` reports their errors. Raises ``StorageError``.
         """
         shared = {ref.path: self._shared_part(ref, is_new_reader=i == 0) for i, ref in enumerate(refs)}
-        held = {path: data for path, data in shared.items() if data is not None}
-        refs = [ref for ref in refs if ref.path not in held]
+        shared_data = {path: data for path, data in shared.items() if data is not None}
+        refs = [ref for ref in refs if ref.path not in shared_data]
         if not refs:
-            return held
+            return shared_data
         within = refs[0].stored_in
         self._check_path(within)
         starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
@@ -327,10 +327,10 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=sum(map(len, parts)))
             return parts
 
-        found = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
-        parts = zip(refs, found, strict=True) if found else ()
+        pieces = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
+        parts = zip(refs, pieces, strict=True) if pieces else ()
         whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
-        return held | whole
+        return shared_data | whole
 
     def _shared_part(self, ref: FileRef, *, is_new_reader: bool = True) -> bytes | None:
         """Return a part of an object that many read at once, checked; None if it must be read alone."""
@@ -349,9 +349,9 @@ class CheckpointStorage:
             "it was removed, or is kept elsewhere. Restore it from a copy."
         )
 
-    def _damaged(self, ref: FileRef, size: int, found: str) -> DamagedFileError:
+    def _damaged(self, ref: FileRef, size: int, digest: str) -> DamagedFileError:
         return DamagedFileError(
-            f"{self._named(ref)} is damaged: {size} bytes with digest {found}, "
+            f"{self._named(ref)} is damaged: {size} bytes with digest {digest}, "
             f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
         )
 

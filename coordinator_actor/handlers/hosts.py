@@ -152,8 +152,8 @@ class Hosts:
             over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
-            said = lease.hand_over.exchanged.get(run.run_id, "")
-            if run.run_id not in held or said == run.last_exchange:
+            exchanged = lease.hand_over.exchanged.get(run.run_id, "")
+            if run.run_id not in held or exchanged == run.last_exchange:
                 run.machine.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.

@@ -133,7 +133,7 @@ def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
     gets ``__value`` appended until the name is unique. Upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
-    return keys, distinct_names(schema.value.names, taken=keys)
+    return keys, distinct_names(schema.value.names, reserved=keys)
 
 
 def file_path(operator: str, variable: str, first_group: int, last_group: int) -> str:

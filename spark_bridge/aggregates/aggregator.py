@@ -159,8 +159,8 @@ class Aggregator:
             before, after = self._of(output, old), self._of(output, new)
             if computation.merge_pairs is not None:
                 return computation.merge_pairs(output, before, after)
-            held = before if is_old.all() else [column.filter(present) for column in before]
-            both = [pa.concat_arrays([b, a]) for b, a in zip(held, after, strict=True)]
+            old_states = before if is_old.all() else [column.filter(present) for column in before]
+            both = [pa.concat_arrays([b, a]) for b, a in zip(old_states, after, strict=True)]
             return computation.merge(output, by_group, both)
 
         return self._states(merged)
@@ -202,15 +202,15 @@ class ListTooLargeError(SparkBridgeError):
     def of(cls, output: Output, error: ListTooLarge) -> ListTooLargeError:
         """Return the error of an output."""
         function = split_function(output.function)[0]
-        made = cls(
+        raised = cls(
             f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
             f"bytes, more than max_bytes={output.max_bytes:,}. The batch has changed nothing. Start the query again "
             "with a greater max_bytes=, which keeps the list. Or give the output another name, under which it begins "
             f"empty, with S.{function}(..., limit=), which drops elements. For long lists use a list state in a "
             "processor."
         )
-        made.group = error.group
-        return made
+        raised.group = error.group
+        return raised
 
     def of_key(self, key: pa.RecordBatch) -> ListTooLargeError:
         """Return the error with the key named."""

@@ -129,9 +129,9 @@ class _Limited:
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         remaining = self._limit - self._given
         self.is_cut = bool(self._limit) and batch.num_rows > remaining
-        taken = batch.slice(0, remaining) if self._limit else batch
-        self._given += taken.num_rows
-        return taken
+        rows = batch.slice(0, remaining) if self._limit else batch
+        self._given += rows.num_rows
+        return rows
 
 
 @with_state_source

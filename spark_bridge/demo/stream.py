@@ -119,14 +119,14 @@ class Children:
 
 def marked_processes(mark: str) -> list[psutil.Process]:
     """Return all living processes of this user, except this one, whose environment carries ``mark``."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue  # it has ended since, or is another user's
-    return found
+    return processes
 
 
 def kill(process: psutil.Process) -> None:
@@ -217,14 +217,14 @@ def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
 
 def _room_on_machines(count: int) -> PlacementGroup:
     """Return a group with room for an executor on each of ``count`` machines."""
-    there = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
-    if sum(cpus >= 1 for cpus in there.values()) >= count:
+    cpus_by_machine = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    if sum(cpus >= 1 for cpus in cpus_by_machine.values()) >= count:
         bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count
         group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if group.wait(ROOM_TIMEOUT_S):
             return group
         ray.util.remove_placement_group(group)
-    slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(there.items()))
+    slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(cpus_by_machine.items()))
     raise events.DemoError(
         f"--machines {count} needs {count} machines with a free CPU slot and 1 GiB of Ray's memory each; these are in "
         f"the cluster, with their slots, taken ones too: {slots}. Name fewer machines, add some, or end what uses them"
@@ -391,20 +391,20 @@ class FlightStream:
     def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
         """Compare the whole state with pandas. Raises ``DemoError`` naming the first difference."""
         expected = events.expected_state(streamed)
-        known = expected.column(events.FLIGHT_KEY).to_pylist()
-        unseen = sorted(set(all_flights[events.FLIGHT_KEY].dropna()) - set(known)) + UNKNOWN_KEYS
+        flights = expected.column(events.FLIGHT_KEY).to_pylist()
+        unseen = sorted(set(all_flights[events.FLIGHT_KEY].dropna()) - set(flights)) + UNKNOWN_KEYS
         with QueryableStateClient.connect() as client:
             started = time.perf_counter()
-            answer: pa.Table = client.get_many(events.OPERATOR, known + unseen)
+            answer: pa.Table = client.get_many(events.OPERATOR, flights + unseen)
             read_ms = (time.perf_counter() - started) * 1e3
-        difference = events.first_difference(expected, answer.slice(0, len(known)))
+        difference = events.first_difference(expected, answer.slice(0, len(flights)))
         if difference is not None:
             raise events.DemoError(f"the state is not what pandas computes: {difference}")
-        for row in answer.slice(len(known)).to_pylist():
+        for row in answer.slice(len(flights)).to_pylist():
             key = row.pop(events.FLIGHT_KEY)
             if any(value is not None for value in row.values()):
                 raise events.DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
-        self._send(events.Verified(len(known), len(streamed), len(unseen), read_ms))
+        self._send(events.Verified(len(flights), len(streamed), len(unseen), read_ms))
 
 
 def highest_batch(log_directory: Path) -> int:
@@ -419,16 +419,16 @@ def wait_until_completed(version: int) -> None:
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
-        held: list[int] | None = None
+        partitions: list[int] | None = None
         with suppress(ray.exceptions.RayError):  # a host that was killed is being restarted
-            held = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
+            partitions = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
         completed = cluster.coordinator.locate(events.OPERATOR).completed_version
-        if completed == version and held is not None and all(v == version for v in held):
+        if completed == version and partitions is not None and all(v == version for v in partitions):
             return
         if time.monotonic() > deadline:
             raise events.DemoError(
                 f"version {version} was not completed in {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
-                f"{completed}, the hosts have {held}"
+                f"{completed}, the hosts have {partitions}"
             )
         time.sleep(STREAM_POLL_SECONDS)
 

@@ -332,12 +332,12 @@ class GroupCommits:
             refs = self._stored(storage, group.members)
         except BaseException as failed:  # noqa: BLE001 - every member raises it
             error = failed
-        taken = max(0.0, self._clock() - began)
+        seconds = max(0.0, self._clock() - began)
         with self._changed:
             group.refs, group.error = refs, error
             batch = self._batches.get(group.members[0].meta.query_run_id)
             if batch is not None and error is None:
-                batch.write_seconds += NEWEST_WRITE_SHARE * (taken - batch.write_seconds)
+                batch.write_seconds += NEWEST_WRITE_SHARE * (seconds - batch.write_seconds)
             self._changed.notify_all()
 
     def _stored(self, storage: CheckpointStorage, members: list[GroupMember]) -> list[FileRef]:

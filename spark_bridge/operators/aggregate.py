@@ -135,35 +135,35 @@ def _user_output(
     return Output(name, function.name, None, None, None, columns=function.columns, user=declared)
 
 
-def _state_schema(given: Any, where: str) -> pa.Schema:
+def _state_schema(schema: Any, where: str) -> pa.Schema:
     try:
-        if isinstance(given, str):
-            given = T._parse_datatype_string(given)
-        if isinstance(given, T.StructType):
-            fields = [pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in given.fields]
+        if isinstance(schema, str):
+            schema = T._parse_datatype_string(schema)
+        if isinstance(schema, T.StructType):
+            fields = [pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields]
             return StateSchema(pa.schema([]), pa.schema(fields)).value
-        if isinstance(given, pa.Schema):
-            return StateSchema(pa.schema([]), pa.schema([pa.field(f.name, f.type) for f in given])).value
+        if isinstance(schema, pa.Schema):
+            return StateSchema(pa.schema([]), pa.schema([pa.field(f.name, f.type) for f in schema])).value
     except StateStoreError as error:
-        raise InvalidOperatorError(f"{where}state={given!r}: {error}") from error
+        raise InvalidOperatorError(f"{where}state={schema!r}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
+        f"{where}state={schema!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
         '"total double, n long".'
     )
 
 
-def _any_type(given: Any, where: str) -> pa.DataType:
-    if isinstance(given, str):
-        given = T._parse_datatype_string(given)
-    if isinstance(given, T.DataType):
-        return columns.arrow_type(given)
-    if isinstance(given, pa.DataType):
+def _any_type(kind: Any, where: str) -> pa.DataType:
+    if isinstance(kind, str):
+        kind = T._parse_datatype_string(kind)
+    if isinstance(kind, T.DataType):
+        return columns.arrow_type(kind)
+    if isinstance(kind, pa.DataType):
         try:
-            return normalized_type("result", given)
+            return normalized_type("result", kind)
         except StateStoreError as error:
-            raise InvalidOperatorError(f"{where}{given}: {error}") from error
+            raise InvalidOperatorError(f"{where}{kind}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}{given!r} is not a type; give an Arrow or Spark type, or a string such as 'double'."
+        f"{where}{kind!r} is not a type; give an Arrow or Spark type, or a string such as 'double'."
     )
 
 
@@ -284,24 +284,26 @@ class _Declared:
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
-    given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
-    if not given:
+    keys = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    if not keys:
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
-    windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
+    windows = [k for k in keys if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
         raise InvalidOperatorError(f"by= has {len(windows)} windows; there can be one: put one operator after another.")
-    for key in given:
+    for key in keys:
         if not isinstance(key, (str, Window, SessionWindow)):
             raise InvalidOperatorError(
                 f"by={key!r} is not a key; give column names, S.window(...) or S.session_window(...) of "
                 "spark_bridge.functions."
             )
-    return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+    return _Keys(tuple(k if isinstance(k, str) else k.name for k in keys), windows[0] if windows else None)
 
 
-def _one_partition(given: int | None) -> int:
-    if given not in (None, 1):
-        raise InvalidOperatorError(f"num_partitions={given!r}: by=[] makes one row of all, which is in one partition.")
+def _one_partition(num_partitions: int | None) -> int:
+    if num_partitions not in (None, 1):
+        raise InvalidOperatorError(
+            f"num_partitions={num_partitions!r}: by=[] makes one row of all, which is in one partition."
+        )
     return 1
 
 

@@ -74,10 +74,10 @@ def joined_stream(
     keys: list[str],
     others: list[list[T.StructField]],
     logic: JoinLogic,
-    given: T.StructType,
+    output: T.StructType,
     placing: Placing,
 ) -> DataFrame:
-    """Return the output of the work ``logic`` over both sides: the columns ``given``."""
+    """Return the output of the work ``logic`` over both sides: the columns ``output``."""
     uses_time = logic.bounds.uses_time
     spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
     both = _both(left, right, keys, others, logic)
@@ -85,7 +85,7 @@ def joined_stream(
         both = with_ticks(both, placing.operator)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    return map_in_arrow(both, task.run, declare(spec), given, KeyRouting(keys, n, groups))
+    return map_in_arrow(both, task.run, declare(spec), output, KeyRouting(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -216,17 +216,17 @@ def times_of_both(
     return times[0], times[1]
 
 
-def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None:
+def _event_time(df: DataFrame, side: str, column: str | None) -> EventTime | None:
     """Return the column of a side that has the watermark: the given one of several."""
-    if given is None:
+    if column is None:
         return columns.event_time_of(df.schema, df.columns)
-    columns.column_type(df.schema, given, f"{side}_time=")
-    if given not in columns.watermark_columns(df.schema):
+    columns.column_type(df.schema, column, f"{side}_time=")
+    if column not in columns.watermark_columns(df.schema):
         raise InvalidOperatorError(
-            f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark({columns.column_literal(given)}, "10 minutes") on it.'
+            f"{side}_time={column!r} has no watermark, so that no row would ever leave the state: put "
+            f'{side}.withWatermark({columns.column_literal(column)}, "10 minutes") on it.'
         )
-    return columns.event_time_of(df.schema, [given])
+    return columns.event_time_of(df.schema, [column])
 
 
 def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[int | None, int | None]:
@@ -446,9 +446,9 @@ def join(
     if how in (SEMI, ANTI):
         times = [t.column for t in (bounds.right, bounds.right_late) if t is not None]
         others[1] = [f for f in others[1] if f.name in times] or [ONLY]
-    given = output_struct(left, right, keys, how) if output is None else struct_of_output(output)
-    given = timed_output(
-        given,
+    output_schema = output_struct(left, right, keys, how) if output is None else struct_of_output(output)
+    output_schema = timed_output(
+        output_schema,
         event_time_column,
         side_times(left, right, bounds),
         lag_of(left, right, bounds),
@@ -460,13 +460,13 @@ def join(
             (arrow_schema(others[0]), arrow_schema(others[1])),
             how,
             bounds,
-            arrow_schema(given.fields),
+            arrow_schema(output_schema.fields),
             apply,
             (tuple(left.columns), tuple(right.columns)),
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, output_schema, placing)
 
 
 def join_asof(
@@ -528,17 +528,19 @@ def join_asof(
             )
     of_left, of_right = times_of_both(left, right, late, "join_asof")
     others = other_fields(left, right, keys)
-    given = output_struct(left, right, keys, LEFT_OUTER)
+    output_schema = output_struct(left, right, keys, LEFT_OUTER)
     bounds, asof = Bounds(of_left, of_right, of_left, of_right), Asof(direction, tolerance_us, allow_exact_matches)
-    given = timed_output(given, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds))
+    output_schema = timed_output(
+        output_schema, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds)
+    )
     try:
         logic = asof_logic(
             arrow_schema([left.schema[key] for key in keys]),
             (arrow_schema(others[0]), arrow_schema(others[1])),
             bounds,
-            arrow_schema(given.fields),
+            arrow_schema(output_schema.fields),
             asof,
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, output_schema, placing)

@@ -71,7 +71,7 @@ class JoinOutput:
     sides: tuple[join_sides.JoinSide, join_sides.JoinSide]
     output: pa.Schema
     apply: Apply | None
-    given: tuple[tuple[str, ...], tuple[str, ...]]
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]]
 
     def emit(
         self,
@@ -114,25 +114,25 @@ class JoinOutput:
         """Return the output of the user's function for rows of both sides."""
         assert self.apply is not None
         tables = []
-        for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.given, strict=True):
+        for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.table_columns, strict=True):
             of_key = [pa.nulls(n, f.type) for f in self.keys] if of_keys is None else of_keys.columns
             named = {
                 **dict(zip(self.keys.names, of_key, strict=True)),
                 **dict(zip(side.columns.names, arrays, strict=True)),
             }
             tables.append(pa.table({name: named[name] for name in names}))
-        made = self.apply(tables[0], tables[1])
-        if not isinstance(made, (pa.Table, pa.RecordBatch)):
+        result = self.apply(tables[0], tables[1])
+        if not isinstance(result, (pa.Table, pa.RecordBatch)):
             raise StatefulProcessorError(
-                f"apply= of a join returned {type(made).__name__}: it must return a pyarrow.Table or RecordBatch."
+                f"apply= of a join returned {type(result).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
-        missing = [name for name in self.output.names if made.schema.names.count(name) != 1]
+        missing = [name for name in self.output.names if result.schema.names.count(name) != 1]
         if missing:
             raise StatefulProcessorError(
-                f"apply= of a join returned the columns {', '.join(made.schema.names) or 'none'}; output= declares "
+                f"apply= of a join returned the columns {', '.join(result.schema.names) or 'none'}; output= declares "
                 f"one each of {', '.join(self.output.names)}."
             )
-        table = pa.table(made.select(self.output.names)) if isinstance(made, pa.RecordBatch) else made
+        table = pa.table(result.select(self.output.names)) if isinstance(result, pa.RecordBatch) else result
         return one_batch(table.select(self.output.names).cast(self.output).to_batches() or [empty(self.output)])
 
 
@@ -150,7 +150,7 @@ class JoinLogic:
     ``keys`` are the key columns as stored. ``slots`` are the types of the shared columns that hold the rows of both
     sides. ``bounds`` decide which of these rows match. ``output`` are the columns of the output: the keys, those of
     the left side, and those of the right side unless ``how`` emits left rows only. With ``apply``, they are the columns
-    that it returns; ``given`` are the columns of the two tables that it takes.
+    that it returns; ``table_columns`` are the columns of the two tables that it takes.
     """
 
     schema: OperatorSchema
@@ -162,7 +162,7 @@ class JoinLogic:
     bounds: join_sides.Bounds
     output: pa.Schema
     apply: Apply | None = None
-    given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     limits: Limits | None = None
 
     @property
@@ -209,7 +209,7 @@ def join_logic(
     bounds: join_sides.Bounds,
     output: pa.Schema,
     apply: Apply | None = None,
-    given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> JoinLogic:
     """Return the work of a join; ``columns`` are those that are stored of both sides, without the keys.
 
@@ -242,7 +242,7 @@ def join_logic(
         [s.name for s in (left, right) if s.expires_after_us is not None],
         {"how": how, "within": bounds.in_words},
     )
-    return JoinLogic(schema, keys, slots, left, right, how, bounds, output, apply, given)
+    return JoinLogic(schema, keys, slots, left, right, how, bounds, output, apply, table_columns)
 
 
 def _sorted(ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
@@ -258,7 +258,7 @@ class JoinBatch:
         self._store = store
         self._timer = timer
         self._watermark = store.times.watermark_ms if logic.bounds.uses_time else 0
-        self.output = JoinOutput(logic.keys, logic.sides, logic.output, logic.apply, logic.given)
+        self.output = JoinOutput(logic.keys, logic.sides, logic.output, logic.apply, logic.table_columns)
         self._state = [WaitingRows(side, store, self._due_until(side)) for side in logic.sides]
         self._rows = self._late = self._updated = self._removed = 0
 
@@ -292,8 +292,8 @@ class JoinBatch:
         for i, kind in enumerate(logic.slots):
             column = rows.column(join_sides.slot_name(i))
             columns.append(column if column.type == kind else column.cast(kind))
-        ids, given = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
-        reducer.add(KeyedRows(groups.keys, ids, given))
+        ids, sorted_rows = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
+        reducer.add(KeyedRows(groups.keys, ids, sorted_rows))
 
     def add_due(self, reducer: RowReducer) -> None:
         """Add the chunks that the watermark has reached, as rows of separate sides."""
@@ -318,7 +318,7 @@ class JoinBatch:
             sides.append(self.side(i, part, keys, no_nulls, probed & no_nulls, codes))
         left, right = sides
         self._timer.step("get_ms")
-        found = [
+        matches = [
             join_sides.matches(
                 left.matchable(new=True, old=False),
                 right.matchable(new=True, old=True),
@@ -333,13 +333,13 @@ class JoinBatch:
             ),
         ]
         matched = [np.zeros(len(side.ids), np.bool_) for side in (left, right)]
-        for one in found:
+        for one in matches:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
         if logic.how == join_sides.SEMI:
             self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
         elif logic.how != join_sides.ANTI:
-            for one in found:
+            for one in matches:
                 for of_left, of_right in one.pairs():
                     self.output.emit(keys, left, of_left, right, of_right, spool)
         self._settle(0, part, keys, no_nulls, left, matched[0], spool)

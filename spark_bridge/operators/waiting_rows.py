@@ -104,17 +104,19 @@ class WaitingRows:
         rebuilt, nbytes = np.zeros(len(keys), np.bool_), stored.nbytes
         wanted, numbers = self._wanted(chunks, probed, due)
         if len(wanted):
-            found = self._store.get_many(_chunk_keys(keys, wanted, numbers), self._chunk_family)
-            is_there = np.asarray(found.is_valid())
+            stored_chunks = self._store.get_many(_chunk_keys(keys, wanted, numbers), self._chunk_family)
+            is_there = np.asarray(stored_chunks.is_valid())
             wanted, numbers = wanted[is_there], numbers[is_there]
-            elements, offsets = list_parts(self._chunks.decode_values(found.drop_null()).column(layouts.ELEMENTS))
+            elements, offsets = list_parts(
+                self._chunks.decode_values(stored_chunks.drop_null()).column(layouts.ELEMENTS)
+            )
             counts = np.diff(offsets)
             parts.insert(0, rows_of_structs(elements))
             of_keys.insert(0, np.repeat(wanted, counts))
             of_chunks.insert(0, np.repeat(numbers, counts))
             alive = np.bincount(wanted, minlength=len(keys))
             rebuilt = probed & (chunks - alive > alive + _FEW_HOLES)
-            nbytes += found.nbytes
+            nbytes += stored_chunks.nbytes
         rows = one_batch(parts)
         all_ids = np.concatenate(of_keys)
         order = np.argsort(all_ids, kind="stable")
@@ -200,13 +202,13 @@ class WaitingRows:
 
     def new_rows(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
         """Return rows of the side in their stored columns."""
-        given = dict(zip(rows.schema.names, rows.columns, strict=True))
+        by_name = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._side.flag is not None:
-            given[self._side.flag] = pa.array(matched)
+            by_name[self._side.flag] = pa.array(matched)
         kind = self._lists.value_type
         stored = [kind.field(i) for i in range(kind.num_fields)]
         # The state may have columns that the program no longer has.
-        arrays = [given[f.name] if f.name in given else pa.nulls(rows.num_rows, f.type) for f in stored]
+        arrays = [by_name[f.name] if f.name in by_name else pa.nulls(rows.num_rows, f.type) for f in stored]
         return pa.RecordBatch.from_arrays(arrays, names=[f.name for f in stored])
 
     def _remove_chunks(self, keys: pa.BinaryArray, waiting: Waiting) -> None:
@@ -332,8 +334,8 @@ def _contains(due: Due, ids: Ids, numbers: Ids) -> Mask:
     if not len(due.ids):
         return np.zeros(len(ids), np.bool_)
     span = int(max(numbers.max(), due.numbers.max())) + 2
-    found: Mask = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
-    return found
+    is_due: Mask = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
+    return is_due
 
 
 def _structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.StructArray:

@@ -52,33 +52,33 @@ class KnownCheckpoints:
 
     def mark(self, run_id: str) -> str:
         """Return the ``history_since`` to ask ``checkpoint_stats`` with."""
-        known = self._of_runs.get(run_id)
-        return "" if known is None else known.mark
+        of_run = self._of_runs.get(run_id)
+        return "" if of_run is None else of_run.mark
 
     def of(self, query: Description, stats: Description) -> tuple[model.Checkpoint, ...]:
         """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
         ``checkpoint_stats``. {} means no answer in time.
         """
-        known = self._of_runs.setdefault(query["run_id"], _OfRun())
+        of_run = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
         is_all = stats.get("history_is_all", False)
-        known.mark = stats.get("history_mark", known.mark)
+        of_run.mark = stats.get("history_mark", of_run.mark)
         kept = range(query["oldest_version"], query["completed_version"] + 1)
-        if told or is_all or kept != known.kept:
-            by_id = {} if is_all else known.by_id
+        if told or is_all or kept != of_run.kept:
+            by_id = {} if is_all else of_run.by_id
             by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in told}}
-            known.by_id = {
+            of_run.by_id = {
                 i: by_id[i] if by_id[i].is_kept == (by_id[i].version in kept) else _kept_or_not(by_id[i])
                 for i in sorted(by_id)
                 if first is None or i >= first
             }
-            known.kept = kept
-            known.checkpoints = tuple(known.by_id.values())
-        return known.checkpoints
+            of_run.kept = kept
+            of_run.checkpoints = tuple(of_run.by_id.values())
+        return of_run.checkpoints
 
     def forget_all_but(self, runs: Container[str]) -> None:
         """Forget the runs that are not there any more."""
-        self._of_runs = {run: known for run, known in self._of_runs.items() if run in runs}
+        self._of_runs = {run: of_run for run, of_run in self._of_runs.items() if run in runs}
 
 
 def overview_of_cluster(
@@ -100,11 +100,11 @@ def overview_of_cluster(
     known = known or KnownCheckpoints()
     if coordinator is None:
         return model.Overview(model.CLUSTER, now_ms)
-    held: dict[tuple[str, str], list[model.Partition]] = {}
+    partitions: dict[tuple[str, str], list[model.Partition]] = {}
     for host in hosts:
         for run_id, partition in _partitions(host):
-            held.setdefault((run_id, partition.operator), []).append(partition)
-    made = model.Overview(
+            partitions.setdefault((run_id, partition.operator), []).append(partition)
+    overview = model.Overview(
         model.CLUSTER,
         now_ms,
         model.CoordinatorInfo(
@@ -138,18 +138,18 @@ def overview_of_cluster(
             ),
         ),
         tuple(
-            _query(query, held, (stats or {}).get(query["run_id"], {}), known, now_ms)
+            _query(query, partitions, (stats or {}).get(query["run_id"], {}), known, now_ms)
             for query in coordinator["queries"]
         ),
         tuple(_hosts(coordinator, hosts, silent, now_ms)),
     )
-    known.forget_all_but({query.run_id for query in made.queries})
-    return replace(made, faults=faults_of(made))
+    known.forget_all_but({query.run_id for query in overview.queries})
+    return replace(overview, faults=faults_of(overview))
 
 
 def _query(
     query: Description,
-    held: Mapping[tuple[str, str], Sequence[model.Partition]],
+    partitions: Mapping[tuple[str, str], Sequence[model.Partition]],
     stats: Description,
     known: KnownCheckpoints,
     now_ms: int,
@@ -177,7 +177,7 @@ def _query(
         prepared_version=query["prepared_version"],
         oldest_version=query["oldest_version"],
         operators=tuple(
-            _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
+            _operator(name, n, partitions.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
         checkpoints=known.of(query, stats),
         pending_partitions=query["pending_partitions"] if status == model.RUNNING else 0,
@@ -209,10 +209,12 @@ def _checkpoint(record: Description, is_kept: bool) -> model.Checkpoint:
     return model.Checkpoint(**plain, is_kept=is_kept)
 
 
-def _operator(name: str, num_partitions: int, held: Sequence[model.Partition], query: Description) -> model.Operator:
+def _operator(
+    name: str, num_partitions: int, own_partitions: Sequence[model.Partition], query: Description
+) -> model.Operator:
     # A partition that has moved may be held by its last host as well: the newer version counts.
     newest: dict[int, model.Partition] = {}
-    for one in sorted(held, key=lambda p: p.version or 0):
+    for one in sorted(own_partitions, key=lambda p: p.version or 0):
         newest[one.partition] = one
     partitions = tuple(newest.get(p, model.Partition(name, p)) for p in range(num_partitions))
     keys = [p.keys for p in partitions if p.keys is not None]
@@ -274,7 +276,7 @@ def _hosts(
     coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description], now_ms: int
 ) -> list[model.HostOverview]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
-    found = [
+    overviews = [
         model.HostOverview(
             host["host_id"],
             host["address"],
@@ -298,9 +300,9 @@ def _hosts(
         for host in hosts
     ]
     actors = {actor["host_id"]: actor for actor in silent}
-    for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
+    for host_id in sorted({*leases, *actors} - {host.host_id for host in overviews}):
         lease, actor = leases.get(host_id), actors.get(host_id, {})
-        found.append(
+        overviews.append(
             model.HostOverview(
                 host_id,
                 f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
@@ -312,7 +314,7 @@ def _hosts(
                 actor_state=actor.get("state"),
             )
         )
-    return sorted(found, key=lambda host: (host.machine, host.host_id))
+    return sorted(overviews, key=lambda host: (host.machine, host.host_id))
 
 
 def _heartbeat(lease: Description | None) -> int | None:
@@ -410,13 +412,13 @@ def cluster_overview(
 
 def _actor(name: str, namespace: str) -> dict[str, Any]:
     """Return Ray's record of a host that has not answered."""
-    known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
+    description: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
     with suppress(ValueError, KeyError):  # it has ended since
-        found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
-        address = found["Address"]
-        known |= {"state": found["State"], "pid": found["Pid"], "restarts": int(found["NumRestarts"])}
-        known |= {"node_ip": address["IPAddress"], "node_id": address["NodeID"]}
-    return known
+        actor = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
+        address = actor["Address"]
+        description |= {"state": actor["State"], "pid": actor["Pid"], "restarts": int(actor["NumRestarts"])}
+        description |= {"node_ip": address["IPAddress"], "node_id": address["NodeID"]}
+    return description
 
 
 def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
@@ -424,13 +426,13 @@ def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
     ready, _ = (
         ray.wait(asked, num_returns=len(asked), timeout=max(0.0, deadline - time.monotonic())) if asked else ([], [])
     )
-    found = {}
+    answers = {}
     for answer in ready:
         try:
-            found[answer] = ray.get(answer)
+            answers[answer] = ray.get(answer)
         except RayError:
             continue
-    return found
+    return answers
 
 
 def _now() -> int:

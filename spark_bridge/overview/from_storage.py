@@ -39,9 +39,9 @@ def overview_of_checkpoint(
     place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
     versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     query = stored_query(place, versions, open_storage)
-    taken = int(time.time() * 1000) if now_ms is None else now_ms
-    made = model.Overview(model.STORAGE, taken, queries=(query,))
-    return replace(made, faults=faults_of(made))
+    taken_ms = int(time.time() * 1000) if now_ms is None else now_ms
+    overview = model.Overview(model.STORAGE, taken_ms, queries=(query,))
+    return replace(overview, faults=faults_of(overview))
 
 
 def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenStorage) -> model.Query:
@@ -92,16 +92,16 @@ def checkpoints_of(
     records: Iterable[CheckpointRecord], versions: StateVersions | None = None
 ) -> tuple[model.Checkpoint, ...]:
     """Return the history by ascending id, with the versions that only manifests describe."""
-    found = {record.id: _recorded(record) for record in records}
+    by_id = {record.id: _recorded(record) for record in records}
     for version, manifest in ({} if versions is None else versions.chain).items():
         assert versions is not None
-        known = found.get(manifest.id)
+        recorded = by_id.get(manifest.id)
         is_completed = version <= versions.completed
-        if known is None:
+        if recorded is None:
             # A manifest may be written again, under another id, to name snapshots: the record has the first id.
-            known = next((c for c in found.values() if (c.version, c.run_id) == (version, manifest.run_id)), None)
-        if known is None:
-            known = model.Checkpoint(
+            recorded = next((c for c in by_id.values() if (c.version, c.run_id) == (version, manifest.run_id)), None)
+        if recorded is None:
+            recorded = model.Checkpoint(
                 manifest.id,
                 version,
                 manifest.epoch,
@@ -111,8 +111,8 @@ def checkpoints_of(
                 partitions=sum(len(o.partitions) for o in manifest.operators.values()),
                 delta_bytes=delta_bytes(manifest),
             )
-        found[known.id] = structs.replace(known, is_kept=version in versions.readable)
-    return tuple(found[i] for i in sorted(found))
+        by_id[recorded.id] = structs.replace(recorded, is_kept=version in versions.readable)
+    return tuple(by_id[i] for i in sorted(by_id))
 
 
 def _recorded(record: CheckpointRecord) -> model.Checkpoint:
@@ -147,10 +147,10 @@ def _operators(versions: StateVersions) -> Iterable[model.Operator]:
         return
     newest = max(chain)
     for name, entry in sorted(chain[newest].operators.items()):
-        (held, *_) = chains.segments(chain, name)
-        refs = {p: found[-1] for p, found in chains.snapshots(chain, held).items()}
+        (segment, *_) = chains.segments(chain, name)
+        refs = {p: snapshots[-1] for p, snapshots in chains.snapshots(chain, segment).items()}
         behind = dict.fromkeys(range(entry.num_partitions), 0)
-        for version in (v for v in chain if held.first <= v <= held.last):
+        for version in (v for v in chain if segment.first <= v <= segment.last):
             stored = chain[version].operators[name].partitions
             for p, size in zip(stored, stored.stored.size, strict=True):
                 if p not in refs or refs[p].version < version:
@@ -161,7 +161,7 @@ def _operators(versions: StateVersions) -> Iterable[model.Operator]:
                 p,
                 version=newest,
                 snapshot_version=refs[p].version if p in refs else 0,
-                snapshot_lag=newest - (refs[p].version if p in refs else held.first - 1),
+                snapshot_lag=newest - (refs[p].version if p in refs else segment.first - 1),
                 changelog_bytes=behind[p],
             )
             for p in range(entry.num_partitions)

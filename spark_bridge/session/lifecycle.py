@@ -261,19 +261,19 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
     log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
 
 
-def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+def _spark_configs(user_configs: dict[str, str] | None, cores: int) -> dict[str, str]:
     from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
-        **master_on_head(given or {}),
+        **master_on_head(user_configs or {}),
         **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = MasterSettings({**ours, **(given or {})})
+    configs = MasterSettings({**ours, **(user_configs or {})})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

@@ -89,23 +89,23 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
     the cause, and it gives the offset of a source to whichever source now has the place. Reads the names of
     ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
-    there = SparkCommits(checkpoint).sources()
-    if there is None:
+    stored = SparkCommits(checkpoint).sources()
+    if stored is None:
         return None
     here = [
         node for node in map_in_arrow.nodes(execution.analyzedPlan()) if node.nodeName().startswith("StreamingRelation")
     ]
     rates = {place for place, node in enumerate(here) if node.sourceName() == RATE}
-    has_as_many = there.num_sources in (None, len(here))
-    if has_as_many and there.rates <= rates <= there.numbered:
+    has_as_many = stored.num_sources in (None, len(here))
+    if has_as_many and stored.rates <= rates <= stored.numbered:
         return None
     if has_as_many:
         differs = (
             f"sources that make batches without input at {_places(rates)} among its sources now, and the "
-            f"checkpoint {checkpoint.location} has them at {_places(there.rates)}"
+            f"checkpoint {checkpoint.location} has them at {_places(stored.rates)}"
         )
     else:
-        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {there.num_sources}"
+        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {stored.num_sources}"
     return (
         f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
         '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
@@ -293,9 +293,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return None
         started = time.time()
         log.info("Making the initial state of %s", ", ".join(sorted(states)))
-        made = map_in_arrow.make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
+        states_made = map_in_arrow.make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
         log.info("Made the initial state of %s in %.1f s", ", ".join(sorted(states)), time.time() - started)
-        return made
+        return states_made
 
     def publish_endpoints(self) -> None:
         """Send the hosts' addresses to the jobs that this thread starts."""
@@ -375,8 +375,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     def batch_committed(self, run_id: str, batch_id: int, progress_json: Callable[[], str]) -> None:
         """Report a batch of any query of the session; those without stateful operators are passed over."""
         with self._lock:
-            known = run_id in self._registrations
-        if known and not self._stopping.is_set():
+            is_registered = run_id in self._registrations
+        if is_registered and not self._stopping.is_set():
             progress = progress_json()
             self._metrics.batch(run_id, progress)
             self._traces.batch(run_id, batch_id, progress)
@@ -401,14 +401,14 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Report that a run has ended: hosts answer from its last version for ``keep_serving``."""
         run_id = str(event.runId)
         with self._lock:
-            known = self._registrations.pop(run_id, None)
+            registration = self._registrations.pop(run_id, None)
             self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
         self._metrics.remove(run_id)
         self._traces.end(run_id, event.exception)
-        if known is not None and not self._stopping.is_set():
+        if registration is not None and not self._stopping.is_set():
             try:
-                self._ended.ended(known, failure_text(event.exception))
+                self._ended.ended(registration, failure_text(event.exception))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)

@@ -75,9 +75,9 @@ def query_in_storage(
     query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
     epoch = versions.log.epochs.newest()
     if is_followed and epoch is not None:
-        made = {(spec.name, spec.num_partitions, spec.backend) for spec in specs}
+        in_version = {(spec.name, spec.num_partitions, spec.backend) for spec in specs}
         declared = {(x.operator, x.num_partitions, x.backend) for x in epoch.layouts}
-        if declared and {one for one in made if one[0] in {name for name, *_ in declared}} - declared:
+        if declared and {one for one in in_version if one[0] in {name for name, *_ in declared}} - declared:
             raise VersionNotFoundError(
                 f"Run {epoch.run_id} has claimed the state at {place.state_location} with other partitions or "
                 "backends, and has completed no version yet: wait for its first batch."
@@ -138,16 +138,16 @@ class StoredReads(PartitionedReads):
             return looked[1]
         begun = self._clock()
         passes = self._damaged is not None
-        found = StateVersions.look(self.place, passes_over_damage=passes, open_storage=self._open)
+        versions = StateVersions.look(self.place, passes_over_damage=passes, open_storage=self._open)
         with self._lock:
-            untold = [what for what in found.damages.values() if what not in self._told]
+            untold = [what for what in versions.damages.values() if what not in self._told]
             self._told.update(untold)
             if self._damaged is not None:
                 for what in untold:
                     self._damaged(what)
             # If two threads looked at once, the one that saw more counts.
-            if self._looked is None or self._looked[1].completed <= found.completed:
-                self._looked = begun, found
+            if self._looked is None or self._looked[1].completed <= versions.completed:
+                self._looked = begun, versions
             return self._looked[1]
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
@@ -186,8 +186,8 @@ class StoredReads(PartitionedReads):
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
         """See ``StateReads``: nothing is held."""
-        found = [o for o in self.operators() if operator in (None, o["operator"])]
-        return {"host_id": ADDRESS, "operators": found}
+        operators = [o for o in self.operators() if operator in (None, o["operator"])]
+        return {"host_id": ADDRESS, "operators": operators}
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """Return the newest completed version; storage sends no notice of the next one."""

@@ -113,12 +113,12 @@ def _decoded(rows: VariableRows, family: str, keys: pa.BinaryArray, values: pa.B
 def _interleaved(rows: VariableRows, keys: Sequence[pa.BinaryArray], parts: Sequence[DecodedRows]) -> pa.RecordBatch:
     """Return the rows of several families in the order of their pairs' keys."""
     schema = pa.schema([*rows.key, *rows.inner, *rows.value, pa.field(KEY_GROUP, pa.int32())])
-    held = [(k, part) for k, part in zip(keys, parts, strict=True) if len(part.pair)]
-    if len(held) < 2:
-        columns = held[0][1].columns if held else [pa.array([], f.type) for f in schema]
+    filled = [(k, part) for k, part in zip(keys, parts, strict=True) if len(part.pair)]
+    if len(filled) < 2:
+        columns = filled[0][1].columns if filled else [pa.array([], f.type) for f in schema]
         return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
-    order = pa.array(row_order([k for k, _ in held], [part.pair for _, part in held]))
-    columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for _, part in held), strict=True)]
+    order = pa.array(row_order([k for k, _ in filled], [part.pair for _, part in filled]))
+    columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for _, part in filled), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
 
 
@@ -136,9 +136,9 @@ def _collected(rows: VariableRows, batches: Iterator[pa.RecordBatch]) -> Iterato
             starts = starts[1:]
         if len(starts):
             cut = int(starts[-1])
-            held = sum(b.num_rows for b in pending)
-            bounds = np.concatenate([[0] if pending else [], held + starts]).astype(np.int64)
-            if held + cut:
+            num_rows = sum(b.num_rows for b in pending)
+            bounds = np.concatenate([[0] if pending else [], num_rows + starts]).astype(np.int64)
+            if num_rows + cut:
                 yield _in_arrays(rows, _concatenated([*pending, batch.slice(0, cut)]), bounds)
             pending, batch = [], batch.slice(cut)  # noqa: PLW2901 - the rest of the batch
         pending.append(batch)
@@ -161,11 +161,13 @@ def _in_arrays(rows: VariableRows, batch: pa.RecordBatch, bounds: Positions) -> 
     kind = rows.output.field(n).type
     if rows.kind == MAP:
         keys = _struct(columns[n : n + inner], rows.inner)
-        made = pa.MapArray.from_arrays(offsets, keys, values).cast(kind)
+        collected = pa.MapArray.from_arrays(offsets, keys, values).cast(kind)
     else:
-        made = pa.ListArray.from_arrays(offsets, values).cast(kind)
-    taken = [c.take(firsts) for c in (*columns[:n], columns[-1])]
-    return pa.RecordBatch.from_arrays([*taken[:-1], made, taken[-1]], names=[*map(str, range(n)), "value", KEY_GROUP])
+        collected = pa.ListArray.from_arrays(offsets, values).cast(kind)
+    firsts_of_columns = [c.take(firsts) for c in (*columns[:n], columns[-1])]
+    return pa.RecordBatch.from_arrays(
+        [*firsts_of_columns[:-1], collected, firsts_of_columns[-1]], names=[*map(str, range(n)), "value", KEY_GROUP]
+    )
 
 
 def _concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

@@ -222,8 +222,8 @@ class PairsOfRows:
             return np.zeros(0, np.int64)
         starts, ends = batch.column(len(self._keys)).flatten()
         is_right = pc.fill_null(pc.less(starts, ends), False)
-        found: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
-        return found
+        positions: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
+        return positions
 
     def overlapping(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
         """Return the sessions, by position, that begin before the session of the same key before them has ended."""
@@ -232,8 +232,8 @@ class PairsOfRows:
         owners = self._grouping_keys(batch, keys)
         starts, ends = (np.asarray(c.cast(pa.int64())) for c in batch.column(len(self._keys)).flatten())
         same = np.asarray(pc.equal(owners[1:], owners[:-1]))
-        found: npt.NDArray[np.int64] = 1 + np.flatnonzero(same & (starts[1:] <= ends[:-1]))
-        return found
+        positions: npt.NDArray[np.int64] = 1 + np.flatnonzero(same & (starts[1:] <= ends[:-1]))
+        return positions
 
     def _stored_values(self, batch: pa.RecordBatch, stored: pa.Schema) -> pa.RecordBatch:
         """Return the values as they are stored, the TTL last."""

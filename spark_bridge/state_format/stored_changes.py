@@ -43,10 +43,10 @@ def changed_elements(
     arguments have an array for the old elements and one for the new: ``lists`` has the id of each element's list,
     ``values`` bytes that are equal for equal elements. The elements of a list are adjacent and in order.
     """
-    known = pc.unique(pa.concat_arrays(list(lists)))
-    known = known.take(pc.sort_indices(known))
-    of_before, of_after = (np.asarray(pc.index_in(ids, value_set=known)).astype(np.int64) for ids in lists)
-    old, new = (np.searchsorted(of, np.arange(len(known) + 1)) for of in (of_before, of_after))
+    distinct = pc.unique(pa.concat_arrays(list(lists)))
+    distinct = distinct.take(pc.sort_indices(distinct))
+    of_before, of_after = (np.asarray(pc.index_in(ids, value_set=distinct)).astype(np.int64) for ids in lists)
+    old, new = (np.searchsorted(of, np.arange(len(distinct) + 1)) for of in (of_before, of_after))
     lengths = np.minimum(np.diff(old), np.diff(new))
     prefix = _in_common(values, old[:-1], new[:-1], lengths, 1)
     suffix = _in_common(values, old[1:] - 1, new[1:] - 1, lengths - prefix, -1)
@@ -77,16 +77,16 @@ def _in_common(
     equal = np.asarray(
         pc.equal(values[0].take(pa.array(old[lists] + step * nth)), values[1].take(pa.array(new[lists] + step * nth)))
     ).astype(np.bool_)
-    found: stored_rows.Positions = lengths.copy()
-    np.minimum.at(found, lists[~equal], nth[~equal])
-    return found
+    num_common: stored_rows.Positions = lengths.copy()
+    np.minimum.at(num_common, lists[~equal], nth[~equal])
+    return num_common
 
 
 def _between(lists: stored_rows.Positions, begins: stored_rows.Positions, ends: stored_rows.Positions) -> Mask:
     """Return which elements are from ``begins`` (included) to ``ends`` (not included) of their list."""
     at = np.arange(len(lists))
-    found: Mask = (at >= begins[lists]) & (at < ends[lists])
-    return found
+    is_between: Mask = (at >= begins[lists]) & (at < ends[lists])
+    return is_between
 
 
 def _overlap(before: list[bytes], after: list[bytes]) -> int:
@@ -177,8 +177,8 @@ class VariableChanges:
         ]
         structs = []
         for side, positions in ((before, of_before), (after, of_after)) if self._has_values else ():
-            made = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
-            structs.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+            rows = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
+            structs.append(rows.take(pa.array(positions, pa.int64(), mask=positions < 0)))
         yield pa.RecordBatch.from_arrays(
             [
                 pa.repeat(pa.scalar(version, pa.int64()), len(types)),
@@ -221,10 +221,10 @@ class VariableChanges:
         for family, (all_keys, all_values) in families.items():
             is_there = pc.is_valid(all_values)
             keys = all_keys.filter(is_there)
-            made = rows.decode(family, keys, all_values.filter(is_there))
-            groups = pa.array(stored_rows.key_groups_of(keys)[made.pair], pa.int32())
+            decoded = rows.decode(family, keys, all_values.filter(is_there))
+            groups = pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())
             n = len(rows.key) + len(rows.inner)
-            part = stored_rows.DecodedRows(made.pair, [*made.columns[:n], groups, *made.columns[n:]])
+            part = stored_rows.DecodedRows(decoded.pair, [*decoded.columns[:n], groups, *decoded.columns[n:]])
             ids.append(self._ids(family, keys, part))
             ordered.append(stored_rows.order_keys(rows, family, keys))
             parts.append(part)

@@ -178,12 +178,12 @@ class VariableRows:
         """Return the families' schemas with every field nullable: old rows may have undeclared nulls."""
         return {
             family: replace(
-                given,
-                key=_nullable(given.key),
-                value=_nullable(given.value),
-                history=tuple(map(_nullable, given.history)),
+                schema,
+                key=_nullable(schema.key),
+                value=_nullable(schema.value),
+                history=tuple(map(_nullable, schema.history)),
             )
-            for family, given in self.variable.families.items()
+            for family, schema in self.variable.families.items()
         }
 
     # -- pairs to rows -------------------------------------------------------------------------
@@ -213,10 +213,10 @@ class VariableRows:
         if arrays is not None:
             elements, pair = _elements(stored.column(stored.schema.get_field_index(arrays)))
             of_key = [c.take(pa.array(pair)) for c in key_columns[:n]]
-            made = {layouts.LIST: self._of_list, layouts.MAP: self._of_map, layouts.SESSIONS: self._of_sessions}[
+            decode = {layouts.LIST: self._of_list, layouts.MAP: self._of_map, layouts.SESSIONS: self._of_sessions}[
                 self.kind
             ](elements)
-            return DecodedRows(pair, [*of_key, *made])
+            return DecodedRows(pair, [*of_key, *decode])
         if not self.stored_value.names:
             return DecodedRows(np.arange(len(keys)), key_columns)
         return DecodedRows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
@@ -242,14 +242,14 @@ class VariableRows:
 
     def _values(self, columns: Sequence[pa.Array], fields: Iterable[pa.Field]) -> list[pa.Array]:
         """Return the columns of ``value``, made of the stored columns, which have these fields."""
-        given = {f.name: column for f, column in zip(fields, columns, strict=True)}
+        by_name = {f.name: column for f, column in zip(fields, columns, strict=True)}
         if self._has_results:
-            made = results(pa.RecordBatch.from_arrays(list(columns), names=list(given)))
+            results_of_state = results(pa.RecordBatch.from_arrays(list(columns), names=list(by_name)))
         else:
-            ttl = [given.pop(layouts.TTL_COLUMN)] if layouts.TTL_COLUMN in given else []
-            made = [*given.values(), *ttl]
-        types = [*self.value.types, pa.int64()] if len(made) > len(self.value) else self.value.types
-        return [c.cast(kind) for c, kind in zip(made, types, strict=True)]
+            ttl = [by_name.pop(layouts.TTL_COLUMN)] if layouts.TTL_COLUMN in by_name else []
+            results_of_state = [*by_name.values(), *ttl]
+        types = [*self.value.types, pa.int64()] if len(results_of_state) > len(self.value) else self.value.types
+        return [c.cast(kind) for c, kind in zip(results_of_state, types, strict=True)]
 
 
 def _nullable(schema: pa.Schema) -> pa.Schema:
@@ -384,23 +384,23 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
     """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
-    held: list[SortedPairs | None] = [next(stream, None) for stream in streams]
+    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
     while True:
         for i, stream in enumerate(streams):
-            while (pairs := held[i]) is not None and not len(pairs):
-                held[i] = next(stream, None)
-        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in held if pairs is not None]
+            while (pairs := heads[i]) is not None and not len(pairs):
+                heads[i] = next(stream, None)
+        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
         if not lasts:
             return
         end = min(lasts) + b"\x00"
         step = []
-        for i, pairs in enumerate(held):
+        for i, pairs in enumerate(heads):
             if pairs is None:
                 step.append(SortedPairs.empty())
                 continue
             cut = pairs.lower_bound(end)
             step.append(pairs.slice(0, cut))
-            held[i] = pairs.slice(cut)
+            heads[i] = pairs.slice(cut)
         yield step
 
 
@@ -437,8 +437,8 @@ def changed_rows(
     at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)
     stays = at >= 0
     same = np.zeros(len(at), np.bool_)
-    held = pa.array(at[stays])
-    same[stays] = np.asarray(pc.equal(values_before.take(held), values_after.filter(pa.array(stays))))
+    kept_rows = pa.array(at[stays])
+    same[stays] = np.asarray(pc.equal(values_before.take(kept_rows), values_after.filter(pa.array(stays))))
     gone = np.ones(len(ids_before), np.bool_)
     gone[at[stays]] = False
     lost, changed = np.flatnonzero(gone), np.flatnonzero(~same)

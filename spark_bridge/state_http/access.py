@@ -282,9 +282,9 @@ async def _answer(
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    found = [value for key, value in scope.get("headers", ()) if key.lower() == name]
+    values = [value for key, value in scope.get("headers", ()) if key.lower() == name]
     # With several headers of the name it is not clear which one counts.
-    return found[0].decode("latin-1") if len(found) == 1 else ""
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 def token_of_header(authorization: str) -> str:
@@ -294,13 +294,13 @@ def token_of_header(authorization: str) -> str:
     """
     if not authorization:
         return ""
-    scheme, _, given = authorization.partition(" ")
-    given = given.strip()
-    if len(given) <= MAX_TOKEN and scheme.lower() == "bearer":
-        return given
-    if len(given) <= MAX_TOKEN and scheme.lower() == "basic":
+    scheme, _, token = authorization.partition(" ")
+    token = token.strip()
+    if len(token) <= MAX_TOKEN and scheme.lower() == "bearer":
+        return token
+    if len(token) <= MAX_TOKEN and scheme.lower() == "basic":
         try:
-            return base64.b64decode(given, validate=True).decode().partition(":")[2]
+            return base64.b64decode(token, validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError) as error:
             raise exceptions.AccessDeniedError(
                 "The Authorization header is not a HTTP Basic one: its base64 is broken."

@@ -38,16 +38,18 @@ from spark_bridge.task.task_store import StateAccess
 # Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys.
 
 
-def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
+def aligned(result: Columns, schema: pa.Schema, what: str) -> pa.Table:
     """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming a mismatch."""
-    if not isinstance(given, (pa.Table, pa.RecordBatch)):
-        raise StatefulProcessorError(f"The processor returned a {type(given).__name__} for its {what}: return a table.")
-    if sorted(given.schema.names) != sorted(schema.names):
+    if not isinstance(result, (pa.Table, pa.RecordBatch)):
         raise StatefulProcessorError(
-            f"The processor's {what} has the columns {', '.join(given.schema.names) or '(none)'}; its schema has "
+            f"The processor returned a {type(result).__name__} for its {what}: return a table."
+        )
+    if sorted(result.schema.names) != sorted(schema.names):
+        raise StatefulProcessorError(
+            f"The processor's {what} has the columns {', '.join(result.schema.names) or '(none)'}; its schema has "
             f"{', '.join(schema.names)}."
         )
-    table = given if isinstance(given, pa.Table) else pa.Table.from_batches([given])
+    table = result if isinstance(result, pa.Table) else pa.Table.from_batches([result])
     columns = []
     for f in schema:
         column = table.column(f.name)
@@ -67,13 +69,13 @@ def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def flags_of(given: KeyMask | None, n: int, what: str, *, default: bool) -> Flags:
+def flags_of(mask: KeyMask | None, n: int, what: str, *, default: bool) -> Flags:
     """Return a mask of n keys that the processor gave, or ``default`` for all; raises ``StatefulProcessorError``."""
-    if given is None:
+    if mask is None:
         return np.full(n, default)
-    if isinstance(given, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(given.type):
-        given = given.fill_null(False)
-    flags = np.asarray(given)
+    if isinstance(mask, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(mask.type):
+        mask = mask.fill_null(False)
+    flags = np.asarray(mask)
     if flags.dtype != np.bool_ or flags.shape != (n,):
         raise StatefulProcessorError(
             f"The processor gave {what}= with {flags.size} values of type {flags.dtype}: give {n} booleans, one per "
@@ -302,9 +304,9 @@ def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryA
     expiries: list[int] = []
     for i in np.flatnonzero(np.asarray(pc.is_in(keys, value_set=due))).tolist():
         state.set_key(i)
-        found = state.expired_timers()
-        indices += [i] * len(found)
-        expiries += found
+        timers = state.expired_timers()
+        indices += [i] * len(timers)
+        expiries += timers
     return pa.table([pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=TIMERS_SCHEMA)
 
 

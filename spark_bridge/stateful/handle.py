@@ -86,8 +86,8 @@ class Timers:
     def keys_with_expired(self) -> pa.BinaryArray:
         """Return the grouping keys that have a stored timer which fires in this batch, sorted."""
         ranges = expired_ranges(self._step.store.key_groups, self.until_ms)
-        found = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
-        keys = pc.unique(pa.chunked_array(found, pa.binary()))
+        key_batches = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
+        keys = pc.unique(pa.chunked_array(key_batches, pa.binary()))
         return keys.take(key_order(keys))
 
     def begin(self) -> None:
@@ -248,7 +248,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         operation: str,
         name: str,
         kind: str,
-        made: type[State],
+        state_class: type[State],
         ttl_ms: int | None,
         value_schema: StructType | str,
         user_key_schema: StructType | str | None = None,
@@ -264,7 +264,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         declaration = Declaration(name, kind, struct_of(value_schema), user_key, self._checked_ttl(name, ttl_ms))
         variable = declaration.variable(self._key_schema)
         kept = variable if self._step.index is PRE_INIT else self._kept(variable)
-        state = made(declaration, kept, self._step)
+        state = state_class(declaration, kept, self._step)
         self._states[name], self._variables[name] = state, variable
         return state
 

@@ -111,13 +111,13 @@ class StoredMaps:
         """Return the rows of the step's keys, read for all keys at once when the first is needed."""
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
-            found = self._schema.decode_values(stored)
+            values = self._schema.decode_values(stored)
             elements, offsets = partition_rows.alive_lists(
-                found.column(layouts.MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None
+                values.column(layouts.MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None
             )
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column(layouts.IS_LARGE).fill_null(False).to_pylist(),
+                values.column(layouts.IS_LARGE).fill_null(False).to_pylist(),
                 partition_rows.LazyLists(elements, offsets, self._decoded),
             )
         return self._read_heads
@@ -165,9 +165,9 @@ class StoredMaps:
         Raises ``IllegalStateValueError`` for a value out of its type's range.
         """
         if changed:
-            for i, found in changed:
-                if found.is_wiped:
-                    self._wipe(i, found)
+            for i, key_map in changed:
+                if key_map.is_wiped:
+                    self._wipe(i, key_map)
             self._stage_heads([(i, m) for i, m in changed if not m.is_large])
             self._stage_entries([(i, m) for i, m in changed if m.is_large])
             if self._ttl.is_on:
@@ -179,12 +179,12 @@ class StoredMaps:
             self._remove_expired(self._read_heads, [i for i, _ in changed])
         self._read_heads = None
 
-    def _wipe(self, i: int, found: KeyMap) -> None:
+    def _wipe(self, i: int, key_map: KeyMap) -> None:
         """Stage the removal of a large map's entries."""
         prefix = self._step.keys[i].as_py()
         for batch in self._step.store.scan([prefix_range(prefix)], self._entry_family):
             self._step.stage(batch.column(0), None, self._entry_family)
-            found.removed += batch.num_rows
+            key_map.removed += batch.num_rows
 
     def _stage_heads(self, changed: list[tuple[int, KeyMap]]) -> None:
         """Stage maps that have been small; a map with too many entries or bytes becomes large."""
@@ -284,8 +284,8 @@ class MapState(PySparkMapState):
 
     def exists(self) -> bool:
         """Return whether the key's map has an entry."""
-        found = self._map()
-        return next(self._entries(found), None) is not None if found.is_large else bool(found.entries)
+        key_map = self._map()
+        return next(self._entries(key_map), None) is not None if key_map.is_large else bool(key_map.entries)
 
     def getValue(self, key: ValueTuple) -> Row | None:
         """Return the value of an entry, or None if the entry does not exist.
@@ -311,10 +311,10 @@ class MapState(PySparkMapState):
         Raises ``IllegalStateValueError`` if ``key`` or ``value`` does not fit its schema.
         """
         key, value = self._keys.accept(key), self._values.accept(value)
-        found, hashed = self._map(), self._hashed(key)
-        found.entries[hashed] = (key, value, self._ttl.expiry)
-        found.written.add(hashed)
-        found.is_changed = True
+        key_map, hashed = self._map(), self._hashed(key)
+        key_map.entries[hashed] = (key, value, self._ttl.expiry)
+        key_map.written.add(hashed)
+        key_map.is_changed = True
 
     def iterator(self) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Yield the entries, in the order of their keys, as they are at the time of the call.
@@ -337,22 +337,22 @@ class MapState(PySparkMapState):
     def removeKey(self, key: ValueTuple) -> None:
         """Remove an entry, if there is one; raises ``IllegalStateValueError`` if ``key`` does not fit its schema."""
         key = self._keys.accept(key)
-        found, hashed = self._map(), self._hashed(key)
-        if found.is_large:
-            found.entries[hashed] = (key, None, None)
-        elif found.entries.pop(hashed, None) is None:
+        key_map, hashed = self._map(), self._hashed(key)
+        if key_map.is_large:
+            key_map.entries[hashed] = (key, None, None)
+        elif key_map.entries.pop(hashed, None) is None:
             return
-        found.written.discard(hashed)
-        found.removed += 1
-        found.is_changed = True
+        key_map.written.discard(hashed)
+        key_map.removed += 1
+        key_map.is_changed = True
 
     def clear(self) -> None:
         """Remove all entries."""
-        found = self._map()
-        if not found.is_large:
-            found.removed += len(found.entries)
-        found.is_large, found.is_changed = False, True
-        found.entries, found.written = {}, set()
+        key_map = self._map()
+        if not key_map.is_large:
+            key_map.removed += len(key_map.entries)
+        key_map.is_large, key_map.is_changed = False, True
+        key_map.entries, key_map.written = {}, set()
 
     def _begin(self) -> None:
         self._maps = [None] * len(self._step.keys)
@@ -367,33 +367,33 @@ class MapState(PySparkMapState):
 
     def _map(self) -> KeyMap:
         index = self._step.index
-        found: KeyMap | None = self._maps[index]
-        if found is None:
+        key_map: KeyMap | None = self._maps[index]
+        if key_map is None:
             is_large, entries = self._stored.head(index)
-            found = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
+            key_map = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
             self._touched.append(index)
-        return found
+        return key_map
 
     def _value_of(self, key: ValueTuple) -> ValueTuple | None:
-        found, hashed = self._map(), self._hashed(key)
-        entry = found.entries.get(hashed)
+        key_map, hashed = self._map(), self._hashed(key)
+        entry = key_map.entries.get(hashed)
         if entry is not None:
             return entry[1]
-        return self._look_up(found, hashed, key) if found.is_large else None
+        return self._look_up(key_map, hashed, key) if key_map.is_large else None
 
-    def _look_up(self, found: KeyMap, hashed: Hashable, key: ValueTuple) -> ValueTuple | None:
+    def _look_up(self, key_map: KeyMap, hashed: Hashable, key: ValueTuple) -> ValueTuple | None:
         """Return the stored value of a large map's entry; after many look-ups all entries are loaded, if few enough."""
-        if hashed in found.stored or found.is_loaded:
-            return found.stored.get(hashed)
-        found.misses += 1
+        if hashed in key_map.stored or key_map.is_loaded:
+            return key_map.stored.get(hashed)
+        key_map.misses += 1
         prefix = self._prefix()
-        if found.misses == _MISSES_BEFORE_LOADING:
+        if key_map.misses == _MISSES_BEFORE_LOADING:
             loaded = list(chain.from_iterable(self._stored.scan(prefix, _ENTRIES_LOADED + 1)))
             if self._stored.num_scanned <= _ENTRIES_LOADED:
-                found.stored = {self._hashed(k): value for _, k, value in loaded}
-                found.is_loaded = True
-                return found.stored.get(hashed)
-        value = found.stored[hashed] = self._stored.value(prefix, key)
+                key_map.stored = {self._hashed(k): value for _, k, value in loaded}
+                key_map.is_loaded = True
+                return key_map.stored.get(hashed)
+        value = key_map.stored[hashed] = self._stored.value(prefix, key)
         return value
 
     def _prefix(self) -> bytes:
@@ -401,13 +401,13 @@ class MapState(PySparkMapState):
         prefix: bytes = self._step.keys[self._step.current].as_py()
         return prefix
 
-    def _entries(self, found: KeyMap) -> Iterator[tuple[ValueTuple, ValueTuple]]:
+    def _entries(self, key_map: KeyMap) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Return the entries of a map as they are at the time of the call, in the order of their keys."""
-        if not found.is_large:
-            pairs = [(key, value) for key, value, _ in found.entries.values() if value is not None]
+        if not key_map.is_large:
+            pairs = [(key, value) for key, value, _ in key_map.entries.values() if value is not None]
             return iter(sorted(pairs, key=lambda pair: sort_key(pair[0])))
         prefix = self._prefix()
-        entries = list(found.entries.values())
+        entries = list(key_map.entries.values())
         encoded = self._stored.stored_keys(prefix, [entry[0] for entry in entries])
         changed = [(stored, key, value) for stored, (key, value, _) in zip(encoded, entries, strict=True)]
         return self._merged(prefix, sorted(changed, key=lambda c: c[0]))

@@ -58,9 +58,9 @@ class OutputRows:
     sink: OutputSink
     _rows: list[Any] = field(default_factory=list)
 
-    def take(self, given: Any) -> None:
+    def take(self, result: Any) -> None:
         """Take all rows that a method of the processor has returned."""
-        rows = given if type(given) is GeneratorType else _iterator(given, "Rows")
+        rows = result if type(result) is GeneratorType else _iterator(result, "Rows")
         if self._is_mutable:
             rows = map(detached, rows)
         self._rows.extend(islice(rows, ROWS_AT_ONCE))
@@ -95,9 +95,9 @@ class OutputFrames:
     _frames: list[FrameColumns] = field(default_factory=list)
     _num_rows: int = 0
 
-    def take(self, given: Any) -> None:
+    def take(self, result: Any) -> None:
         """Take all DataFrames that a method of the processor has returned; raises ``StatefulProcessorError``."""
-        for frame in given if type(given) is GeneratorType else _iterator(given, "pandas DataFrames"):
+        for frame in result if type(result) is GeneratorType else _iterator(result, "pandas DataFrames"):
             if not isinstance(frame, pd.DataFrame):
                 raise StatefulProcessorError(
                     f"The processor gave {shown(frame)} ({type(frame).__name__}) for output: give pandas DataFrames."
@@ -147,15 +147,15 @@ class OutputSink:
         self.spool.add(batch)
 
 
-def _iterator(given: Any, what: str) -> Iterator[Any]:
-    if given is None:
+def _iterator(result: Any, what: str) -> Iterator[Any]:
+    if result is None:
         return iter(())
-    if isinstance(given, (tuple, str, bytes, dict, pd.DataFrame)) or not hasattr(given, "__iter__"):
+    if isinstance(result, (tuple, str, bytes, dict, pd.DataFrame)) or not hasattr(result, "__iter__"):
         raise StatefulProcessorError(
-            f"The processor returned {shown(given)} ({type(given).__name__}): return an iterator of {what}, for "
+            f"The processor returned {shown(result)} ({type(result).__name__}): return an iterator of {what}, for "
             "instance by yield."
         )
-    return iter(given)
+    return iter(result)
 
 
 def detached(value: Any) -> Any:
@@ -183,25 +183,25 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
             raise TypeError(f"{shown(wrong)} ({kind.__name__}) is not a Row.")
     if not any(issubclass(kind, Row) for kind in kinds):
         return rows
-    known: object = None
+    last_fields: object = None
     places: list[int] | None = None
     for i, row in enumerate(rows):
-        given = getattr(row, "__fields__", names)
+        fields = getattr(row, "__fields__", names)
         # Rows of one maker, Row("a", "b"), share the object that names their fields.
-        if given is not known:
-            known, places = given, None if given == names else _places(row, given, names)
+        if fields is not last_fields:
+            last_fields, places = fields, None if fields == names else _places(row, fields, names)
         if places is None:
             continue
         try:
             rows[i] = tuple([tuple.__getitem__(row, place) for place in places])
         except IndexError as error:
-            raise ValueError(f"{shown(tuple(row))} has {len(row)} values for {', '.join(given)}.") from error
+            raise ValueError(f"{shown(tuple(row))} has {len(row)} values for {', '.join(fields)}.") from error
     return rows
 
 
-def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | None:
+def _places(row: Any, own_fields: Sequence[str], names: list[str]) -> list[int] | None:
     """Return the positions of the fields ``names`` in a row, None if in their order; raises ``ValueError``."""
-    fields = list(given)
+    fields = list(own_fields)
     if fields == names:
         return None
     if not set(names) <= set(fields):  # further fields are left out, as by Spark
@@ -507,16 +507,16 @@ def frozen() -> Iterator[None]:
 
 
 def opener(
-    given: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
+    task_input: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
 ) -> Callable[[pa.RecordBatch], Taker]:
     """Return a function that converts Arrow rows to the form that a processor takes."""
 
     def open_rows(rows: pa.RecordBatch) -> Taker:
-        made = RowCodec(given.struct).iter_rows(rows)
-        return lambda start, stop: islice(made, stop - start)
+        rows_of_batch = RowCodec(task_input.struct).iter_rows(rows)
+        return lambda start, stop: islice(rows_of_batch, stop - start)
 
     def open_frames(rows: pa.RecordBatch) -> Taker:
-        frame = PandasCodec(given.struct, time_zone).to_frame(rows)
+        frame = PandasCodec(task_input.struct, time_zone).to_frame(rows)
         size = frame_size(rows, frame_rows, frame_bytes)
         return lambda start, stop: (rows_of_frame(frame, i, min(i + size, stop)) for i in range(start, stop, size))
 
@@ -537,15 +537,15 @@ def frame_size(rows: pa.RecordBatch, most_rows: int, most_bytes: int) -> int:
 def for_each_key(
     state: ProcessorState,
     steps: Iterator[RowStep],
-    given: TaskInput,
+    task_input: TaskInput,
     open_rows: Callable[[pa.RecordBatch], Taker],
     handle_rows: Callable[[tuple[Any, ...], Iterator[Any]], None],
     handle_timers: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> None:
     """Go through the keys of all steps: for each key, handle its rows, if it has any, and then its timers."""
-    key_codec = RowCodec(given.key_struct)
+    key_codec = RowCodec(task_input.key_struct)
     for step in steps:
-        key_rows = decode_keys(step.keys, given.keys)
+        key_rows = decode_keys(step.keys, task_input.keys)
         state.begin(step.keys, key_rows)
         take = open_rows(step.rows) if step.rows.num_rows else None
         bounds = step.offsets.tolist()

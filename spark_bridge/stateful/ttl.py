@@ -52,8 +52,10 @@ class Ttl:
 
     def expiries(self, rows: pa.RecordBatch) -> list[int | None]:
         """Return when each row expires; None without a TTL."""
-        found: list[int | None] = rows.column(layouts.TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
-        return found
+        expiry_ms: list[int | None] = (
+            rows.column(layouts.TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
+        )
+        return expiry_ms
 
     def stamped(self, rows: pa.RecordBatch, expiries: list[int | None] | None = None) -> pa.RecordBatch:
         """Return the rows with the column of their expiries, by default that of this batch; unchanged without a TTL."""
@@ -119,8 +121,8 @@ class _Sweep:
         """Return the last key that sweeps of this batch's first key group have looked at, None for the beginning."""
         keys = pa.array([self._position_key(family) for family in families], pa.binary())
         order = pc.sort_indices(keys)
-        found = self._step.store.get_many(keys.take(order), layouts.SWEEP_FAMILY).to_pylist()
-        return {families[i]: position for i, position in zip(order.to_pylist(), found, strict=True)}
+        values = self._step.store.get_many(keys.take(order), layouts.SWEEP_FAMILY).to_pylist()
+        return {families[i]: position for i, position in zip(order.to_pylist(), values, strict=True)}
 
     def _position_key(self, family: str) -> bytes:
         return group_range(self._groups[0])[0] + family.encode()
@@ -199,7 +201,7 @@ class _Sweep:
         asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
         for i in asked.tolist():
             ranges = [prefix_range(heads[i].as_py())]
-            gone[i] = sum(found.num_rows for found in self._step.store.scan(ranges, family, 1)) == 0
+            gone[i] = sum(batch.num_rows for batch in self._step.store.scan(ranges, family, 1)) == 0
         return gone
 
 

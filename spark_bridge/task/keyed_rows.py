@@ -122,9 +122,9 @@ class RowReducer:
         carried = self._empty
         for step in self._sorter.steps():
             ids = np.repeat(np.arange(len(step.keys), dtype=np.int64), np.diff(step.offsets))
-            held = step.rows.column(_ROWS)
-            present = held.is_valid()
-            rows = pa.RecordBatch.from_struct_array(held.filter(present))
+            row_counts = step.rows.column(_ROWS)
+            present = row_counts.is_valid()
+            rows = pa.RecordBatch.from_struct_array(row_counts.filter(present))
             ids = ids[np.asarray(present)]
             if carried.num_rows:
                 ids = np.concatenate([np.zeros(carried.num_rows, np.int64), ids])

@@ -200,12 +200,12 @@ def _error_of(error: flight.FlightError) -> Exception:
     if extra:
         info = json_decoder(protocol.ErrorInfo).decode(bytes(extra))
         return exceptions.rebuilt_error(info.error, info.message)
-    said = str(error).split("\n", 1)[0]
+    first_line = str(error).split("\n", 1)[0]
     if isinstance(error, REFUSED):
-        return exceptions.AccessDeniedError(said)
+        return exceptions.AccessDeniedError(first_line)
     if isinstance(error, UNREACHABLE):
-        return exceptions.HostUnavailableError(said)
-    return exceptions.SparkBridgeError(said)
+        return exceptions.HostUnavailableError(first_line)
+    return exceptions.SparkBridgeError(first_line)
 
 
 class HostClient:

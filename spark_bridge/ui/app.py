@@ -311,8 +311,8 @@ class _Page:
         return self._signed_in(request, token, following)
 
     def _signed_in(self, request: Request, token: str, following: str) -> Response:
-        there = following if _NEXT.fullmatch(following) else "/"
-        answer = RedirectResponse(_base(request) + there, 303)
+        path = following if _NEXT.fullmatch(following) else "/"
+        answer = RedirectResponse(_base(request) + path, 303)
         self._set_cookie(request, answer, requests.SESSION_COOKIE, token)
         return answer
 

@@ -38,7 +38,7 @@ def overview(call: PageCall) -> Response:
     )
     # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
-    held = sum(_held(host.memory) for host in of.hosts)
+    used_bytes = sum(_held(host.memory) for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
     idle = [p.freshness_ms or 0 for _, p in at_work if p.is_idle]
     backlogs = [p.backlog_rows for _, p in at_work if p.backlog_rows is not None]
@@ -64,9 +64,9 @@ def overview(call: PageCall) -> Response:
         backlog=sum(backlogs) if backlogs else None,
         lookup=_lookup_latency(of.hosts),
         silent=sum(not host.answered for host in of.hosts),
-        held=held,
+        held=used_bytes,
         budget=budget,
-        memory=charts.strip({"held": float(held)}, float(budget)),
+        memory=charts.strip({"held": float(used_bytes)}, float(budget)),
     )
 
 
@@ -79,14 +79,14 @@ class _Latency:
 
 
 def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
-    known = [
+    latencies = [
         (float(figures["p99_ms"]), float(figures.get("p50_ms") or 0))
         for host in hosts
         for verbs in host.requests.values()
         for verb, figures in verbs.items()
         if verb in LOOKUP_VERBS and figures.get("requests") and figures.get("p99_ms") is not None
     ]
-    return _Latency(max(known)[1], max(known)[0]) if known else None
+    return _Latency(max(latencies)[1], max(latencies)[0]) if latencies else None
 
 
 def _is_faulty(query: Query, faulty: set[str]) -> bool:
@@ -111,7 +111,7 @@ class HostRow:
     """A host with its memory: the strip, and bytes by holder, the largest first."""
 
     host: HostOverview
-    held: int
+    used_bytes: int
     budget: int
     strip: list[charts.Part]
     holders: list[tuple[str, int]]
@@ -129,14 +129,14 @@ class RequestRow:
 
 def hosts(call: PageCall) -> Response:
     """Show the hosts."""
-    there = call.overview.hosts
+    all_hosts = call.overview.hosts
     first = call.number("from", 0)
-    shown = there[first : first + HOSTS_AT_ONCE]
-    kinds = sorted({name for host in there for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
+    shown = all_hosts[first : first + HOSTS_AT_ONCE]
+    kinds = sorted({name for host in all_hosts for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
     rows = [_row(host, kinds) for host in shown]
     requests = [request for host in shown for request in _requests(host)]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
-    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in there)}
+    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in all_hosts)}
     return call.render(
         "hosts.html",
         faults=[fault for fault in call.overview.faults if fault.subject in subjects],
@@ -152,10 +152,10 @@ def hosts(call: PageCall) -> Response:
 
 def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
-    held = sum(n for name, n in host.memory.items() if name != BUDGET)
+    used_bytes = sum(n for name, n in host.memory.items() if name != BUDGET)
     budget = host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
-    return HostRow(host, held, budget, charts.strip(holders, float(max(budget, held))), by_size)
+    return HostRow(host, used_bytes, budget, charts.strip(holders, float(max(budget, used_bytes))), by_size)
 
 
 def _requests(host: HostOverview) -> Iterator[RequestRow]:
@@ -178,15 +178,15 @@ def named_operator(call: PageCall) -> tuple[Query, Operator]:
     for operator_ in of.operators:
         if operator_.name == name:
             return of, operator_
-    there = ", ".join(o.name for o in of.operators) or "none"
-    raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {there}.")
+    names = ", ".join(o.name for o in of.operators) or "none"
+    raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {names}.")
 
 
 def operator(call: PageCall) -> Response:
     """Show an operator."""
     of, one = named_operator(call)
-    there = [m for m in charts.MEASURES if any(charts.partition_measure(p, m) is not None for p in one.partitions)]
-    measure = call.given("by") if call.given("by") in there else (there[0] if there else "")
+    measures = [m for m in charts.MEASURES if any(charts.partition_measure(p, m) is not None for p in one.partitions)]
+    measure = call.given("by") if call.given("by") in measures else (measures[0] if measures else "")
     order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
     first = call.number("from", 0)
     ordered = sorted(one.partitions, key=lambda p: _order(p, order))
@@ -199,7 +199,7 @@ def operator(call: PageCall) -> Response:
         query=of,
         operator=one,
         faults=faults_about(call.overview.faults, f"operator {one.name} of query {of.title}"),
-        measures=there,
+        measures=measures,
         measure=measure,
         heat=charts.heat_map(one, measure) if measure else None,
         hottest=[(p, charts.measure_in_words(measure, charts.partition_measure(p, measure))) for p in hottest],
@@ -234,7 +234,7 @@ def query(call: PageCall) -> Response:
     first = call.number("from", 0)
     newest_first = of.checkpoints[::-1]
     recent = of.checkpoints[-charts.MAX_DURATION_BARS :]
-    known = [c for c in recent if c.rows is not None]
+    with_rows = [c for c in recent if c.rows is not None]
     ref = reference(of, call.overview.queries)
     about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))
     return call.render(
@@ -246,11 +246,11 @@ def query(call: PageCall) -> Response:
         timeline=charts.timeline(of.checkpoints),
         phases=charts.PHASES,
         steps=charts.steps(recent),
-        rows=sum(c.rows or 0 for c in known),
-        late=sum(c.late or 0 for c in known),
-        duplicates=sum(c.duplicates or 0 for c in known),
-        removed=sum(c.removed or 0 for c in known),
-        known=len(known),
+        rows=sum(c.rows or 0 for c in with_rows),
+        late=sum(c.late or 0 for c in with_rows),
+        duplicates=sum(c.duplicates or 0 for c in with_rows),
+        removed=sum(c.removed or 0 for c in with_rows),
+        known=len(with_rows),
         checkpoints=newest_first[first : first + CHECKPOINTS_AT_ONCE],
         first=first,
         at_once=CHECKPOINTS_AT_ONCE,
@@ -274,11 +274,11 @@ def savepoints_page(call: PageCall) -> Response:
     queries = call.overview.queries
     named = call.given("query")
     query = call.named_query() if named or len(queries) == 1 else None
-    found: list[SavepointInfo] = []
+    savepoints: list[SavepointInfo] = []
     problem, status = "", 200
     if query is not None:
         try:
-            found = call.system.savepoints(query, _directory(call))[::-1]
+            savepoints = call.system.savepoints(query, _directory(call))[::-1]
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     request = call.given("request")
@@ -288,8 +288,8 @@ def savepoints_page(call: PageCall) -> Response:
         query=query,
         queries=[(reference(q, queries), q) for q in queries],
         directory=None if query is None else (_directory(call) or default_directory(query)),
-        savepoints=found[:MAX_SAVEPOINTS],
-        left_out=max(0, len(found) - MAX_SAVEPOINTS),
+        savepoints=savepoints[:MAX_SAVEPOINTS],
+        left_out=max(0, len(savepoints) - MAX_SAVEPOINTS),
         problem=problem,
         request=request,
         progress=call.system.savepoint_status(request) if request else None,
@@ -324,10 +324,10 @@ def trigger(call: PageCall) -> Response:
 
 def _directory(call: PageCall) -> str | None:
     """Return the directory that is asked for. Only an administrator may look into any."""
-    given = call.given("directory")
-    if given and not call.grant.admin:
+    directory = call.given("directory")
+    if directory and not call.grant.admin:
         raise RequestError("Another directory than the query's own is shown to an administrator only.")
-    return given or None
+    return directory or None
 
 
 def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointInfo:

@@ -64,9 +64,9 @@ class ProxyDiscovery:
         return self._current
 
     def failed(self) -> None:
-        known = list(dict.fromkeys([*self._given, *self._named]))
-        at = known.index(self._current) if self._current in known else -1
-        self._current = known[(at + 1) % len(known)]
+        addresses = list(dict.fromkeys([*self._given, *self._named]))
+        at = addresses.index(self._current) if self._current in addresses else -1
+        self._current = addresses[(at + 1) % len(addresses)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         proxy = self._current
@@ -133,8 +133,8 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
 
     Raises ``RequestError``.
     """
-    given = address.split(",") if isinstance(address, str) else list(address)
-    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
+    named = address.split(",") if isinstance(address, str) else list(address)
+    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in named]
     for plain in addresses:
         host, _, port = plain.rpartition(":")
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -219,11 +219,11 @@ class KnownOperator:
 
     def view(self, state: str | None) -> StateView:
         """Return a state variable. Raises ``UnknownKvStateIdError``."""
-        found = self.views.get(state)
-        if found is None:
-            found = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
-            self.views[state] = found
-        return found
+        view = self.views.get(state)
+        if view is None:
+            view = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
+            self.views[state] = view
+        return view
 
 
 def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
@@ -254,12 +254,12 @@ class KnownOperators:
 
     def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         """Return the known operator of that name; look it up if none is known."""
-        known = self._known.get(ref)
-        if known is None:
+        target = self._known.get(ref)
+        if target is None:
             return self._look_up(ref, deadline)
-        if self._clock() - known.located_at > REFRESH_SECONDS:
-            self._refresh(ref, known)
-        return known
+        if self._clock() - target.located_at > REFRESH_SECONDS:
+            self._refresh(ref, target)
+        return target
 
     def forget(self, ref: OperatorRef) -> None:
         """Forget a location that has proved wrong."""
@@ -267,14 +267,14 @@ class KnownOperators:
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         location = self._locate(*ref, deadline)
-        known = KnownOperator.of(location, self._clock(), self._last.get(ref))
-        self._known[ref] = self._last[ref] = known
-        return known
+        target = KnownOperator.of(location, self._clock(), self._last.get(ref))
+        self._known[ref] = self._last[ref] = target
+        return target
 
-    def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
+    def _refresh(self, ref: OperatorRef, target: KnownOperator) -> None:
         # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
-        known.located_at = self._clock()
+        target.located_at = self._clock()
 
         def refresh() -> None:
             try:

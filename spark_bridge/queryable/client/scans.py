@@ -144,17 +144,17 @@ class VersionDiff:
 
     @classmethod
     def begin(
-        cls, router: StateRouter, known: KnownOperator, view: StateView, first: At, last: At, deadline: float
+        cls, router: StateRouter, target: KnownOperator, view: StateView, first: At, last: At, deadline: float
     ) -> VersionDiff:
         """Begin to read both versions. Raises the errors of ``StateRouter.scan``, ``RequestError``."""
-        newest = _opened(router, known, view, last, deadline)
+        newest = _opened(router, target, view, last, deadline)
         if first.version > newest.version:
             newest.close()
             raise RequestError(
                 f"A diff from version {first.version} to version {newest.version}: give the earlier version first."
             )
         try:
-            return cls(view, _opened(router, known, view, first, deadline), newest)
+            return cls(view, _opened(router, target, view, first, deadline), newest)
         except BaseException:
             newest.close()
             raise
@@ -203,8 +203,8 @@ class VersionDiff:
         structs = []
         for side, positions in ((before, of_before), (after, of_after)) if len(self.schema) > n + 1 else ():
             fields = list(self.schema.field(n + 1).type)
-            made = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
-            structs.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+            values = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
+            structs.append(values.take(pa.array(positions, pa.int64(), mask=positions < 0)))
         return pa.RecordBatch.from_arrays([pa.array(types, pa.string()), *keys, *structs], schema=self.schema)
 
 
@@ -267,12 +267,12 @@ class _Side:
         by_column = [keys.column(keys.schema.get_field_index(name)) for name in view.codec.stored.names]
         # Timers are stored by the time when they fire, sessions after one another under their key.
         columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
-        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
-        return encode_keys(made, key_groups_of(stored))
+        rows = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
+        return encode_keys(rows, key_groups_of(stored))
 
 
-def _opened(router: StateRouter, known: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:
-    location = known.location
+def _opened(router: StateRouter, target: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:
+    location = target.location
     request = ScanRequest(location.run_id, location.operator.name, view.variable.name, at, collect=True)
     return router.scan(location, request, deadline, in_order=True)
 

@@ -273,13 +273,13 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
     Raises ``UnknownKvStateIdError`` naming the state variables that there are.
     """
-    known = schema.in_use
+    variables = schema.in_use
     if state is None:
-        named = list(known) if len(known) == 1 else [v for v in known if v.kind != TIMERS]
+        named = list(variables) if len(variables) == 1 else [v for v in variables if v.kind != TIMERS]
     else:
-        named = [v for v in known if v.name == state]
+        named = [v for v in variables if v.name == state]
     if len(named) != 1:
-        names = ", ".join(f"{v.name!r} ({v.kind})" for v in known) or "none"
+        names = ", ".join(f"{v.name!r} ({v.kind})" for v in variables) or "none"
         wanted = "needs state=, one of" if state is None else f"has no state variable {state!r}; there are"
         raise UnknownKvStateIdError(f"Operator {operator!r} {wanted} its state variables: {names}.")
     (variable,) = named

@@ -139,37 +139,37 @@ class StateWatch:
 
         The position advances with the returned changes.
         """
-        known = self._access.known(self._ref, deadline)
-        position = self._begin(known, deadline)
-        completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
+        target = self._access.known(self._ref, deadline)
+        position = self._begin(target, deadline)
+        completed = self._completed(target, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
         while position < completed and not self._closed.is_set():
             until = min(completed, position + VERSIONS_AT_ONCE)
-            for change in self._changes_until(known, position, until, time.monotonic() + self._timeout):
-                self._position, self._given_by = change.version, known.location.run_id
+            for change in self._changes_until(target, position, until, time.monotonic() + self._timeout):
+                self._position, self._given_by = change.version, target.location.run_id
                 yield change
                 if self._closed.is_set():
                     return
-            self._position, self._given_by = until, known.location.run_id
+            self._position, self._given_by = until, target.location.run_id
             position = until
 
-    def _begin(self, known: KnownOperator, deadline: float) -> int:
+    def _begin(self, target: KnownOperator, deadline: float) -> int:
         """Return the position: it is set at the beginning, and proved when the query has been restarted."""
-        location = known.location
+        location = target.location
         if self._position is None:
-            self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
+            self._position = max(location.completed_version, self._completed(target, 0, 0.0, deadline))
             self._given_by = location.run_id
         elif location.run_id != self._run_id and location.completed_version < self._position:
-            self._prove(known, self._position, deadline)
+            self._prove(target, self._position, deadline)
         self._run_id = location.run_id
         return self._position
 
-    def _prove(self, known: KnownOperator, position: int, deadline: float) -> None:
+    def _prove(self, target: KnownOperator, position: int, deadline: float) -> None:
         """Raise ``StateVersionError`` if a run begins before the position."""
-        location = known.location
+        location = target.location
         is_first = self._run_id is None
         # A location may be slightly stale, but a new run is located at its first version or later.
         try:
-            completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+            completed = self._completed(target, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
         except exceptions.QueryEndedError:
             completed = location.completed_version  # no later one comes
         if completed >= position:
@@ -189,19 +189,19 @@ class StateWatch:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
+    def _completed(self, target: KnownOperator, after: int, seconds: float, deadline: float) -> int:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
-        reply = self._access.ask_host(protocol.AwaitRequest(known.location.run_id, after, seconds), deadline)
+        reply = self._access.ask_host(protocol.AwaitRequest(target.location.run_id, after, seconds), deadline)
         if not isinstance(reply, protocol.CountReply):
             raise exceptions.ConnectionClosedError(
                 f"A host answered a question for its version by {type(reply).__name__}."
             )
         return reply.count
 
-    def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
+    def _changes_until(self, target: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
         """Yield the changes of each version up to ``until``, each once all changes of the version have arrived."""
-        location = known.location
-        view = known.view(self._state)
+        location = target.location
+        view = target.view(self._state)
         body = b""
         if self._keys is not None:
             codec = view.without_window
@@ -218,11 +218,11 @@ class StateWatch:
             for reply, content in stream:
                 rows = decoder.decode(content) if isinstance(reply, protocol.RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
-                    found = part.column(0)[0].as_py()
-                    if found != version and parts:
+                    first_version = part.column(0)[0].as_py()
+                    if first_version != version and parts:
                         yield StateChange(version, _one(parts))
                         parts = []
-                    version = found
+                    version = first_version
                     parts.append(part)
         finally:
             stream.close()

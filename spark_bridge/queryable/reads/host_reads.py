@@ -133,9 +133,9 @@ class HostReads(PartitionedReads):
     # -- plans and partitions ------------------------------------------------------------------
 
     def _plan(self, run_id: str, operator: str) -> OperatorPlan:
-        known = self._plans.get((run_id, operator))
-        if known is not None:
-            return known
+        cached = self._plans.get((run_id, operator))
+        if cached is not None:
+            return cached
         registration = self._host.cache.registration(run_id)
         if registration is None:
             self._host.version_requests.completed_version(

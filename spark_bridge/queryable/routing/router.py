@@ -477,7 +477,7 @@ class StateRouter:
             request=request,
             location=location,
             open_stream=self._open_scan,
-            address_of=lambda found, partition: self._scan_shares(found, [partition], in_order)[0][0],
+            address_of=lambda located, partition: self._scan_shares(located, [partition], in_order)[0][0],
             relocate=None if request.at.isolation == "latest" else relocate,
             timeout=self._connections.timeout,
             is_stable=self._table(location).is_stable(request.state),

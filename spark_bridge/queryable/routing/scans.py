@@ -152,8 +152,8 @@ class ScanResumption:
     version: int
     relocate: Callable[[Exception], OperatorLocation]
 
-    def rows(self, partitions: Sequence[int], given: int, failure: Exception) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has returned.
+    def rows(self, partitions: Sequence[int], num_rows: int, failure: Exception) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of ``partitions`` without the first ``num_rows`` ones, which the broken stream has returned.
 
         ``failure`` is the error of that stream. Raises what ``Attempts.delay`` raises if attempts no longer help.
         """
@@ -161,7 +161,7 @@ class ScanResumption:
         error: Exception | None = failure
         location = plan.location
         attempts = self._attempts()
-        drop = given
+        drop = num_rows
         left = list(partitions)
         while left:
             if error is not None:
@@ -245,7 +245,7 @@ class _Stream:
 
     partitions: list[int]
     source: ScanSource
-    given: int = 0
+    num_rows: int = 0
     is_resumed: bool = False
 
 
@@ -310,12 +310,14 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 batch = stream.source.read()
             except BaseException as error:
                 relocate = self._plan.relocate
-                may_resume = not stream.is_resumed and (self._plan.is_stable or not stream.given)
+                may_resume = not stream.is_resumed and (self._plan.is_stable or not stream.num_rows)
                 if relocate is None or not may_resume or not isinstance(error, MOVED):
                     self.close()
                     raise
                 stream.source.close()
-                rest = ScanResumption(self._plan, self.version, relocate).rows(stream.partitions, stream.given, error)
+                rest = ScanResumption(self._plan, self.version, relocate).rows(
+                    stream.partitions, stream.num_rows, error
+                )
                 stream.source = LocalRows(self.version, self.schema, rest)
                 stream.is_resumed = True
                 continue
@@ -325,7 +327,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             if not batch.num_rows:
                 self._check_cancelled()
                 continue
-            stream.given += batch.num_rows
+            stream.num_rows += batch.num_rows
             if self._left is not None:
                 batch = batch.slice(0, self._left)
                 self._left -= batch.num_rows

@@ -151,9 +151,9 @@ class RoutingTable:
                     f"{partition}; it has {self.num_partitions}."
                 )
             address = self.addresses[self._hosts[partition]] or self._no_owner()
-            known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
-            if known and known[0][0] == address:
-                known[0][1].append(partition)
+            shares_of_address = shares[-1:] if in_order else [share for share in shares if share[0] == address]
+            if shares_of_address and shares_of_address[0][0] == address:
+                shares_of_address[0][1].append(partition)
             else:
                 shares.append((address, [partition]))
         return shares
@@ -201,11 +201,11 @@ def _variables(schema: str, state: str | None) -> list[StateVariable]:
 
     Empty if the schema is not known.
     """
-    known = list(OperatorSchema.from_json(schema).in_use) if schema else []
+    variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
     if state is None:
-        own = [v for v in known if v.name == DEFAULT_FAMILY]
-        return own or [v for v in known if v.kind != TIMERS] or known
-    return [v for v in known if v.name == state]
+        own = [v for v in variables if v.name == DEFAULT_FAMILY]
+        return own or [v for v in variables if v.kind != TIMERS] or variables
+    return [v for v in variables if v.name == state]
 
 
 # The requests that a router sends to several hosts at once, each at a version that is chosen when it is sent.

@@ -162,20 +162,20 @@ class LocationCache:
 
     def _find(self, run_id: str, operator: str) -> str:
         """Return the job of a run that is not cached."""
-        known = self._jobs.get(run_id)
-        if known is not None:
+        job = self._jobs.get(run_id)
+        if job is not None:
             # Its oracle was removed: the query has perhaps ended, and may have been started again.
-            ended = self._ended.get(known)
+            ended = self._ended.get(job)
             if ended is None or self._clock() - ended[1] > ENDED_SECONDS:
-                self._fetch(known, 0.0, operator)
-            return known
+                self._fetch(job, 0.0, operator)
+            return job
         try:
-            found = self._coordinator.locate(operator, run_id)
+            location = self._coordinator.locate(operator, run_id)
         except EndedError as error:
             raise RetiredRunError(f"Run {run_id} is over; locate the operator again. ({error})") from error
         except UnknownError as error:
             raise RetiredRunError(f"Run {run_id} is not running; locate the operator again. ({error})") from error
-        self._specs[run_id, operator] = found.operator
+        self._specs[run_id, operator] = location.operator
         self._fetch(run_id, 0.0, operator)
         return self._jobs.get(run_id, run_id)
 

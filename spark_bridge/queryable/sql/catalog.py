@@ -32,12 +32,12 @@ def candidate_names(statement: str) -> list[tuple[str, ...]]:
 
     There are more names than tables, because columns and keywords are names too.
     """
-    found: dict[tuple[str, ...], None] = {}
+    names: dict[tuple[str, ...], None] = {}
     for lexeme in _LEXEMES.finditer(statement):
         if lexeme["name"] is not None:
             parts = _PART.findall(lexeme["name"])
-            found[tuple(p[1:-1].replace('""', '"') if p[0] == '"' else p for p in parts)] = None
-    return list(found)
+            names[tuple(p[1:-1].replace('""', '"') if p[0] == '"' else p for p in parts)] = None
+    return list(names)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class UnclearNameError(Exception):
     """Several tables have a name."""
 
 
-def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTable | None:
+def resolve(name: tuple[str, ...], tables: Sequence[CatalogTable]) -> CatalogTable | None:
     """Return the table that a name in SQL means; None if there is none. Case counts only if it tells two tables apart.
 
     A single name with dots is also read as several parts. Raises ``UnclearNameError``, which names the tables that
@@ -119,13 +119,13 @@ def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTabl
     for fold in (str, str.lower):
         for parts in readings:
             wanted = tuple(map(fold, parts))
-            found = [s for s in known if wanted in (tuple(map(fold, n)) for n in s.names)]
-            if len(found) == 1:
-                return found[0]
-            if found:
-                options = ", ".join(sorted(s.full_name for s in found))
+            matches = [s for s in tables if wanted in (tuple(map(fold, n)) for n in s.names)]
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                options = ", ".join(sorted(s.full_name for s in matches))
                 raise UnclearNameError(f"{'.'.join(map(quoted, name))} can be any of {options}; write which one.")
-            operators = [s for s in known if wanted in {(fold(s.operator),), (fold(s.query or ""), fold(s.operator))}]
+            operators = [s for s in tables if wanted in {(fold(s.operator),), (fold(s.query or ""), fold(s.operator))}]
             if operators:
                 options = ", ".join(sorted(s.full_name for s in operators))
                 raise UnclearNameError(
