@@ -89,36 +89,6 @@ class StoredSnapshot(NamedTuple):
     written: int
 
 
-def upload(
-    storage: CheckpointStorage,
-    directory: str,
-    backend: str,
-    local: Path,
-    state: LocalState,
-    *,
-    earlier: SnapshotDescriptor | None,
-    digests: Digests,
-    pool: ThreadPoolExecutor,
-    is_cancelled: Callable[[], bool],
-) -> StoredSnapshot:
-    """Upload the files in ``local``, except those that ``earlier`` has, and a descriptor in a separate file.
-
-    Raises ``StorageError``. Files that were uploaded before the error are removed when their version is no longer kept.
-    """
-    prepared = prepare(
-        storage,
-        directory,
-        backend,
-        local,
-        state,
-        earlier=earlier,
-        digests=digests,
-        pool=pool,
-        is_cancelled=is_cancelled,
-    )
-    return store_alone(storage, prepared)
-
-
 def prepare(
     storage: CheckpointStorage,
     directory: str,
@@ -139,7 +109,8 @@ def prepare(
     so that all partitions share one listing.
 
     SST files of at most ``_TOGETHER_BYTES`` that later snapshots may share are left for the descriptor's object, the
-    smallest first, up to ``small_bytes`` together. Raises as ``upload`` does.
+    smallest first, up to ``small_bytes`` together. Raises ``StorageError``. Files that were uploaded before the error
+    are removed when their version is no longer kept.
     """
     assert state.head is not None
     sizes = {path: size for path in sorted(local.iterdir()) if (size := path.stat().st_size)}
