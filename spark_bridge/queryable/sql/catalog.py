@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from backends.encoding.operator_schema import TIMERS
-from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, push_down
 
 _IDENTIFIER = r'(?:"(?:[^"]|"")+"|[^\W\d][\w$]*)'
@@ -167,35 +166,13 @@ class SqlClient(Protocol):
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of the running queries."""
 
-    def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Sequence[Comparison] = (),
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows of a state variable."""
+    @property
+    def scan(self) -> Callable[..., VersionedRows]:
+        """The method that returns the rows of a state variable."""
 
-    def key_rows(
-        self,
-        operator: str,
-        keys: pa.RecordBatch,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows that some keys have, in the columns of ``scan``."""
+    @property
+    def key_rows(self) -> Callable[..., VersionedRows]:
+        """The method that returns the rows that some keys have, in the columns of ``scan``."""
 
 
 # State variables as the Arrow datasets that DuckDB reads, all of one statement at one version.
@@ -238,29 +215,11 @@ class StatementSnapshot:
     def _open(
         self, table: CatalogTable, pushdown: ScanPushdown, limit: int | None, version: int | None
     ) -> VersionedRows:
+        asked = {"columns": pushdown.columns, "query": table.query_id, "version": version, "timeout": self._timeout}
         if pushdown.keys is not None:
-            return self._client.key_rows(
-                table.operator,
-                pushdown.keys,
-                table.state,
-                pushdown.columns,
-                query=table.query_id,
-                version=version,
-                timeout=self._timeout,
-            )
-        return self._client.scan(
-            table.operator,
-            table.state,
-            pushdown.prefix,
-            pushdown.start,
-            pushdown.end,
-            limit,
-            pushdown.columns,
-            where=pushdown.where,
-            query=table.query_id,
-            version=version,
-            timeout=self._timeout,
-        )
+            return self._client.key_rows(table.operator, pushdown.keys, table.state, **asked)
+        bounds = pushdown.prefix, pushdown.start, pushdown.end
+        return self._client.scan(table.operator, table.state, *bounds, limit=limit, where=pushdown.where, **asked)
 
 
 class StateDataset(pads.Dataset):  # type: ignore[misc]

@@ -481,43 +481,17 @@ class _ParentClient:
         return self._operators
 
     def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Sequence[Comparison] = (),
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
+        self, operator: str, state: str | None, *bounds: Any, where: Sequence[Comparison], **asked: Any
     ) -> VersionedRows:
-        """Return the rows of a state variable."""
-        bounds = {
+        values_of_bounds = {
             f"{bound} {number}": value
-            for bound, values in zip(_BOUNDS, (prefix, start, end), strict=True)
+            for bound, values in zip(_BOUNDS, bounds, strict=True)
             for number, value in enumerate(values or ())
         }
-        asked = {"limit": limit, "columns": columns, "query": query, "version": version}
         where_json = msgspec.to_builtins(where)
-        return self._asked(operator, state, asked, pa.RecordBatch.from_pylist([bounds]), where=where_json)
+        return self._asked(operator, state, asked, pa.RecordBatch.from_pylist([values_of_bounds]), where=where_json)
 
-    def key_rows(
-        self,
-        operator: str,
-        keys: pa.RecordBatch,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows that some keys have, in the columns of ``scan``."""
-        asked = {"columns": columns, "query": query, "version": version}
+    def key_rows(self, operator: str, keys: pa.RecordBatch, state: str | None, **asked: Any) -> VersionedRows:
         return self._asked(operator, state, asked, keys, is_lookup=True)
 
     def _asked(
@@ -534,6 +508,7 @@ class _ParentClient:
         with ours, theirs:
             socket.send_fds(self._scans, [b"s"], [theirs.fileno()])
             file = ours.makefile("rwb")
+        del asked["timeout"]  # the parent has it
         request = {"operator": operator, "state": state, "where": where, "is_lookup": is_lookup, **asked}
         file.write(json.dumps(request).encode() + b"\n")
         with pa.ipc.new_stream(file, keys.schema) as writer:
