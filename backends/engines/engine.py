@@ -1,7 +1,7 @@
 """The interface of a backend's engine, which holds the pairs of one partition at one version.
 
 Everything else (changelogs, manifests, pending changes, older versions, snapshots in the storage, maintenance) is
-shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py`` and ``file.py``.
+shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
 
 RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. This cache stores keys and
-values in append-only arrays, and a hash table in numpy maps a key to its row (``cache_table``). A look-up is a few
+values in append-only arrays, and a hash table in numpy maps a key to its row (``cached_rows``). A look-up is a few
 calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes
 several times as long and twice the memory.
 

@@ -1,6 +1,6 @@
 """Reads RocksDB's own files by columns: many pairs at once, where an iterator returns one after the other.
 
-The format is that of RocksDB's block-based tables, format version 6: blocks of pairs (``table_blocks``), found by an
+The format is that of RocksDB's block-based tables, format version 6: blocks of pairs, found by an
 index. A file with any other content (a later format, merge operands, range deletions) is rejected when it is opened,
 and RocksDB reads it. So is a file of long keys, which RocksDB reads faster.
 """

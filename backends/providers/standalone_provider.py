@@ -20,18 +20,10 @@ from typing import ClassVar, TypeVar
 
 import pyarrow as pa
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.conf import StateStoreConf, StateStoreId
 from backends.engines.engine import StateEngine
 from backends.engines.sorted_map_engine import SortedMapEngine
-from backends.exceptions import (
-    ConcurrentCommitError,
-    DamagedFileError,
-    InvalidStateStoreArgument,
-    MissingFileError,
-    StoreClosedError,
-    VersionNotFoundError,
-)
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, SnapshotDescriptor, SnapshotRef
@@ -165,7 +157,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             try:
                 self._manifests.append(version, newest, attempt, file)
                 self._manifest_ms = (time.perf_counter() - started) * 1e3
-            except ConcurrentCommitError:
+            except exceptions.ConcurrentCommitError:
                 self.main.attempts.discard(version, attempt)
                 # No manifest names it, and none ever will.
                 self._storage.delete(file.path)
@@ -186,10 +178,12 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._manifests.refresh()
             base, lineage = self._manifests.lineage(from_version), self._manifests.lineage(to_version)
             if from_version > to_version:
-                raise InvalidStateStoreArgument(f"from_version={from_version} is above to_version={to_version}.")
+                raise exceptions.InvalidStateStoreArgument(
+                    f"from_version={from_version} is above to_version={to_version}."
+                )
             oldest = self._manifests.oldest_version()
             if from_version < min(oldest, to_version):
-                raise VersionNotFoundError(
+                raise exceptions.VersionNotFoundError(
                     f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is "
                     f"{oldest}."
                 )
@@ -247,7 +241,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             for ref in (ref for past in rolled_back for ref in past.snapshots):
                 in_use |= {ref.file.path, *self._files_of(ref)}
             return [path for path in garbage if path not in in_use]
-        except (DamagedFileError, MissingFileError) as error:
+        except (exceptions.DamagedFileError, exceptions.MissingFileError) as error:
             # The files of a damaged snapshot are unknown: while it is kept, they cannot be distinguished from garbage.
             log.warning("Nothing of %s is removed: %s", self, error)
             return []
@@ -268,7 +262,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _is_sound(self, ref: SnapshotRef, sizes: Mapping[str, int]) -> bool:
         try:
             return ref.file.is_in(sizes) and self._descriptor(ref).is_complete(sizes)
-        except (DamagedFileError, MissingFileError) as error:
+        except (exceptions.DamagedFileError, exceptions.MissingFileError) as error:
             log.warning("A snapshot of %s is damaged: %s", self, error)
             return False
 
@@ -278,7 +272,9 @@ class LocalStateStoreProvider(StateStoreProvider):
         """Call ``call`` with the main copy, if it holds exactly that version. Raises ``VersionNotFoundError``."""
         self._check_open()
         if lineage.head is None and self.main.head is not None:
-            raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self.main.version}.")
+            raise exceptions.VersionNotFoundError(
+                f"The empty version 0 of {self._id} is not held; held is {self.main.version}."
+            )
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
@@ -337,7 +333,7 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
+            raise exceptions.StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
 
 
 class _Copy:
@@ -368,7 +364,7 @@ class _VersionReader:
         if self._copy is None:
             try:
                 return self._provider.read(self.lineage, call)
-            except VersionNotFoundError:
+            except exceptions.VersionNotFoundError:
                 self._copy = self._provider.copy_at(self.lineage)
                 # A store that is dropped without abort() must not leave the copy behind.
                 self._release = weakref.finalize(self, self._provider.release, self.lineage)
@@ -390,7 +386,9 @@ class _VersionReader:
         state = self._copy or self._provider.main
         try:
             figures = state.metrics(self.version, head=self.lineage.head)
-        except VersionNotFoundError:  # a copy is not worth loading for figures: take those of the version that is held
+        except (
+            exceptions.VersionNotFoundError
+        ):  # a copy is not worth loading for figures: take those of the version that is held
             figures = state.metrics()
         return self._provider.with_own_figures(figures)
 

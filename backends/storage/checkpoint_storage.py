@@ -16,13 +16,7 @@ from typing import TypeAlias
 import xxhash
 from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
 
-from backends.exceptions import (
-    DamagedFileError,
-    FileExistsInStorageError,
-    InvalidStateStoreArgument,
-    MissingFileError,
-    UnsupportedLocationError,
-)
+from backends import exceptions
 from backends.host_memory import BoundedDict
 from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
 from backends.storage.local_files import LocalFiles
@@ -102,11 +96,13 @@ class CheckpointStorage:
         try:
             stores = ObjectStores(parsed, options or {})
         except UnknownConfigurationKeyError as error:
-            raise InvalidStateStoreArgument(
+            raise exceptions.InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
             ) from error
         except (BaseError, ValueError) as error:
-            raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {first_line(error)}") from error
+            raise exceptions.InvalidStateStoreArgument(
+                f"{parsed.text} cannot be opened: {first_line(error)}"
+            ) from error
         return cls(
             parsed,
             stores,
@@ -256,7 +252,7 @@ class CheckpointStorage:
         on_second = _nothing if is_small else None
         data = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
         if data is None:
-            raise MissingFileError(f"{self.full_location(path)} does not exist.")
+            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
         return data
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
@@ -277,7 +273,7 @@ class CheckpointStorage:
 
         content = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
         if content is None:
-            raise MissingFileError(f"{self.full_location(path)} does not exist.")
+            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
         return content
 
     def read(self, ref: FileRef) -> bytes:
@@ -290,7 +286,7 @@ class CheckpointStorage:
                 data = self._whole(ref.path, is_small=ref.size <= HEDGED_BYTES)
             else:
                 data = self._shared_part(ref) or self.get_range(ref.within, ref.offset, ref.size)
-        except MissingFileError as error:
+        except exceptions.MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
             raise self._damaged(ref, len(data), digest(data))
@@ -343,14 +339,14 @@ class CheckpointStorage:
         )
         return part if part is not None and digest(part) == ref.digest else None
 
-    def _missing(self, ref: FileRef) -> MissingFileError:
-        return MissingFileError(
+    def _missing(self, ref: FileRef) -> exceptions.MissingFileError:
+        return exceptions.MissingFileError(
             f"{self._named(ref)} ({ref.size} bytes) does not exist, but the state needs it: "
             "it was removed, or is kept elsewhere. Restore it from a copy."
         )
 
-    def _damaged(self, ref: FileRef, size: int, digest: str) -> DamagedFileError:
-        return DamagedFileError(
+    def _damaged(self, ref: FileRef, size: int, digest: str) -> exceptions.DamagedFileError:
+        return exceptions.DamagedFileError(
             f"{self._named(ref)} is damaged: {size} bytes with digest {digest}, "
             f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
         )
@@ -450,12 +446,14 @@ class CheckpointStorage:
 
     def _check_path(self, path: str) -> None:
         if any(part in ("", ".", "..") for part in path.split("/")):
-            raise InvalidStateStoreArgument(
+            raise exceptions.InvalidStateStoreArgument(
                 f"{path!r} is not a path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
 
-    def _exists(self, path: str) -> FileExistsInStorageError:
-        return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
+    def _exists(self, path: str) -> exceptions.FileExistsInStorageError:
+        return exceptions.FileExistsInStorageError(
+            f"{self.full_location(path)} exists already and is never overwritten."
+        )
 
 
 def _nothing() -> None:
@@ -499,7 +497,7 @@ class CreateIfAbsentProofs:
         # At the second write the file exists, whichever process made it. The contents differ: a write whose answer was
         # lost must not be confused with another one.
         if _creates(storage) and _creates(storage):
-            raise UnsupportedLocationError(
+            raise exceptions.UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
                 f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
                 "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
@@ -513,6 +511,6 @@ def _creates(storage: CheckpointStorage) -> bool:
     """Return whether the storage says that it has created the file."""
     try:
         storage.put_new(CREATE_PROBE, secrets.token_bytes(16))
-    except FileExistsInStorageError:
+    except exceptions.FileExistsInStorageError:
         return False
     return True

@@ -1,8 +1,4 @@
-"""The system that a command describes: a running cluster, or the checkpoint of a query without any cluster.
-
-The options for this are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
-its command line these options.
-"""
+"""The system that a command describes: a running cluster, or the checkpoint of a query without any cluster."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Faults of a system: rules over the overview, each with its remedy.
-
-The limits are those of the alerts that operators of streams usually set.
-"""
+"""Faults of a system: rules over the overview, each with its remedy."""
 
 from __future__ import annotations
 

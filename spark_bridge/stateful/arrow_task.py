@@ -14,20 +14,11 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.state_format.layouts import TTL_COLUMN, family_of
+from spark_bridge.stateful import stateful_processor
 from spark_bridge.stateful.declaration import StateFigures
 from spark_bridge.stateful.handle import StatefulProcessorHandle
 from spark_bridge.stateful.process_task import OutputSink, ProcessorState, TaskInput, figures_of, started
 from spark_bridge.stateful.state_values import RowCodec
-from spark_bridge.stateful.stateful_processor import (
-    TIMERS_SCHEMA,
-    ArrowBatch,
-    ArrowResult,
-    ArrowStatefulProcessor,
-    ArrowStatefulProcessorHandle,
-    Columns,
-    Flags,
-    KeyMask,
-)
 from spark_bridge.stateful.ttl import alive_at, expiry_at
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
@@ -38,7 +29,7 @@ from spark_bridge.task.task_store import StateAccess
 # Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys.
 
 
-def aligned(result: Columns, schema: pa.Schema, what: str) -> pa.Table:
+def aligned(result: stateful_processor.Columns, schema: pa.Schema, what: str) -> pa.Table:
     """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming a mismatch."""
     if not isinstance(result, (pa.Table, pa.RecordBatch)):
         raise StatefulProcessorError(
@@ -69,7 +60,7 @@ def aligned(result: Columns, schema: pa.Schema, what: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def flags_of(mask: KeyMask | None, n: int, what: str, *, default: bool) -> Flags:
+def flags_of(mask: stateful_processor.KeyMask | None, n: int, what: str, *, default: bool) -> stateful_processor.Flags:
     """Return a mask of n keys that the processor gave, or ``default`` for all; raises ``StatefulProcessorError``."""
     if mask is None:
         return np.full(n, default)
@@ -101,7 +92,7 @@ class StateColumns:
     ttl_ms: int | None = None
     keys: pa.BinaryArray = field(default_factory=lambda: pa.array([], pa.binary()))
     rows: pa.Table = field(default_factory=lambda: pa.table({}))
-    has_state: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+    has_state: stateful_processor.Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, name: str | None, store: StateAccess, figures: StateFigures) -> StateColumns:
@@ -126,7 +117,7 @@ class StateColumns:
         names = [n for n in self.schema.value.names if n != TTL_COLUMN]
         self.rows = _blanked(pa.Table.from_batches([rows.select(names)]), is_stored & ~self.has_state)
 
-    def apply(self, answer: ArrowResult) -> None:
+    def apply(self, answer: stateful_processor.ArrowResult) -> None:
         """Stage the changes of an answer; raises ``StatefulProcessorError`` for an answer that does not fit."""
         if self.family is None:
             if answer.state is not None or answer.removed is not None:
@@ -153,7 +144,7 @@ class StateColumns:
             self.rows = _blanked(self.rows, removed)
             self.has_state = self.has_state & ~removed
 
-    def _write(self, new: pa.Table, written: Flags) -> None:
+    def _write(self, new: pa.Table, written: stateful_processor.Flags) -> None:
         n, keys, rows = len(self.keys), self.keys, new
         if self.ttl_ms is not None:
             expiry = expiry_at(self.store.times.timestamp_ms, self.ttl_ms)
@@ -171,7 +162,7 @@ class StateColumns:
         self.rows, self.has_state = new, self.has_state | written
 
 
-def _blanked(rows: pa.Table, which: Flags) -> pa.Table:
+def _blanked(rows: pa.Table, which: stateful_processor.Flags) -> pa.Table:
     """Return the rows, with nulls in those that ``which`` marks."""
     return rows.take(pa.array(np.arange(rows.num_rows), mask=which)) if which.any() else rows
 
@@ -184,12 +175,12 @@ TIMED_KEYS = 1 << 18
 class Declaring:
     """A processor in columns in the form that ``ProcessorState`` takes; ``state`` is the name of the declared state."""
 
-    processor: ArrowStatefulProcessor
+    processor: stateful_processor.ArrowStatefulProcessor
     state: str | None = None
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         """Let the processor declare its state."""
-        own = ArrowStatefulProcessorHandle(handle)
+        own = stateful_processor.ArrowStatefulProcessorHandle(handle)
         self.processor.init(own)
         self.state = own.declared
 
@@ -204,7 +195,7 @@ class ArrowLogic:
     ``rows`` is the schema of the rows. ``is_initial`` marks them as the rows of an initial state.
     """
 
-    processor: ArrowStatefulProcessor
+    processor: stateful_processor.ArrowStatefulProcessor
     time_mode: str
     input: TaskInput
     rows: pa.Schema
@@ -250,9 +241,13 @@ class ArrowLogic:
         state.begin(step.keys, keys)
         columns.begin(step.keys)
         while True:
-            expired = _expired_timers(state, step.keys, due) if not step.is_part else TIMERS_SCHEMA.empty_table()
+            expired = (
+                _expired_timers(state, step.keys, due)
+                if not step.is_part
+                else stateful_processor.TIMERS_SCHEMA.empty_table()
+            )
             answer = self._answer(
-                ArrowBatch(
+                stateful_processor.ArrowBatch(
                     keys=pa.Table.from_batches([keys]),
                     rows=self._rows(step.rows),
                     key_index=pa.array(np.repeat(np.arange(len(step.keys), dtype=np.int64), np.diff(step.offsets))),
@@ -281,14 +276,14 @@ class ArrowLogic:
         table = pa.Table.from_batches([rows])
         return table if table.schema.equals(self.rows) else table.cast(self.rows)
 
-    def _answer(self, batch: ArrowBatch) -> ArrowResult:
+    def _answer(self, batch: stateful_processor.ArrowBatch) -> stateful_processor.ArrowResult:
         handle = self.processor.handle_initial_state if self.is_initial else self.processor.process
         answer = handle(batch)
         if answer is None:
-            return ArrowResult()
+            return stateful_processor.ArrowResult()
         if isinstance(answer, (pa.Table, pa.RecordBatch)):
-            answer = ArrowResult(output=answer)
-        if not isinstance(answer, ArrowResult):
+            answer = stateful_processor.ArrowResult(output=answer)
+        if not isinstance(answer, stateful_processor.ArrowResult):
             raise StatefulProcessorError(
                 f"{type(self.processor).__name__} returned a {type(answer).__name__}: return an ArrowResult, a "
                 "table (output alone) or None."
@@ -307,14 +302,18 @@ def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryA
         timers = state.expired_timers()
         indices += [i] * len(timers)
         expiries += timers
-    return pa.table([pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=TIMERS_SCHEMA)
+    return pa.table(
+        [pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=stateful_processor.TIMERS_SCHEMA
+    )
 
 
-def _each_timer(state: ProcessorState, timers: Columns | None, num_keys: int, apply: Callable[[int], None]) -> None:
+def _each_timer(
+    state: ProcessorState, timers: stateful_processor.Columns | None, num_keys: int, apply: Callable[[int], None]
+) -> None:
     """Apply a function to the expiry of each timer while its key is the current key."""
     if timers is None:
         return
-    table = aligned(timers, TIMERS_SCHEMA, "timers")
+    table = aligned(timers, stateful_processor.TIMERS_SCHEMA, "timers")
     indices, expiries = (c.to_pylist() for c in table.columns)
     for i, expiry in zip(indices, expiries, strict=True):
         if i is None or expiry is None or not 0 <= i < num_keys:

@@ -12,14 +12,7 @@ import pyarrow as pa
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
-from spark_bridge.queryable.client.arguments import (
-    COMPLETED,
-    WhereCondition,
-    check_limit,
-    comparisons,
-    key_range,
-    requested_version,
-)
+from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
     ClusterAccess,
@@ -195,12 +188,14 @@ class QueryableStateClient:
                 encoded = fast.encode(key)
                 deadline = begun + (self._access.timeout if timeout is None else timeout)
                 try:
-                    _, value = self._router.lookup_one(fast.target.location, fast.family, encoded, COMPLETED, deadline)
+                    _, value = self._router.lookup_one(
+                        fast.target.location, fast.family, encoded, arguments.COMPLETED, deadline
+                    )
                 except Exception as error:  # noqa: BLE001 - the first attempt below, which raises final errors
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
 
         def ask(target: KnownOperator, deadline: float) -> Any:
             view = target.view(state)
@@ -226,7 +221,7 @@ class QueryableStateClient:
         A value that cannot be a key gets the error itself. For the keys of different callers
         (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
         """
-        at = requested_version(isolation, None)
+        at = arguments.requested_version(isolation, None)
 
         def ask(target: KnownOperator, deadline: float) -> list[Any]:
             return KeyLookups(self._router, target, target.view(state), at, deadline).each(keys)
@@ -261,7 +256,7 @@ class QueryableStateClient:
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
         check_form(as_)
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> pa.Table:
@@ -286,7 +281,7 @@ class QueryableStateClient:
 
         ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
         """
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
@@ -316,7 +311,7 @@ class QueryableStateClient:
         limit: int | None = None,
         columns: Sequence[str] | None = None,
         *,
-        where: Sequence[WhereCondition] | None = None,
+        where: Sequence[arguments.WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
@@ -335,8 +330,8 @@ class QueryableStateClient:
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
-        at = requested_version(isolation, version)
-        check_limit(limit)
+        at = arguments.requested_version(isolation, version)
+        arguments.check_limit(limit)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
             request = self._scan_request(target, state, prefix, start, end, limit, columns, where, at)
@@ -358,11 +353,11 @@ class QueryableStateClient:
         end: Any,
         limit: int | None,
         columns: Sequence[str] | None,
-        where: Sequence[WhereCondition] | None,
+        where: Sequence[arguments.WhereCondition] | None,
         at: At,
     ) -> ScanRequest:
         view = target.view(state)
-        (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
+        (first, behind), conditions = arguments.key_range(view.codec, view.window, prefix, start, end)
         return ScanRequest(
             target.location.run_id,
             target.location.operator.name,
@@ -371,7 +366,7 @@ class QueryableStateClient:
             first,
             behind,
             None if columns is None else list(columns),
-            comparisons([*conditions, *(where or ())], view.types),
+            arguments.comparisons([*conditions, *(where or ())], view.types),
             limit,
         )
 
@@ -383,14 +378,14 @@ class QueryableStateClient:
         prefix: Any = None,
         start: Any = None,
         end: Any = None,
-        where: Sequence[WhereCondition] | None = None,
+        where: Sequence[arguments.WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
         timeout: float | None = None,
     ) -> int:
         """Return the number of rows of ``scan``."""
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
 
         def ask(target: KnownOperator, deadline: float) -> int:
             request = self._scan_request(target, state, prefix, start, end, None, None, where, at)
@@ -431,7 +426,10 @@ class QueryableStateClient:
 
         See ``VersionDiff``.
         """
-        first, last = requested_version("completed", from_version), requested_version("completed", to_version)
+        first, last = (
+            arguments.requested_version("completed", from_version),
+            arguments.requested_version("completed", to_version),
+        )
 
         def ask(target: KnownOperator, deadline: float) -> VersionDiff:
             return VersionDiff.begin(self._router, target, target.view(state), first, last, deadline)

@@ -15,13 +15,7 @@ from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    EnvironmentProblemError,
-    HostUnavailableError,
-    QueryableStateError,
-    RequestError,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
@@ -72,7 +66,9 @@ class ProxyDiscovery:
         proxy = self._current
         reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
         if not isinstance(reply, LocateReply):
-            raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
+            raise exceptions.QueryableStateError(
+                f"{proxy} answered a question for a location by {type(reply).__name__}."
+            )
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
@@ -99,7 +95,7 @@ class CoordinatorDiscovery:
         coordinator = self._coordinator
         if self._within is not None and left < DISCOVERY_SECONDS:
             if left <= 0:
-                raise HostUnavailableError("The timeout ended before the coordinator could be asked.")
+                raise exceptions.HostUnavailableError("The timeout ended before the coordinator could be asked.")
             coordinator = self._within(left)
         location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
@@ -117,14 +113,16 @@ class CoordinatorDiscovery:
             self.locate(running[0].operator.name, running[0].run_id, math.inf)
         addresses = self._addresses
         if not addresses:
-            raise QueryableStateError("The hosts of the running queries have no addresses for query clients.")
+            raise exceptions.QueryableStateError(
+                "The hosts of the running queries have no addresses for query clients."
+            )
         return addresses[0]
 
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
 
 
-class NoRunningQueryError(QueryableStateError):
+class NoRunningQueryError(exceptions.QueryableStateError):
     """No query is running, so there are no hosts to ask."""
 
 
@@ -138,12 +136,12 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     for plain in addresses:
         host, _, port = plain.rpartition(":")
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise RequestError(
+            raise exceptions.RequestError(
                 f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
                 "host, which `statestore status` shows."
             )
     if not addresses:
-        raise RequestError("address= is empty; give the query address of at least one host.")
+        raise exceptions.RequestError("address= is empty; give the query address of at least one host.")
     return addresses
 
 
@@ -162,7 +160,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
     try:
         import ray
     except ImportError as error:
-        raise EnvironmentProblemError(
+        raise exceptions.EnvironmentProblemError(
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
             f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
@@ -172,7 +170,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
         try:
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
         except (ConnectionError, ValueError) as error:
-            raise EnvironmentProblemError(
+            raise exceptions.EnvironmentProblemError(
                 "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
                 f"address= and token=. Ray says: {error}"
             ) from error
@@ -352,7 +350,7 @@ class ClusterAccess:
         if should_locate(error):
             self._operators.forget(ref)
             self._on_moved()
-        if isinstance(error, ConnectionClosedError | HostUnavailableError | OSError):
+        if isinstance(error, exceptions.ConnectionClosedError | exceptions.HostUnavailableError | OSError):
             self._discovery.failed()
 
     def ask_host(self, request: Request, deadline: float) -> Any:

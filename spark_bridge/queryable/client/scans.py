@@ -19,17 +19,8 @@ from spark_bridge.queryable.client.results import to_pandas, to_polars
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
-from spark_bridge.state_format.stored_rows import (
-    AFTER,
-    BEFORE,
-    CHANGE_TYPE,
-    DELETE,
-    INSERT,
-    UPDATE,
-    changed_rows,
-    key_groups_of,
-)
 
 
 class StateScan:
@@ -136,8 +127,14 @@ class VersionDiff:
         keys = len(view.codec.by) + (len(view.row_fields[0]) if view.kind in (SESSIONS, TIMERS) else 0)
         self._sides = tuple(_Side(view, answer, keys) for answer in self._answers)
         values = pa.struct(list(after.schema)[keys:])
-        structs = [pa.field(BEFORE, values), pa.field(AFTER, values)] if len(after.schema) > keys else []
-        named = list(with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(CHANGE_TYPE, pa.string())]))
+        structs = (
+            [pa.field(stored_rows.BEFORE, values), pa.field(stored_rows.AFTER, values)]
+            if len(after.schema) > keys
+            else []
+        )
+        named = list(
+            with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(stored_rows.CHANGE_TYPE, pa.string())])
+        )
         self.schema = pa.schema([named[-1], *named[:-1]])
         self._num_keys = keys
         self._batches = self._merged()
@@ -191,10 +188,12 @@ class VersionDiff:
             self.close()
 
     def _differing(self, before: _Rows, after: _Rows) -> pa.RecordBatch:
-        of_before, of_after = changed_rows(
+        of_before, of_after = stored_rows.changed_rows(
             (before.ids, after.ids), (before.comparable(self._num_keys), after.comparable(self._num_keys))
         )
-        types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+        types = np.where(
+            of_after < 0, stored_rows.DELETE, np.where(of_before < 0, stored_rows.INSERT, stored_rows.UPDATE)
+        )
         either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
         n = self._num_keys
         keys = [
@@ -268,7 +267,7 @@ class _Side:
         # Timers are stored by the time when they fire, sessions after one another under their key.
         columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
         rows = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
-        return encode_keys(rows, key_groups_of(stored))
+        return encode_keys(rows, stored_rows.key_groups_of(stored))
 
 
 def _opened(router: StateRouter, target: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:

@@ -19,13 +19,7 @@ from msgspec.structs import replace
 
 from backends.encoding.columns import concatenated, placed
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    HostUnavailableError,
-    RequestError,
-    RequestLimitError,
-    StateVersionError,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
@@ -70,7 +64,7 @@ def joined_values(arrays: Sequence[pa.BinaryArray], places: Sequence[KeyPosition
     try:
         return concatenated(arrays) if places is None else placed(arrays, places)
     except pa.ArrowInvalid as error:
-        raise RequestLimitError(
+        raise exceptions.RequestLimitError(
             f"The values of these keys do not fit into one Arrow array ({error}): ask for fewer keys."
         ) from error
 
@@ -185,12 +179,12 @@ class VersionAlignment:
                 answers = self._aligned(requests, answers, at.version, deadline)
                 versions = [version for version, _ in answers]
                 low, high = min(versions), max(versions)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
         if is_completed:
             self._seen.note(run_id, low)
         elif at.isolation == "version" and not low == high == at.version:
-            raise ConnectionClosedError(
+            raise exceptions.ConnectionClosedError(
                 f"Version {at.version} of run {run_id} was asked for, versions {versions} came."
             )
         return low, [answer for _, answer in answers]
@@ -207,7 +201,7 @@ class VersionAlignment:
                 again = self._hosts.answers(
                     [requests[i] for i in ahead], protocol.At("version", low, held_only=True), deadline
                 )
-            except StateVersionError:
+            except exceptions.StateVersionError:
                 pass  # the slowest host is further behind than the other hosts hold versions
             else:
                 return _replaced(answers, ahead, again)
@@ -223,7 +217,7 @@ def _replaced(answers: list[tuple[int, T]], places: list[int], newer: list[tuple
     return changed
 
 
-def retryable(at: protocol.At, error: StateVersionError) -> Exception:
+def retryable(at: protocol.At, error: exceptions.StateVersionError) -> Exception:
     """Return the error to raise instead of ``error`` for a request at ``at``: a retryable one for ``completed``.
 
     A caller that asks for the completed version has named none. A host that does not know the version which other hosts
@@ -231,7 +225,9 @@ def retryable(at: protocol.At, error: StateVersionError) -> Exception:
     """
     if at.isolation != "completed":
         return error
-    return HostUnavailableError(f"A host does not have a version that others have shown to be completed: {error}")
+    return exceptions.HostUnavailableError(
+        f"A host does not have a version that others have shown to be completed: {error}"
+    )
 
 
 class PinnedVersion:
@@ -252,7 +248,7 @@ class PinnedVersion:
         if self.at.isolation == "completed":
             self.at = protocol.At("version", version, held_only=True)
 
-    def restarts(self, error: StateVersionError) -> bool:
+    def restarts(self, error: exceptions.StateVersionError) -> bool:
         """Return whether all chunks are read again after a chunk has failed; else that chunk is.
 
         Raises ``error``, or the retryable one for it, if neither can help.
@@ -277,7 +273,7 @@ def read_in_chunks(
     while len(answers) < len(chunks):
         try:
             version, answer = read(chunks[len(answers)], pinned.at)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             if pinned.restarts(error):
                 answers.clear()
             continue
@@ -358,7 +354,7 @@ class StateRouter:
                 if type(reply) is not protocol.LookupReply:
                     unexpected(address, reply)
                 version, value = reply.version, protocol.unpack_one(body)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
         if is_completed:
             self.seen.note(run_id, version)
@@ -423,7 +419,7 @@ class StateRouter:
 
     def _shares(self, location: OperatorLocation, keys: pa.BinaryArray, is_everywhere: bool = False) -> list[KeyShare]:
         if keys.null_count:
-            raise RequestError(f"{keys.null_count} of {len(keys)} stored keys are null.")
+            raise exceptions.RequestError(f"{keys.null_count} of {len(keys)} stored keys are null.")
         if self._via is not None:
             return [KeyShare(self._proxy(), keys, None)]
         table = self._table(location)
@@ -439,7 +435,9 @@ class StateRouter:
         else:
             shares = self._table(location).partitions_by_owner(request.partitions)
             if not shares:
-                raise RequestError("A count of no partitions was asked for; partitions= must name one at least.")
+                raise exceptions.RequestError(
+                    "A count of no partitions was asked for; partitions= must name one at least."
+                )
             requests = [ScatteredCount(address, replace(asked, partitions=owned)) for address, owned in shares]
         version, counts = self._hosts.answers(location.run_id, requests, request.at, deadline)
         count = sum(counts)
@@ -464,7 +462,7 @@ class StateRouter:
         """
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
-            raise RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
+            raise exceptions.RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
         request = replace(request, run_id=location.run_id, forward=self._forward)
         asked = request.at
         is_completed = asked.isolation == "completed"
@@ -486,7 +484,7 @@ class StateRouter:
         )
         try:
             batches = RoutedScan(plan, shares, deadline, in_order=in_order)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             raise retryable(asked, error) from error
         if is_completed:
             self.seen.note(location.run_id, batches.version)
@@ -535,7 +533,7 @@ class StateRouter:
                 unexpected(address, reply)
             completed = reply.count
         if completed < 0:
-            raise HostUnavailableError(
+            raise exceptions.HostUnavailableError(
                 f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."
             )
         completed = max(completed, location.completed_version)
