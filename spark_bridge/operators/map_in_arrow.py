@@ -80,13 +80,13 @@ def partition_targets(num_partitions: int) -> tuple[int, ...]:
     return tuple(targets[p] for p in range(num_partitions))
 
 
-def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np.int32]:
+def murmur3_int(values: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
     with np.errstate(over="ignore"):
         k = values.astype(np.uint32) * np.uint32(0xCC9E2D51)
         k = (k << np.uint32(15)) | (k >> np.uint32(17))
         k = k * np.uint32(0x1B873593)
-        h = np.uint32(seed) ^ k
+        h = np.uint32(SPARK_SEED) ^ k
         h = (h << np.uint32(13)) | (h >> np.uint32(19))
         h = h * np.uint32(5) + np.uint32(0xE6546B64)
         h = h ^ np.uint32(4)

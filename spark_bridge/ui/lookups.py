@@ -170,10 +170,10 @@ def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[An
     return conditions
 
 
-def take_rows(rows: StateScan, most: int, seconds: float = PAGE_READ_SECONDS) -> Found:
+def take_rows(rows: StateScan, most: int) -> Found:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
-        table = pa.Table.from_batches(list(_until(rows, most + 1, seconds)), rows.schema)
+        table = pa.Table.from_batches(list(_until(rows, most + 1)), rows.schema)
         version = rows.version
     return found_in(table, most, version)
 
@@ -186,12 +186,14 @@ def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
     return Found(version, list(table.schema.names), rows, table.num_rows > most)
 
 
-def _until(rows: StateScan, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
-    deadline, num_rows = time.monotonic() + seconds, 0
+def _until(rows: StateScan, most: int) -> Iterator[pa.RecordBatch]:
+    deadline, num_rows = time.monotonic() + PAGE_READ_SECONDS, 0
     for batch in rows:
         yield batch.slice(0, most - num_rows)
         num_rows += batch.num_rows
         if num_rows >= most:
             return
         if time.monotonic() > deadline:
-            raise RequestError(f"The rows did not come within {seconds:.0f} s; ask for fewer by a filter or a limit.")
+            raise RequestError(
+                f"The rows did not come within {PAGE_READ_SECONDS:.0f} s; ask for fewer by a filter or a limit."
+            )

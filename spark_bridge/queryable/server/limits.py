@@ -280,20 +280,20 @@ class LatencyHistogram:
                 counts[bisect_left(bounds, middle_of(bucket))] += count
         return list(accumulate(counts))
 
-    def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
-        """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed.
+    def quantiles(self) -> list[float]:
+        """Return the latencies in seconds that the shares ``QUANTILES`` of requests did not exceed.
 
         0.0 without requests.
         """
         if not self.total:
-            return [0.0] * len(wanted)
+            return [0.0] * len(QUANTILES)
         seconds: list[float] = []
         seen = 0
         for bucket, count in enumerate(self.counts):
             seen += count
-            while len(seconds) < len(wanted) and seen >= wanted[len(seconds)] * self.total:
+            while len(seconds) < len(QUANTILES) and seen >= QUANTILES[len(seconds)] * self.total:
                 seconds.append(middle_of(bucket))
-            if len(seconds) == len(wanted):
+            if len(seconds) == len(QUANTILES):
                 break
         return seconds
 
