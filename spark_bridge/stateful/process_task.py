@@ -376,7 +376,8 @@ class ProcessLogic:
 
     ``time_mode`` is one of ``handle.TIME_MODES``. ``event_time`` is the column of the output that must be after the
     watermark for late rows. ``time_zone`` is the session's; DataFrames have their timestamps in it. ``frame_rows``
-    and ``frame_bytes`` are the most rows and bytes of a DataFrame for the processor, see ``frame_size``.
+    and ``frame_bytes`` are the most rows and bytes of a DataFrame for the processor, see ``frame_size``. With
+    ``is_initial``, ``handleInitialState`` makes state of each row or DataFrame, and there is no output.
     """
 
     processor: Any
@@ -389,6 +390,7 @@ class ProcessLogic:
     limits: Limits = field(default_factory=Limits)
     frame_rows: int = ROWS_PER_FRAME
     frame_bytes: int = NO_LIMIT
+    is_initial: bool = False
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -416,7 +418,11 @@ class ProcessLogic:
         processor, times = self.processor, state.timer_values
 
         def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
-            output.take(processor.handleInputRows(key, rows, times))
+            if self.is_initial:
+                for row in rows:
+                    processor.handleInitialState(key, row, times)
+            else:
+                output.take(processor.handleInputRows(key, rows, times))
 
         def handle_timers(key: tuple[Any, ...]) -> None:
             for expiry in state.expired_timers():
@@ -427,46 +433,12 @@ class ProcessLogic:
 
         steps = sorter.steps()
         open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
-        if self.time_mode == "none":
+        if self.time_mode == "none" or self.is_initial:
             for_each_key(state, steps, self.input, open_rows, handle_rows)
         else:
             steps = with_keys(steps, state.keys_with_expired_timers(), self.limits.step_rows)
             for_each_key(state, steps, self.input, open_rows, handle_rows, handle_timers)
         output.flush()
-
-
-@dataclass(frozen=True)
-class InitialStateLogic:
-    """The logic that makes an initial state: ``handleInitialState`` is called for each row or DataFrame."""
-
-    processor: Any
-    mode: Mode
-    time_mode: str
-    input: TaskInput
-    time_zone: str = "UTC"
-    limits: Limits = field(default_factory=Limits)
-    frame_rows: int = ROWS_PER_FRAME
-    frame_bytes: int = NO_LIMIT
-
-    def process(
-        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
-    ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all rows, and commit; it has no output."""
-        processor = self.processor
-        with RowSorter(self.input.keys, store.num_key_groups, self.limits) as sorter:
-            self.input.read(batches, sorter, 0, timer)
-            with started(processor, self.input.keys, self.time_mode, store) as state:
-
-                def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
-                    for row in rows:
-                        processor.handleInitialState(key, row, state.timer_values)
-
-                open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
-                for_each_key(state, sorter.steps(), self.input, open_rows, handle_rows)
-                state.finish()
-            timer.step("process_ms")
-            store.commit(figures_of(state, sorter.num_rows, 0), timer.milliseconds)
-        return iter(())
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from spark_bridge.operators.map_in_arrow import (
 from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.process_task import Mode, ProcessLogic, ProcessorState, TaskInput
 from spark_bridge.stateful.stateful_processor import ArrowStatefulProcessor, call_problem
 from spark_bridge.task.state_task import EventTime, Logic, StateTask
 
@@ -319,9 +319,7 @@ def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode, num_part
     initial = None
     if arguments.initial_rows is not None:
         rows = TaskInput(arguments.initial_rows.schema, arguments.input.keys)
-        initial = InitialStateLogic(
-            processor, mode, arguments.time_mode, rows, zone, frame_rows=frame_rows, frame_bytes=frame_bytes
-        )
+        initial = replace(logic, input=rows, event_time=None, is_initial=True)
     return _transformed(arguments, _copy(processor), logic, initial, num_partitions)
 
 
