@@ -14,13 +14,21 @@ from typing import Any
 from backends.background_loop import FailingLoop
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
-from coordinator_actor import messages
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.locations import assign_owners, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import (
+    Completed,
+    HandOver,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    QueryRegistration,
+    SavepointOrder,
+)
 from coordinator_actor.run.state import QueryState
 from coordinator_actor.threads import Apart
 
@@ -54,7 +62,7 @@ class Hosts:
         self._tokens = tokens
         self._timeout = host_timeout
 
-    def register_host(self, info: messages.HostInfo, report: messages.HostReport) -> None:
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
         with self._registries.lock:
             if self._registries.has_ended(info.session_id):
                 return
@@ -78,7 +86,7 @@ class Hosts:
                 future.exception(timeout=max(0.0, deadline - time.monotonic()))
 
     def _begin_to_take_up(
-        self, registration: messages.QueryRegistration, report: messages.HostReport, info: messages.HostInfo
+        self, registration: QueryRegistration, report: HostReport, info: HostInfo
     ) -> list[Future[Any]]:
         """Begin to process the report of a host about a run, in threads that no message about the run waits for.
 
@@ -97,9 +105,7 @@ class Hosts:
             return []
         return [future]
 
-    def _take_up(
-        self, registration: messages.QueryRegistration, report: messages.HostReport, info: messages.HostInfo
-    ) -> None:
+    def _take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> None:
         try:
             if self._runs.is_over(registration.run_id):
                 return  # it was stopped while its report waited
@@ -116,11 +122,11 @@ class Hosts:
         finally:
             self._runs.expect_no_more(registration.run_id)
 
-    def _ask_again(self, info: messages.HostInfo) -> None:
+    def _ask_again(self, info: HostInfo) -> None:
         with self._registries.lock:
             self._registries.hosts.ask_again(info.host_id, info.incarnation)
 
-    def _register_again(self, registration: messages.QueryRegistration) -> None:
+    def _register_again(self, registration: QueryRegistration) -> None:
         """Register a run that a host holds, and that this coordinator, after a restart, may not know."""
         try:
             register = self._queries.serve_ended if registration.ended else self._queries.register_query
@@ -137,14 +143,14 @@ class Hosts:
         host_id: str,
         incarnation: str,
         held: Mapping[str, int] | None = None,
-        hand_over: messages.HandOver | None = None,
-    ) -> messages.HostOrders:
+        hand_over: HandOver | None = None,
+    ) -> HostOrders:
         held = held or {}
         now = self._registries.clock()
         with self._registries.lock:
             lease = self._registries.hosts.renew(host_id, incarnation, now)
             if lease is None:
-                return messages.HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
+                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
             self._registries.needed()
             if hand_over is not None and hand_over.number > lease.hand_over.number:
                 lease.hand_over = hand_over
@@ -158,7 +164,7 @@ class Hosts:
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
-        completed: list[messages.Completed] = []
+        completed: list[Completed] = []
         for run_id, run in runs.items():
             announced = None if run_id in over else run.announcement_to(host_id)
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
@@ -170,7 +176,7 @@ class Hosts:
         # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
-        return messages.HostOrders(
+        return HostOrders(
             known=lease.is_reported
             and all(run_id in runs or run_id in over or self._runs.is_expected(run_id) for run_id in held),
             completed=tuple(completed),
@@ -187,7 +193,7 @@ class Hosts:
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
         )
 
-    def _savepoint_orders(self, run: QueryState, host_id: str) -> list[messages.SavepointOrder]:
+    def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
         # The holder of the lock may be waiting for storage. The next heartbeat repeats the orders.
         is_pending = savepoints is not None and run.lifetime.is_current and savepoints.pending()
@@ -248,7 +254,7 @@ class Hosts:
                 log.warning("Host %s has sent no heartbeat for %.0f s; its partitions move", host_id, self._timeout)
 
 
-def _take_report(run: QueryState, report: messages.HostReport, now: float) -> None:
+def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Record the batches that a host has opened and acknowledged, after a restart of the coordinator."""
     run.machine.note_opened(report.opened.get(run.run_id, -1))
     acknowledged: dict[int, dict[TaskKey, PartitionEntry]] = {}
