@@ -567,9 +567,8 @@ def open_scan(
             if isinstance(error, FileNotFoundError):
                 continue
             if isinstance(error, UnknownTableError | OSError):
-                log.debug(
-                    "RocksDB scans %s: %s", directory, error
-                )  # too many files may be open, for example: RocksDB has them open
+                # Too many files may be open, for example: RocksDB has them open.
+                log.debug("RocksDB scans %s: %s", directory, error)
                 return None
             if isinstance(error, Exception):
                 raise failure("read", error) from error

@@ -219,9 +219,8 @@ class ChangelogReads:
     def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
         """Begin to read a changelog; return the function that waits for its content."""
         if self._storage.is_being_shared(ref.file):
-            return partial(
-                self._storage.read, ref.file
-            )  # another load reads it, or has read it: a thread would only wait
+            # Another load reads it, or has read it: a thread would only wait.
+            return partial(self._storage.read, ref.file)
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
         return self._pool.submit(self._storage.read, ref.file).result

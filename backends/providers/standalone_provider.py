@@ -386,9 +386,8 @@ class _VersionReader:
         state = self._copy or self._provider.main
         try:
             figures = state.metrics(self.version, head=self.lineage.head)
-        except (
-            exceptions.VersionNotFoundError
-        ):  # a copy is not worth loading for figures: take those of the version that is held
+        except exceptions.VersionNotFoundError:
+            # A copy is not worth loading for figures: take those of the version that is held.
             figures = state.metrics()
         return self._provider.with_own_figures(figures)
 

@@ -299,9 +299,8 @@ class LookedUpVersions:
                 new_record = LookupRecord(completed, self._maker(completed), int(now * 1000))
                 self._versions.pin(holder, completed)  # before the record is written, retention may run
             try:
-                record = self._records.make(
-                    by, batch_id, new_record
-                )  # another task may have been first: its record counts
+                # Another task may have been first: its record counts.
+                record = self._records.make(by, batch_id, new_record)
                 with lock:
                     self._pin(by, batch_id, record)
             finally:

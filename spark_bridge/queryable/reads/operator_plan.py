@@ -292,9 +292,8 @@ class OperatorDirectory:
         info = self._host.info
         wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
         if operator is not None and not wanted:
-            self._host.coordinator.locate(
-                operator, query
-            )  # raises which operators there are, or that the query has ended
+            # Raises which operators there are, or that the query has ended.
+            self._host.coordinator.locate(operator, query)
         described = []
         for running in wanted:
             completed = self._host.completed.newest(running.run_id)

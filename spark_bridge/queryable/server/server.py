@@ -275,9 +275,8 @@ class KvStateServer:
         if running is not None:
             running.stopping.set()
         if listener is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # some systems say "not connected"; the accepting thread sees the end by itself
+            # Some systems say "not connected"; the accepting thread sees the end by itself.
+            with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         if acceptor is not None:

@@ -524,9 +524,8 @@ class _ParentRows:
         self._file = file
         version = file.read(8)
         if len(version) < 8:
-            raise exceptions.ConnectionClosedError(
-                "The scan of a SQL statement has failed."
-            )  # the parent has its error
+            # The parent has its error.
+            raise exceptions.ConnectionClosedError("The scan of a SQL statement has failed.")
         self.version = int.from_bytes(version, "little", signed=True)
         self._reader = pa.ipc.open_stream(file)
         self.schema = self._reader.schema
