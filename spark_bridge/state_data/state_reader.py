@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql import datasource
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions
@@ -18,7 +17,6 @@ from spark_bridge.state_data.source_options import EARLIEST, LATEST, OF_CHANGES,
 from spark_bridge.state_data.state_sources import StateSource, changes_source, selected, state_source, unpacked_piece
 
 if TYPE_CHECKING:
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
 FILTERING_WORKER = "pyspark.sql.worker.data_source_pushdown_filters"
@@ -34,11 +32,11 @@ _COMPARISONS: dict[type, str] = {
     getattr(datasource, name): sign for name, sign in _SIGNS.items() if hasattr(datasource, name)
 }
 """PySpark's filters and their signs; none on Spark 4.0, which asks no reader to filter."""
-HAS_LIMITS = hasattr(DataSourceStreamReader, "getDefaultReadLimit")
+HAS_LIMITS = hasattr(datasource.DataSourceStreamReader, "getDefaultReadLimit")
 """Whether Spark takes the limit of a batch from a stream's reader: since 4.2."""
 
 
-class StatePartition(InputPartition):  # type: ignore[misc]
+class StatePartition(datasource.InputPartition):  # type: ignore[misc]
     """One partition of the state, packed; of a stream with the source that reads it."""
 
     def __init__(self, piece: bytes, source: StateSource | None = None) -> None:
@@ -47,7 +45,7 @@ class StatePartition(InputPartition):  # type: ignore[misc]
         self.source = source
 
 
-class StateReader(DataSourceReader):  # type: ignore[misc]
+class StateReader(datasource.DataSourceReader):  # type: ignore[misc]
     """Reads a table, a partition of the state in each of Spark's partitions."""
 
     def __init__(self, source: StateSource, schema: pa.Schema) -> None:
@@ -61,7 +59,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
             return [StatePartition(p) for p in packed]
         return [StatePartition(p) for p in packed if self._source.may_have(unpacked_piece(p))]
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: datasource.InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition, on an executor.
 
         If there is nothing to read, PySpark replaces our empty list by one partition.
@@ -73,7 +71,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
 class FilteringStateReader(StateReader):
     """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them again."""
 
-    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
+    def pushFilters(self, filters: list[datasource.Filter]) -> Iterator[datasource.Filter]:
         """Accept the conditions on key columns, and return all for Spark to apply.
 
         A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
@@ -134,7 +132,7 @@ def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _condition(spark_filter: Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
+def _condition(spark_filter: datasource.Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
     comparison = _COMPARISONS.get(type(spark_filter))
     if comparison is None or len(spark_filter.attribute) != 1 or spark_filter.attribute[0] not in key:
         return None
@@ -152,7 +150,7 @@ BEFORE_STATE = -1
 """The offset before the state itself: the first batch of the stream has all rows as inserted."""
 
 
-class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
+class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
 
     ``startingVersion`` is the start of a new stream: "state" (the default) with all rows of the version that is
