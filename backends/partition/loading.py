@@ -130,7 +130,7 @@ class PartitionContext:
 # ``formats/manifest_chain.py`` finds the partitions that have the range.
 
 
-def take_over(
+def take_over_keys(
     rescaled: Rescaled,
     engine: StateEngine,
     loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
@@ -376,7 +376,7 @@ class Loading:
         self.version, self.head = unfinished.version, unfinished.head
         counts_keys = self._context.conf.track_total_number_of_rows
         loaded = partial(self._loaded, start=rescaled.start, end=rescaled.end)
-        take_over(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
+        take_over_keys(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager

@@ -301,7 +301,7 @@ def diff(
 # ``statestore take-over``: the state of a stopped query of Spark, for a query of this project.
 
 
-def take_over(
+def take_over_query(
     spark_checkpoint: Annotated[
         str, typer.Argument(metavar="SPARK_CHECKPOINT", help="The checkpoint location of the stopped query of Spark.")
     ],

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 AGGREGATE, SESSION, DEDUPLICATE, JOIN = "aggregate", "session_aggregate", "deduplicate", "join"
 PROCESSOR = "transform_with_state"
-KINDS = {
+KINDS_BY_SPARK = {
     "stateStoreSave": AGGREGATE,
     "sessionWindowStateStoreSaveExec": SESSION,
     "dedupe": DEDUPLICATE,
@@ -64,7 +64,7 @@ KINDS = {
 }
 """The kinds of this project's operators that take over the state of Spark's operators."""
 GROUP_STATE = "applyInPandasWithState"
-MOMENTS = ("n", "avg", "m2")
+MOMENT_BUFFERS = ("n", "avg", "m2")
 BUFFERS = {
     "count": ("count",),
     "count_if": ("count",),
@@ -72,12 +72,12 @@ BUFFERS = {
     "mean": ("sum", "count"),
     "min": ("min",),
     "max": ("max",),
-    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), MOMENTS),
+    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), MOMENT_BUFFERS),
 }
 """The buffers that Spark keeps for each function."""
 EMPTY_SUM = ("sum", "isEmpty")
 """The buffers of a sum of decimals."""
-ONLY = "present"
+PLACEHOLDER = "present"
 """The column of a side of a join that keeps only keys."""
 TTL_FIELDS = ["value", "ttlExpirationMs"]
 """The fields around a value with a TTL."""
@@ -205,7 +205,7 @@ class Conversion:
         if self.side is not None:
             return self._waiting_rows(self.side)
         if self.target.pairs.rows.kind in (ROWS, SESSIONS):
-            is_aggregate = KINDS[self.operator.name] != DEDUPLICATE
+            is_aggregate = KINDS_BY_SPARK[self.operator.name] != DEDUPLICATE
             return self._aggregate() if is_aggregate else self._duplicates()
         return self._group_state() if self.operator.name == GROUP_STATE else self._variable()
 
@@ -307,7 +307,9 @@ class Conversion:
         store = {"storeName": f"{side.name}-keyWithIndexToValue"} if needs_flag else {"joinSide": side.name}
         frame = self.query.state(self.operator, **store)
         fields = frame.schema["value"].dataType.names
-        wanted = {name: str(self.columns.get(name, name)) for name in self._values if name not in (side.flag, ONLY)}
+        wanted = {
+            name: str(self.columns.get(name, name)) for name in self._values if name not in (side.flag, PLACEHOLDER)
+        }
         if missing := [name for name in wanted.values() if name not in fields]:
             raise self._refusal(
                 f"its rows of the {side.name} side have the columns {_listed(fields)}, and the program's rows need "
@@ -317,7 +319,7 @@ class Conversion:
         value = F.col("value")
         if side.leaves_once_matched:
             frame = frame.where(~value.getField(fields[-1]))
-        columns = {name: value.getField(there) for name, there in wanted.items()} | {ONLY: F.lit(True)}
+        columns = {name: value.getField(there) for name, there in wanted.items()} | {PLACEHOLDER: F.lit(True)}
         if side.flag is not None:
             columns[side.flag] = value.getField(fields[-1])
         return self._selected(frame, *(columns[name] for name in self._values))
@@ -404,7 +406,7 @@ def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Co
     """Return the parts of this project's state, made of Spark's buffers."""
     from pyspark.sql import functions as F
 
-    if names == MOMENTS:
+    if names == MOMENT_BUFFERS:
         return [buffers[0].cast("long"), *buffers[1:]]
     if names not in (EMPTY_SUM, BUFFERS["mean"]):
         return buffers
@@ -510,10 +512,10 @@ def _matched(
 ) -> dict[str, SparkOperator]:
     """Return the operator of Spark for each operator of the program."""
     of_spark, there = {one.id: one for one in query.operators}, ", ".join(one.in_words for one in query.operators)
-    if unreadable := [one.in_words for one in query.operators if one.name not in KINDS]:
+    if unreadable := [one.in_words for one in query.operators if one.name not in KINDS_BY_SPARK]:
         raise InvalidStateStoreArgument(
             f"{', '.join(unreadable)} of {query.storage.location} cannot be taken over: operators that can are "
-            f"{', '.join(KINDS)}."
+            f"{', '.join(KINDS_BY_SPARK)}."
         )
     if len(of_spark) != len(specs):
         raise InvalidStateStoreArgument(
@@ -521,7 +523,7 @@ def _matched(
             f"{_listed(list(specs))}: each operator must take over one."
         )
     if operators is None:
-        by_kind = {KINDS[one.name]: one.id for one in query.operators}
+        by_kind = {KINDS_BY_SPARK[one.name]: one.id for one in query.operators}
         operators = {name: by_kind.get(_kind(spec), -1) for name, spec in specs.items()}
     numbers = [operators.get(name, -1) for name in specs]
     if set(operators) != set(specs) or sorted(numbers) != sorted(of_spark):
@@ -531,10 +533,10 @@ def _matched(
         )
     matched = {name: of_spark[number] for name, number in zip(specs, numbers, strict=True)}
     for name, one in matched.items():
-        if KINDS[one.name] != _kind(specs[name]):
+        if KINDS_BY_SPARK[one.name] != _kind(specs[name]):
             raise InvalidStateStoreArgument(
                 f"Operator {name!r} of the program is of the kind {_kind(specs[name])}, and cannot take over "
-                f"{one.in_words}, which is of the kind {KINDS[one.name]}."
+                f"{one.in_words}, which is of the kind {KINDS_BY_SPARK[one.name]}."
             )
     if len(specs) > 1 and any(one.spec.uses_time for one in specs.values()):
         raise InvalidStateStoreArgument(
@@ -568,7 +570,9 @@ def _frames(
         raise InvalidStateStoreArgument(
             f"columns= names {_listed(unknown)}, and the program has {_listed(list(pairs))}."
         )
-    if asof := [name for name, operator in pairs.items() if KINDS[operator.name] == JOIN and not specs[name].sides]:
+    if asof := [
+        name for name, operator in pairs.items() if KINDS_BY_SPARK[operator.name] == JOIN and not specs[name].sides
+    ]:
         raise InvalidStateStoreArgument(
             f"join_asof cannot take over a join of Spark, as {_listed(asof)} should: use join."
         )
