@@ -318,6 +318,7 @@ class NewStateReport(Struct, frozen=True):
 class NewState:
     """The state to be written at ``new``. ``spark_files`` None: a new query begins with this state.
 
+    ``staging`` is a directory of the state that ``jobs`` write to, and which is removed before the state counts.
     ``what`` is the function named in the audit log, ``details`` its note on the source.
     """
 
@@ -331,6 +332,7 @@ class NewState:
     reference: str | None = None
     spark_files: SparkFiles | None = None
     open_storage: OpenStorage = CheckpointStorage.open
+    staging: str | None = None
 
     def write(
         self,
@@ -378,6 +380,8 @@ class NewState:
                 )
                 for o in self.operators
             }
+            if self.staging is not None:
+                new.state.delete_all([path for path, _ in new.state.list(self.staging)])
             now_ms = round(clock() * 1000)
             self._note(report, now_ms)
             new.append(entries, now_ms)

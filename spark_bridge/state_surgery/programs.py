@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
@@ -12,6 +13,7 @@ import pyarrow as pa
 from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
@@ -242,6 +244,55 @@ class BlockRows:
         import ray
 
         yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
+
+
+STAGING = "staging"
+"""The directory of a new state for rows on their way from Spark's executors to Ray's tasks."""
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Rows as a file of a storage."""
+
+    location: str
+    options: Mapping[str, str]
+    path: str
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        data = CheckpointStorage.open(self.location, self.options).get(self.path)
+        yield from unpacked_rows(np.frombuffer(data, np.uint8))
+
+
+def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> list[StagedRows]:
+    """Have Spark's executors write the rows of a DataFrame to ``STAGING`` of a storage, all partitions in parallel.
+
+    Returns the files in the order of the rows. Files of failed tasks stay there as well, until the caller removes all.
+    """
+    from spark_bridge.operators.map_in_arrow import map_in_arrow
+
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        storage = CheckpointStorage.open(location, options)
+        for part in _flushed(batches):
+            path = f"{STAGING}/{uuid.uuid4().hex}.arrow"
+            storage.put_new(path, packed(part[0].schema, part).tobytes())
+            yield pa.RecordBatch.from_arrays([pa.array([path])], names=["path"])
+
+    paths = map_in_arrow(frame, write, "staged_rows", "path string").collect()
+    return [StagedRows(location, options, row["path"]) for row in paths]
+
+
+def _flushed(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Yield batches in groups of ``SOURCE_BYTES`` at least, but for the last one."""
+    pending: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        pending.append(batch)
+        size += batch.nbytes
+        if size >= SOURCE_BYTES:
+            yield pending
+            pending, size = [], 0
+    if pending:
+        yield pending
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:

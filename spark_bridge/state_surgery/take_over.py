@@ -39,7 +39,15 @@ from spark_bridge.state_surgery.new_state import (
     session_options,
     session_state_location,
 )
-from spark_bridge.state_surgery.programs import OfProgram, declared, schema_to_write, sources_of, targets_of
+from spark_bridge.state_surgery.programs import (
+    STAGING,
+    OfProgram,
+    declared,
+    schema_to_write,
+    sources_of,
+    staged_rows,
+    targets_of,
+)
 from spark_bridge.state_surgery.stages import OperatorVariable, ReadJob, Routing, Target
 
 if TYPE_CHECKING:
@@ -489,7 +497,8 @@ def take_over(
             last = targets[name].pairs.columns[-1]
             function = TimesOfMicros(last) if last.name == EXPIRES_AT else None
             routing = Routing(name, function, {name: targets[name]}, key_groups)
-            yield from (ReadJob(source, routing) for source in sources_of(frame))
+            sources = sources_of(frame) if dry_run else staged_rows(frame, new.state.location, options)
+            yield from (ReadJob(source, routing) for source in sources)
         query.check_stopped()
 
     state = NewState(
@@ -503,6 +512,7 @@ def take_over(
         reference=reference,
         spark_files=_spark_files(query, program, round(clock() * 1000)),
         open_storage=open_storage,
+        staging=STAGING,
     )
     return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
 
