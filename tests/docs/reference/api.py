@@ -159,9 +159,10 @@ def _fields(kind: type) -> Iterator[tuple[ast.AnnAssign, _Source]]:
 def _documented_fields(kind: type) -> Iterator[tuple[str, str]]:
     body = _body(kind)
     for node, after in pairwise(body):
-        is_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(node, ast.AnnAssign) and is_docstring and not ast.unparse(node.target).startswith("_"):
-            yield ast.unparse(node.target), str(after.value.value)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            name = ast.unparse(node.target)
+            if not name.startswith("_"):
+                yield name, str(after.value.value)
 
 
 def _constructor(kind: type) -> str:
@@ -178,7 +179,7 @@ def _signature(function: _Function, name: str, source: _Source) -> str:
     result = f" -> {source.segment(function.returns)}" if function.returns is not None else ""
     if "property" in decorators:
         return f"```py\nproperty {name}{result.replace(' ->', ':', 1)}\n```"
-    words = [word for word in ("classmethod", "staticmethod") if word in decorators]
+    words = sorted(decorators & {"classmethod", "staticmethod"})
     words += ["async"] if isinstance(function, ast.AsyncFunctionDef) else []
     is_method = "." in name and "staticmethod" not in decorators
     return _code(" ".join([*words, name]), _arguments(function, source)[1 if is_method else 0 :], result)
