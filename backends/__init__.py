@@ -11,8 +11,8 @@ from backends.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from backends.conf import StateStoreConf, StateStoreId, StateStoreProviderId
-    from backends.providers.file import FileStateStoreProvider
     from backends.providers.rocksdb import RocksDBStateStoreProvider
+    from backends.providers.standalone_provider import FileStateStoreProvider
     from backends.store import StateStore, StateStoreMetrics, StateStoreProvider
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FileStateStoreProvider": "backends.providers.file",
+    "FileStateStoreProvider": "backends.providers.standalone_provider",
     "RocksDBStateStoreProvider": "backends.providers.rocksdb",
     "StateStore": "backends.store",
     "StateStoreConf": "backends.conf",

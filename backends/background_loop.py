@@ -107,7 +107,6 @@ class BackgroundLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property

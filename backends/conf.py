@@ -12,11 +12,12 @@ from backends.exceptions import InvalidStateStoreArgument
 
 PROVIDERS = {
     "rocksdb": "backends.providers.rocksdb.RocksDBStateStoreProvider",
-    "file": "backends.providers.file.FileStateStoreProvider",
+    "file": "backends.providers.standalone_provider.FileStateStoreProvider",
 }
 MOVED_PROVIDERS = {
     "backends.rocksdb.RocksDBStateStoreProvider": PROVIDERS["rocksdb"],
     "backends.file.FileStateStoreProvider": PROVIDERS["file"],
+    "backends.providers.file.FileStateStoreProvider": PROVIDERS["file"],
 }
 """Maps earlier import paths of providers, which manifests and savepoints may name, to the current ones."""
 COMPRESSIONS = ("none", "lz4", "zstd")
@@ -148,32 +149,32 @@ class StateStoreConf:
     @property
     def row_cache_bytes(self) -> int:
         """The memory of all row caches."""
-        given = self.rocksdb_row_cache_bytes
-        return self.host_memory // 8 if given is None else given
+        nbytes = self.rocksdb_row_cache_bytes
+        return self.host_memory // 8 if nbytes is None else nbytes
 
     @property
     def block_cache_bytes(self) -> int:
         """The memory of RocksDB's block cache."""
-        given = self.rocksdb_block_cache_bytes
-        return self.host_memory // 16 if given is None else given
+        nbytes = self.rocksdb_block_cache_bytes
+        return self.host_memory // 16 if nbytes is None else nbytes
 
     @property
     def write_buffer_bytes(self) -> int:
         """The memory of RocksDB's write buffers."""
-        given = self.rocksdb_write_buffer_bytes
-        return self.host_memory // 16 if given is None else given
+        nbytes = self.rocksdb_write_buffer_bytes
+        return self.host_memory // 16 if nbytes is None else nbytes
 
     def provider_class(self) -> type:
         """Return the class that ``provider`` names. Raises ``InvalidStateStoreArgument`` if there is none."""
         path = PROVIDERS.get(self.provider) or MOVED_PROVIDERS.get(self.provider, self.provider)
         module, _, name = path.replace(":", ".").rpartition(".")
         try:
-            found = getattr(import_module(module), name)
+            provider = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidStateStoreArgument(f"provider={self.provider!r} cannot be imported: {error}") from error
-        if not isinstance(found, type):
-            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is not a class.")
-        return found
+        if not isinstance(provider, type):
+            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {provider!r}, which is not a class.")
+        return provider
 
     @staticmethod
     def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -243,11 +244,11 @@ class StateStoreProviderId:
     query_run_id: str
 
     def __post_init__(self) -> None:
-        given: object = self.query_run_id
-        if isinstance(given, uuid.UUID):
-            object.__setattr__(self, "query_run_id", str(given))
-        elif not isinstance(given, str):
-            raise InvalidStateStoreArgument(f"query_run_id must be a string or a uuid.UUID, not {given!r}.")
+        run_id: object = self.query_run_id
+        if isinstance(run_id, uuid.UUID):
+            object.__setattr__(self, "query_run_id", str(run_id))
+        elif not isinstance(run_id, str):
+            raise InvalidStateStoreArgument(f"query_run_id must be a string or a uuid.UUID, not {run_id!r}.")
 
     def __str__(self) -> str:
         return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"

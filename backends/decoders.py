@@ -33,8 +33,8 @@ def json_decoder(kind: type[T], dec_hook: DecHook | None = None) -> msgspec.json
 def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]: ...
 def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]:
     """Return the decoder of JSON to ``kind``: a type, or a union of types."""
-    made: msgspec.json.Decoder[Any] = _decoder(msgspec.json.Decoder, kind, dec_hook)
-    return made
+    decoder: msgspec.json.Decoder[Any] = _decoder(msgspec.json.Decoder, kind, dec_hook)
+    return decoder
 
 
 @overload
@@ -43,8 +43,8 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]: ...
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return the decoder of MessagePack to ``kind``: a type, or a union of types."""
-    made: msgspec.msgpack.Decoder[Any] = _decoder(msgspec.msgpack.Decoder, kind, None)
-    return made
+    decoder: msgspec.msgpack.Decoder[Any] = _decoder(msgspec.msgpack.Decoder, kind, None)
+    return decoder
 
 
 @overload
@@ -59,11 +59,11 @@ def convert(value: object, kind: Any, *, str_keys: bool = False) -> Any:
 
 def _decoder(decoder: Any, kind: Any, dec_hook: DecHook | None) -> Any:
     wanted = (decoder, kind, dec_hook)
-    made = _made.get(wanted)
-    if made is None:
+    cached = _made.get(wanted)
+    if cached is None:
         with _making:
-            made = _made[wanted] = decoder(kind, dec_hook=dec_hook)
-    return made
+            cached = _made[wanted] = decoder(kind, dec_hook=dec_hook)
+    return cached
 
 
 def _after_fork() -> None:

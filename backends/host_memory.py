@@ -431,9 +431,9 @@ class BucketCounts:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def count_value(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._total += value * times
+    def count_value(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
 
     def read(self) -> HistogramBuckets:
         cumulative: list[int] = []

@@ -119,10 +119,10 @@ class OpenTelemetryTracer:
 
     def under(self, header: str) -> Span:
         """See ``Tracer``. A malformed header counts as no header."""
-        found = _HEADER.fullmatch(header)
-        if found is None:
+        match = _HEADER.fullmatch(header)
+        if match is None:
             return OFF
-        trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+        trace_id, span_id, flags = (int(part, 16) for part in match.groups())
         return _Block(_with_parent(trace_id, span_id, TraceFlags(flags)))
 
     def failed(self, error: Exception) -> None:
@@ -203,12 +203,12 @@ class _Ids(IdGenerator):
         return _GivenIds(self._next, (trace_id, span_id))
 
     def generate_span_id(self) -> int:
-        given: tuple[int, int] | None = getattr(self._next, "ids", None)
-        return self._others.generate_span_id() if given is None else given[1]
+        ids: tuple[int, int] | None = getattr(self._next, "ids", None)
+        return self._others.generate_span_id() if ids is None else ids[1]
 
     def generate_trace_id(self) -> int:
-        given: tuple[int, int] | None = getattr(self._next, "ids", None)
-        return self._others.generate_trace_id() if given is None else given[0]
+        ids: tuple[int, int] | None = getattr(self._next, "ids", None)
+        return self._others.generate_trace_id() if ids is None else ids[0]
 
     def is_trace_id_random(self) -> bool:
         return False

@@ -151,10 +151,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def put_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Set many values. For a key that is given twice, the last value wins. Sorted keys are fastest."""
 
@@ -183,10 +180,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def merge_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Append many elements, in the given order; a key may come several times."""
 

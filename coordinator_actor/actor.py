@@ -22,14 +22,14 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.requests import RequestCounts
 from backends.tracing import try_set_up
 from coordinator_actor.access_tokens import AccessTokens
-from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
-from coordinator_actor.threads import LeaseWatch, QueryThreads
+from coordinator_actor.threads import QueryThreads
 
 # The secret of a cluster, the registry of its tokens and its drained nodes, in Ray's own key-value store.
 #

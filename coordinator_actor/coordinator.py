@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from backends import spans
+from backends.background_loop import BackgroundLoop
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
@@ -24,8 +26,7 @@ from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.locations import Figures, Locations
-from coordinator_actor.handlers.owners import plan_moves
+from coordinator_actor.handlers.locations import Figures, Locations, plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
@@ -239,3 +240,67 @@ def _clean_up(run: QueryState, now: float) -> None:
 
 def _in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="statestore-savepoint", daemon=True).start()
+
+
+# The loop that ends leases: it checks them once a second for as long as the coordinator lives.
+#
+# Nothing else ends the lease of a host or driver that is lost. So each part of a look runs even if the others fail.
+
+
+LEASE_WATCH_SECONDS = 1.0
+"""The seconds between two looks at the leases. A delay of a look shows how long the process was suspended."""
+
+
+class LeaseWatch:
+    """Checks the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
+
+    ``publish(hosts, queries)`` takes the numbers of live hosts and registered queries, ``end()`` ends the process when
+    no message has come for the coordinator's idle timeout. ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        publish: Callable[[int, int], None],
+        end: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._publish = publish
+        self._end = end
+        self._clock = clock
+        self._looked_at = clock()
+
+    def loop(self) -> BackgroundLoop:
+        """Return the loop that checks, which the caller must start. It has no backoff: leases must end in time."""
+        return BackgroundLoop(
+            self.look,
+            LEASE_WATCH_SECONDS,
+            name="statestore-leases",
+            what="check the leases: lost hosts and drivers are not given up, or figures are not published",
+            remedy="Look at the coordinator's log ('statestore logs').",
+            most_seconds=LEASE_WATCH_SECONDS,
+        )
+
+    def look(self) -> None:
+        """Check the leases once. Raises the first error, after all parts of the look have run."""
+        late = self._clock() - self._looked_at - LEASE_WATCH_SECONDS
+        failures = []
+        expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
+        for part in (expire, self._publish_counts, self._end_if_idle):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+        self._looked_at = self._clock()
+        if failures:
+            raise failures[0]
+
+    def _publish_counts(self) -> None:
+        self._publish(*self._coordinator.counts())
+
+    def _end_if_idle(self) -> None:
+        if self._coordinator.is_idle():
+            log.info("No host or driver has needed this coordinator for a while; it ends")
+            self._end()

@@ -187,11 +187,7 @@ class CoordinatorPort:
 
     @message(Group.LEASES, "host_id", "incarnation", held=string_keys)
     def heartbeat_host(
-        self,
-        host_id: str,
-        incarnation: str,
-        held: Mapping[str, int] | None = None,
-        hand_over: HandOver | None = None,
+        self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None, hand_over: HandOver | None = None
     ) -> HostOrders:
         """Renew the lease of a host. Return the orders to the host about the runs that it holds.
 

@@ -309,7 +309,6 @@ class SavepointOrder(Struct, frozen=True):
 
     @property
     def run_id(self) -> str:
-        """Return the run id."""
         return self.registration.run_id
 
 

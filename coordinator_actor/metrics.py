@@ -6,7 +6,8 @@ its own labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -21,24 +22,7 @@ COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
 
 DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """The upper bounds of histograms of seconds."""
-REQUEST_DURATION_BOUNDS = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
+REQUEST_DURATION_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *DURATION_BOUNDS[:11])
 """The same for requests of query clients. ``+Inf`` follows them."""
 
 OPERATOR_FIGURES = {
@@ -71,242 +55,100 @@ class Metric:
         return f"ray_{self.name}{suffix}"
 
 
-_QUERY = ("query",)
-_HOST = ("host",)
-_OPERATOR = ("query", "operator")
-_REQUEST = ("host", "operator", "verb")
-_PARTITION = ("host", "query", "operator", "partition")
+_TABLE = """
+coordinator gauge statestore_hosts: State store hosts that are alive.
+coordinator gauge statestore_queries: Streaming queries that are registered.
+coordinator gauge statestore_coordinator_start_timestamp_seconds:
+    When this process of the coordinator began, in seconds since 1970: a change is a restart.
+coordinator histogram statestore_acknowledge_seconds: Time to take acknowledgements.
+coordinator counter statestore_prepared_versions_total: Versions whose manifest was written.
+coordinator gauge statestore_query_running{query}: 1 while the query runs, 0 once it has ended.
+coordinator gauge statestore_freshness_seconds{query}:
+    Age of the newest completed version: the time since its batch began to read its rows.
+coordinator gauge statestore_event_time_lag_seconds{query}:
+    How far the watermark of the newest batch is behind the clock. Queries without a watermark have none.
+coordinator gauge statestore_last_checkpoint_timestamp_seconds{query}:
+    When the newest version was completed, in seconds since 1970.
+coordinator gauge statestore_batch_seconds{query}:
+    How long Spark has been at the batch that runs, its source and its sink included; 0 between batches.
+coordinator gauge statestore_usual_interval_seconds{query}: The median time between the last completed versions.
+coordinator gauge statestore_epoch{query}: The epoch of the run: it grows with each restart.
+coordinator gauge statestore_completed_version{query}: The newest completed version.
+coordinator histogram statestore_checkpoint_duration_seconds{query}:
+    Time of a checkpoint, from the first open to the durable manifest.
+coordinator counter statestore_checkpoint_step_seconds_total{query, step}:
+    Time of tasks by step of their work (such as get, logic, put, changelog, acknowledge), over all tasks.
+coordinator counter statestore_checkpoint_phase_seconds_total{query, phase}:
+    Time of checkpoints by phase: tasks, acknowledge, manifest, commit.
+coordinator counter statestore_checkpoints_total{query}: Completed checkpoints.
+coordinator counter statestore_checkpoints_failed_total{query}: Checkpoints that were given up.
+coordinator counter statestore_retried_tasks_total{query}:
+    Partitions that were acknowledged again: tasks that were retried, speculated, or run again.
+coordinator counter statestore_checkpoint_delta_bytes_total{query}: Bytes of the changelogs that were stored.
+coordinator gauge statestore_checkpoint_full_bytes{query}:
+    Bytes of all files that the newest measured version is loaded from.
+coordinator counter statestore_query_storage_requests_total{query, kind}:
+    Requests to checkpoint storage, of hosts and coordinator, by kind: put, get, head, list, delete.
+coordinator counter statestore_query_storage_bytes_total{query, direction}:
+    Bytes of files that hosts and coordinator have sent to checkpoint storage, and received.
+coordinator counter statestore_rows_total{query}: Rows that operators have taken.
+coordinator counter statestore_keys_updated_total{query}: Keys that were written.
+coordinator counter statestore_keys_removed_total{query}: Keys that were removed.
+coordinator counter statestore_late_rows_total{query}: Rows that the watermark has dropped.
+coordinator counter statestore_duplicate_rows_total{query}: Rows dropped as duplicates.
+coordinator counter statestore_storage_requests_total{host, kind}:
+    Requests to checkpoint storage, each attempt counted: put, get, head, list, delete. Hosts have it, too; that of the
+    coordinator has an empty host.
+coordinator counter statestore_storage_failures_total{host, kind}:
+    Requests to checkpoint storage that were answered with an error, or not at all. Hosts have it, too.
+coordinator counter statestore_storage_request_seconds_bucket{host, kind, le}:
+    Requests to checkpoint storage that took at most le seconds. Hosts have it, too.
+host gauge statestore_host_restarts{host}: How many times Ray has started this host again.
+host counter statestore_loads_total{host}: Partitions that were loaded from storage.
+host counter statestore_commits_total{host}: Commits of partitions.
+host counter statestore_snapshots_total{host}: Snapshots that were stored.
+host counter statestore_keys_read_total{host}: Keys that tasks have read.
+host counter statestore_keys_written_total{host}: Keys that tasks have written.
+host gauge statestore_loads_under_way{host}: Partitions that are being loaded now.
+host gauge statestore_waiting_commits{host}: Commits that wait for room in host_memory.
+host gauge statestore_memory_bytes{host, kind}: Memory that a host holds, by what holds it.
+host gauge statestore_memory_limit_bytes{host}: The option host_memory.
+host gauge statestore_keys{host, query, operator, partition}:
+    Keys that a host holds. Operators of more than 100 partitions have one value a host, partition='all'.
+host gauge statestore_partition_memory_bytes{host, query, operator, partition}:
+    Memory of partitions, as statestore_keys.
+host gauge statestore_snapshot_lag_versions{host, query, operator}:
+    How many versions the newest snapshot of a partition is behind, in the partition that is most behind.
+host counter statestore_requests_total{host, operator, verb}: Queries of state that were answered.
+host counter statestore_request_failures_total{host, operator, verb}: Queries of state that failed.
+host counter statestore_request_seconds_bucket{host, operator, verb, le}:
+    Queries of state that took at most le seconds: the buckets of a histogram, for histogram_quantile.
+driver gauge statestore_input_rows_per_second{query}: Spark's inputRowsPerSecond.
+driver gauge statestore_processed_rows_per_second{query}: Spark's processedRowsPerSecond.
+driver gauge statestore_spark_duration_seconds{query, step}:
+    Spark's durationMs of the last batch, by step (triggerExecution, addBatch, walCommit ...).
+driver gauge statestore_largest_partition_keys{query, operator}:
+    Keys of the partition that has most, in the last batch, however many partitions the operator has.
+driver gauge statestore_median_partition_keys{query, operator}:
+    Keys of the median partition, in the last batch, however many partitions the operator has.
+driver gauge statestore_operator_customMetrics{query, operator, figure}:
+    The customMetrics of an operator in its last batch, by Spark's name where Spark has the figure.
+"""
+"""A record a metric: the process that publishes it, kind, name, labels, and its help text."""
+_RECORD = re.compile(r"(\w+) (\w+) (\w+)(?:\{(.+)\})?: (.+)")
 
-METRICS: Mapping[str, Metric] = {
-    m.name: m
-    for m in (
-        Metric("statestore_hosts", GAUGE, COORDINATOR, "State store hosts that are alive."),
-        Metric("statestore_queries", GAUGE, COORDINATOR, "Streaming queries that are registered."),
-        Metric(
-            "statestore_coordinator_start_timestamp_seconds",
-            GAUGE,
-            COORDINATOR,
-            "When this process of the coordinator began, in seconds since 1970: a change is a restart.",
-        ),
-        Metric("statestore_acknowledge_seconds", HISTOGRAM, COORDINATOR, "Time to take acknowledgements."),
-        Metric("statestore_prepared_versions_total", COUNTER, COORDINATOR, "Versions whose manifest was written."),
-        Metric("statestore_query_running", GAUGE, COORDINATOR, "1 while the query runs, 0 once it has ended.", _QUERY),
-        Metric(
-            "statestore_freshness_seconds",
-            GAUGE,
-            COORDINATOR,
-            "Age of the newest completed version: the time since its batch began to read its rows.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_event_time_lag_seconds",
-            GAUGE,
-            COORDINATOR,
-            "How far the watermark of the newest batch is behind the clock. Queries without a watermark have none.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_last_checkpoint_timestamp_seconds",
-            GAUGE,
-            COORDINATOR,
-            "When the newest version was completed, in seconds since 1970.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_batch_seconds",
-            GAUGE,
-            COORDINATOR,
-            "How long Spark has been at the batch that runs, its source and its sink included; 0 between batches.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_usual_interval_seconds",
-            GAUGE,
-            COORDINATOR,
-            "The median time between the last completed versions.",
-            _QUERY,
-        ),
-        Metric("statestore_epoch", GAUGE, COORDINATOR, "The epoch of the run: it grows with each restart.", _QUERY),
-        Metric("statestore_completed_version", GAUGE, COORDINATOR, "The newest completed version.", _QUERY),
-        Metric(
-            "statestore_checkpoint_duration_seconds",
-            HISTOGRAM,
-            COORDINATOR,
-            "Time of a checkpoint, from the first open to the durable manifest.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_checkpoint_step_seconds_total",
-            COUNTER,
-            COORDINATOR,
-            "Time of tasks by step of their work (such as get, logic, put, changelog, acknowledge), over all tasks.",
-            (*_QUERY, "step"),
-        ),
-        Metric(
-            "statestore_checkpoint_phase_seconds_total",
-            COUNTER,
-            COORDINATOR,
-            "Time of checkpoints by phase: tasks, acknowledge, manifest, commit.",
-            (*_QUERY, "phase"),
-        ),
-        Metric("statestore_checkpoints_total", COUNTER, COORDINATOR, "Completed checkpoints.", _QUERY),
-        Metric("statestore_checkpoints_failed_total", COUNTER, COORDINATOR, "Checkpoints that were given up.", _QUERY),
-        Metric(
-            "statestore_retried_tasks_total",
-            COUNTER,
-            COORDINATOR,
-            "Partitions that were acknowledged again: tasks that were retried, speculated, or run again.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_checkpoint_delta_bytes_total",
-            COUNTER,
-            COORDINATOR,
-            "Bytes of the changelogs that were stored.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_checkpoint_full_bytes",
-            GAUGE,
-            COORDINATOR,
-            "Bytes of all files that the newest measured version is loaded from.",
-            _QUERY,
-        ),
-        Metric(
-            "statestore_query_storage_requests_total",
-            COUNTER,
-            COORDINATOR,
-            "Requests to checkpoint storage, of hosts and coordinator, by kind: put, get, head, list, delete.",
-            (*_QUERY, "kind"),
-        ),
-        Metric(
-            "statestore_query_storage_bytes_total",
-            COUNTER,
-            COORDINATOR,
-            "Bytes of files that hosts and coordinator have sent to checkpoint storage, and received.",
-            (*_QUERY, "direction"),
-        ),
-        Metric("statestore_rows_total", COUNTER, COORDINATOR, "Rows that operators have taken.", _QUERY),
-        Metric("statestore_keys_updated_total", COUNTER, COORDINATOR, "Keys that were written.", _QUERY),
-        Metric("statestore_keys_removed_total", COUNTER, COORDINATOR, "Keys that were removed.", _QUERY),
-        Metric("statestore_late_rows_total", COUNTER, COORDINATOR, "Rows that the watermark has dropped.", _QUERY),
-        Metric("statestore_duplicate_rows_total", COUNTER, COORDINATOR, "Rows dropped as duplicates.", _QUERY),
-        Metric(
-            "statestore_storage_requests_total",
-            COUNTER,
-            COORDINATOR,
-            "Requests to checkpoint storage, each attempt counted: put, get, head, list, delete. Hosts have it, too; "
-            "that of the coordinator has an empty host.",
-            (*_HOST, "kind"),
-        ),
-        Metric(
-            "statestore_storage_failures_total",
-            COUNTER,
-            COORDINATOR,
-            "Requests to checkpoint storage that were answered with an error, or not at all. Hosts have it, too.",
-            (*_HOST, "kind"),
-        ),
-        Metric(
-            "statestore_storage_request_seconds_bucket",
-            COUNTER,
-            COORDINATOR,
-            "Requests to checkpoint storage that took at most le seconds. Hosts have it, too.",
-            (*_HOST, "kind", "le"),
-        ),
-        Metric("statestore_host_restarts", GAUGE, HOST, "How many times Ray has started this host again.", _HOST),
-        Metric("statestore_loads_total", COUNTER, HOST, "Partitions that were loaded from storage.", _HOST),
-        Metric("statestore_commits_total", COUNTER, HOST, "Commits of partitions.", _HOST),
-        Metric("statestore_snapshots_total", COUNTER, HOST, "Snapshots that were stored.", _HOST),
-        Metric("statestore_keys_read_total", COUNTER, HOST, "Keys that tasks have read.", _HOST),
-        Metric("statestore_keys_written_total", COUNTER, HOST, "Keys that tasks have written.", _HOST),
-        Metric("statestore_loads_under_way", GAUGE, HOST, "Partitions that are being loaded now.", _HOST),
-        Metric("statestore_waiting_commits", GAUGE, HOST, "Commits that wait for room in host_memory.", _HOST),
-        Metric(
-            "statestore_memory_bytes",
-            GAUGE,
-            HOST,
-            "Memory that a host holds, by what holds it.",
-            (*_HOST, "kind"),
-        ),
-        Metric("statestore_memory_limit_bytes", GAUGE, HOST, "The option host_memory.", _HOST),
-        Metric(
-            "statestore_keys",
-            GAUGE,
-            HOST,
-            "Keys that a host holds. Operators of more than 100 partitions have one value a host, partition='all'.",
-            _PARTITION,
-        ),
-        Metric(
-            "statestore_partition_memory_bytes",
-            GAUGE,
-            HOST,
-            "Memory of partitions, as statestore_keys.",
-            _PARTITION,
-        ),
-        Metric(
-            "statestore_snapshot_lag_versions",
-            GAUGE,
-            HOST,
-            "How many versions the newest snapshot of a partition is behind, in the partition that is most behind.",
-            (*_HOST, *_OPERATOR),
-        ),
-        Metric(
-            "statestore_requests_total",
-            COUNTER,
-            HOST,
-            "Queries of state that were answered.",
-            (*_HOST, "operator", "verb"),
-        ),
-        Metric(
-            "statestore_request_failures_total",
-            COUNTER,
-            HOST,
-            "Queries of state that failed.",
-            (*_HOST, "operator", "verb"),
-        ),
-        Metric(
-            "statestore_request_seconds_bucket",
-            COUNTER,
-            HOST,
-            "Queries of state that took at most le seconds: the buckets of a histogram, for histogram_quantile.",
-            (*_REQUEST, "le"),
-        ),
-        Metric("statestore_input_rows_per_second", GAUGE, DRIVER, "Spark's inputRowsPerSecond.", _QUERY),
-        Metric("statestore_processed_rows_per_second", GAUGE, DRIVER, "Spark's processedRowsPerSecond.", _QUERY),
-        Metric(
-            "statestore_spark_duration_seconds",
-            GAUGE,
-            DRIVER,
-            "Spark's durationMs of the last batch, by step (triggerExecution, addBatch, walCommit ...).",
-            (*_QUERY, "step"),
-        ),
-        Metric(
-            "statestore_largest_partition_keys",
-            GAUGE,
-            DRIVER,
-            "Keys of the partition that has most, in the last batch, however many partitions the operator has.",
-            _OPERATOR,
-        ),
-        Metric(
-            "statestore_median_partition_keys",
-            GAUGE,
-            DRIVER,
-            "Keys of the median partition, in the last batch, however many partitions the operator has.",
-            _OPERATOR,
-        ),
-        *(
-            Metric(f"statestore_operator_{name}", GAUGE, DRIVER, said, _OPERATOR)
-            for name, said in OPERATOR_FIGURES.items()
-        ),
-        Metric(
-            "statestore_operator_customMetrics",
-            GAUGE,
-            DRIVER,
-            "The customMetrics of an operator in its last batch, by Spark's name where Spark has the figure.",
-            (*_OPERATOR, "figure"),
-        ),
-    )
-}
+
+def _declared() -> Iterator[Metric]:
+    for record in re.sub(r"\n\s+", " ", _TABLE).strip().splitlines():
+        match = _RECORD.fullmatch(record)
+        assert match is not None, record
+        role, kind, name, labels, help_text = match.groups()
+        yield Metric(name, kind, role, help_text, tuple(labels.split(", ")) if labels else ())
+    for name, help_text in OPERATOR_FIGURES.items():
+        yield Metric(f"statestore_operator_{name}", GAUGE, DRIVER, help_text, ("query", "operator"))
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _declared()}
 
 
 class MetricSink(Protocol):

@@ -51,7 +51,6 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line of an event."""
         return _one_line(super().formatMessage(record))
 
 
@@ -63,7 +62,6 @@ class JsonLines(logging.Formatter):
         self._who = dict(who)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of an event."""
         event = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname,

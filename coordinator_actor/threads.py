@@ -7,17 +7,13 @@ in the threads of their query (``QueryThreads``).
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from backends.background_loop import BackgroundLoop
 from coordinator_actor.exceptions import QueryBusyError
 
 # Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
@@ -124,82 +120,3 @@ def _settle(future: Future[Any], work: Work) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-# The loop that ends leases: it checks them once a second for as long as the coordinator lives.
-#
-# Nothing else ends the lease of a host or driver that is lost. So each part of a look runs even if the others fail.
-
-
-log = logging.getLogger(__name__)
-
-LEASE_WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A delay of a look shows how long the process was suspended."""
-
-
-class Watched(Protocol):
-    """Something with leases that end: a ``Coordinator``."""
-
-    def expire(self, stood_still: float = 0.0) -> None:
-        """End the leases that are over; they have not run for ``stood_still`` seconds."""
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many hosts are alive and how many queries are registered."""
-
-    def is_idle(self) -> bool:
-        """Return whether no host or driver needs the coordinator any more."""
-
-
-class LeaseWatch:
-    """Checks the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
-
-    ``publish(hosts, queries)`` takes the numbers of live hosts and registered queries, ``end()`` ends the process when
-    no message has come for the coordinator's idle timeout. ``clock`` is monotonic, in seconds.
-    """
-
-    def __init__(
-        self,
-        coordinator: Watched,
-        publish: Callable[[int, int], None],
-        end: Callable[[], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._coordinator = coordinator
-        self._publish = publish
-        self._end = end
-        self._clock = clock
-        self._looked_at = clock()
-
-    def loop(self) -> BackgroundLoop:
-        """Return the loop that checks, which the caller must start. It has no backoff: leases must end in time."""
-        return BackgroundLoop(
-            self.look,
-            LEASE_WATCH_SECONDS,
-            name="statestore-leases",
-            what="check the leases: lost hosts and drivers are not given up, or figures are not published",
-            remedy="Look at the coordinator's log ('statestore logs').",
-            most_seconds=LEASE_WATCH_SECONDS,
-        )
-
-    def look(self) -> None:
-        """Check the leases once. Raises the first error, after all parts of the look have run."""
-        late = self._clock() - self._looked_at - LEASE_WATCH_SECONDS
-        failures = []
-        expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
-        for part in (expire, self._publish_counts, self._end_if_idle):
-            try:
-                part()
-            except Exception as error:  # noqa: BLE001 - raised below
-                failures.append(error)
-        self._looked_at = self._clock()
-        if failures:
-            raise failures[0]
-
-    def _publish_counts(self) -> None:
-        self._publish(*self._coordinator.counts())
-
-    def _end_if_idle(self) -> None:
-        if self._coordinator.is_idle():
-            log.info("No host or driver has needed this coordinator for a while; it ends")
-            self._end()

@@ -46,6 +46,6 @@ class DefaultSource(DataSource):  # type: ignore[misc]
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream of changes."""
-        from spark_bridge.state_data.state_reader import ChangeStreamReader
+        from spark_bridge.state_data.state_reader import stream_reader_of
 
-        return ChangeStreamReader(self._options(), schema)
+        return stream_reader_of(self._options(), schema)

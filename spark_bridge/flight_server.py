@@ -28,27 +28,13 @@ from coordinator_actor.access_tokens import is_issued
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host.host import Host
-from spark_bridge.transport.protocol import (
-    COMMIT_SCHEMA,
-    END_OF_CHANGES,
-    KEYS_SCHEMA,
-    RANGES_SCHEMA,
-    VALUES_SCHEMA,
-    CommitCommand,
-    CoordinatorCall,
-    ErrorInfo,
-    GetCommand,
-    LocateRequest,
-    OpenAndGetCommand,
-    ScanCommand,
-    TaskIdentity,
-)
+from spark_bridge.transport import protocol
 from spark_bridge.transport.tls import TlsConf
 
 # The changes of a task's commit, as they arrive over Arrow Flight; until then they count in the host's memory.
 
 
-def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Changes:
+def received_changes(reader: Any, task: protocol.TaskIdentity, memory: HostMemory) -> Changes:
     """Return the changes of a stream of batches, each with its column family as its metadata.
 
     Received bytes are counted with each batch. Raises ``RequestError`` if the stream breaks off, and as ``changes_of``
@@ -56,15 +42,15 @@ def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Cha
     """
     received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
     is_complete = False
-    nbytes, held = 0, memory.note(REQUESTS, 0)
+    nbytes, claim = 0, memory.note(REQUESTS, 0)
     for chunk in reader:
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
-        is_complete = chunk.data is None and metadata == END_OF_CHANGES
+        is_complete = chunk.data is None and metadata == protocol.END_OF_CHANGES
         if chunk.data is not None:
             family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
             received.setdefault(check_name("a column family", family), []).append(aligned_batch(chunk.data))
             nbytes += chunk.data.nbytes
-            memory.resize(held, nbytes)
+            memory.resize(claim, nbytes)
     if not is_complete:
         # Flight ends the stream of a client that was killed in the same way as a complete stream.
         raise RequestError(
@@ -75,9 +61,9 @@ def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Cha
     families = {}
     for family in list(received):
         copied = sum(batch.nbytes for batch in received[family])
-        memory.resize(held, nbytes + copied)
+        memory.resize(claim, nbytes + copied)
         families[family] = changes_of(received.pop(family))
-        memory.resize(held, nbytes)
+        memory.resize(claim, nbytes)
     return Changes(families)
 
 
@@ -113,7 +99,7 @@ TURN_SECONDS = 30.0
 """A commit waits at most this many seconds for its turn, then its task asks again: less than the task waits for an
 answer.
 """
-NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
+NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=protocol.VALUES_SCHEMA)
 
 
 class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -124,17 +110,17 @@ class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        given = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
-        if not hmac.compare_digest(given.encode(), self._expected):
-            raise flight.FlightUnauthenticatedError(_refused(given.removeprefix("Bearer ")))
+        authorization = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
+        if not hmac.compare_digest(authorization.encode(), self._expected):
+            raise flight.FlightUnauthenticatedError(_refused(authorization.removeprefix("Bearer ")))
 
 
 class _CallerFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Notes of each call which span of its caller it belongs to."""
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> _Caller:
-        given = (v for k, values in headers.items() if k.lower() == spans.TRACEPARENT for v in values)
-        return _Caller(next(given, None))
+        authorization = (v for k, values in headers.items() if k.lower() == spans.TRACEPARENT for v in values)
+        return _Caller(next(authorization, None))
 
 
 class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
@@ -188,12 +174,12 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             host = self._host()
             match action.type:
                 case "open":
-                    answer: object = host.open(decoded(body, TaskIdentity))
+                    answer: object = host.open(decoded(body, protocol.TaskIdentity))
                 case "locate":
-                    request = decoded(body, LocateRequest)
+                    request = decoded(body, protocol.LocateRequest)
                     answer = host.coordinator.locate(request.operator, request.query)
                 case "coordinator":
-                    call = decoded(body, CoordinatorCall)
+                    call = decoded(body, protocol.CoordinatorCall)
                     answer = self._call_coordinator(call.method, call.args)
                 case "describe":
                     answer = host.describe()
@@ -209,30 +195,32 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         Bulk get: batches of keys in, for each a batch of values in the same order out. Scan: ranges in, pairs out.
         """
         with translated_errors(), _under_caller(context):
-            command = decoded(descriptor.command, GetCommand | OpenAndGetCommand | ScanCommand)
+            command = decoded(
+                descriptor.command, protocol.GetCommand | protocol.OpenAndGetCommand | protocol.ScanCommand
+            )
             host = self._host()
-            if isinstance(command, ScanCommand):
+            if isinstance(command, protocol.ScanCommand):
                 ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
                 writer.begin(PAIRS_SCHEMA)
                 with spans.step("host.scan", operator=command.operator, partition=command.partition):
                     for pairs in host.reads.scan(command, ranges):
                         writer.write_batch(pairs)
                 return
-            writer.begin(VALUES_SCHEMA)
+            writer.begin(protocol.VALUES_SCHEMA)
             for chunk in reader:
                 if chunk.data is None:
                     continue
-                check_schema(chunk.data.schema, KEYS_SCHEMA)
-                held = host.memory.note(REQUESTS, chunk.data.nbytes)
+                check_schema(chunk.data.schema, protocol.KEYS_SCHEMA)
+                claim = host.memory.note(REQUESTS, chunk.data.nbytes)
                 opened = None
-                if isinstance(command, OpenAndGetCommand):
+                if isinstance(command, protocol.OpenAndGetCommand):
                     # Only after the keys have arrived: a refused client must not be still sending them.
                     task = command.task
                     opened = host.open(task)
                     if not opened.is_open:
                         writer.write_with_metadata(NO_VALUES, ENCODE(opened))
                         return
-                    command = GetCommand(
+                    command = protocol.GetCommand(
                         task.run_id, task.operator, task.partition, task.batch_id, command.column_family
                     )
                 with spans.step("host.read", operator=command.operator, partition=command.partition):
@@ -244,8 +232,8 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                         aligned_binary(chunk.data.column(0)),
                         command.column_family,
                     )
-                batch = pa.record_batch([values], schema=VALUES_SCHEMA)
-                del chunk, held
+                batch = pa.record_batch([values], schema=protocol.VALUES_SCHEMA)
+                del chunk, claim
                 if opened is None:
                     writer.write_batch(batch)
                 else:
@@ -254,8 +242,8 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Commit a task: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors(), _under_caller(context):
-            command = decoded(descriptor.command, CommitCommand)
-            check_schema(reader.schema, COMMIT_SCHEMA)
+            command = decoded(descriptor.command, protocol.CommitCommand)
+            check_schema(reader.schema, protocol.COMMIT_SCHEMA)
             host = self._host()
             task = command.task
             what = f"The commit of batch {task.batch_id} of partition {task.partition} of operator {task.operator!r}"
@@ -266,25 +254,25 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             writer.write(pa.py_buffer(ENCODE(answer)))
 
 
-def decoded(said: bytes, kind: Any) -> Any:
+def decoded(message: bytes, kind: Any) -> Any:
     """Return the command of type ``kind`` that came as JSON. Raises ``RequestError`` if it is malformed."""
     try:
-        return json_decoder(kind).decode(said)
+        return json_decoder(kind).decode(message)
     except (ValueError, RecursionError) as error:  # msgspec's and UTF-8's errors are ValueErrors
         raise RequestError(f"The request was malformed: {error}") from error
 
 
 def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
     """Return the ranges of a scan from a batch of ``RANGES_SCHEMA``. Raises ``RequestError`` for another schema."""
-    check_schema(batch.schema, RANGES_SCHEMA)
+    check_schema(batch.schema, protocol.RANGES_SCHEMA)
     starts, ends = (to_bytes_list(batch.column(i)) for i in range(2))
     return list(zip(starts, ends, strict=True))  # type: ignore[arg-type]
 
 
-def check_schema(given: pa.Schema, expected: pa.Schema) -> None:
+def check_schema(schema: pa.Schema, expected: pa.Schema) -> None:
     """Raise ``RequestError`` if a stream has other columns than expected."""
-    if given.names != expected.names or given.types != expected.types:
-        raise RequestError(f"Expected a stream of {expected}, got {given}.".replace("\n", ", "))
+    if schema.names != expected.names or schema.types != expected.types:
+        raise RequestError(f"Expected a stream of {expected}, got {schema}.".replace("\n", ", "))
 
 
 class translated_errors:
@@ -300,5 +288,5 @@ class translated_errors:
             error = RequestError(f"The request was malformed: {error}")
         if not isinstance(error, KNOWN_ERRORS):
             log.error("Unexpected error while answering a request", exc_info=error)
-        info = ErrorInfo(type(error).__name__, str(error))
+        info = protocol.ErrorInfo(type(error).__name__, str(error))
         raise flight.FlightServerError(f"{info.error}: {info.message}", extra_info=ENCODE(info)) from error

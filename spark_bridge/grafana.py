@@ -14,35 +14,36 @@ from typing import Any
 # The panels of the dashboard: which queries Prometheus is asked, row by row.
 
 
-QUERY_LABELS = 'namespace=~"$namespace", query=~"$query"'
-HOST_LABELS = 'namespace=~"$namespace"'
-"""The variables of the dashboard, as conditions on labels."""
-
-
 @dataclass(frozen=True)
 class Panel:
-    """One graph. ``unit`` is Grafana's name; each target is a query with the legend of its series."""
+    """One graph. ``unit`` is Grafana's name; ``targets`` are queries by the legend of their series."""
 
     title: str
     unit: str
-    targets: tuple[tuple[str, str], ...]
+    targets: dict[str, str]
     description: str = ""
 
 
-def _rate(metric: str, of: str, by: str) -> str:
-    return f"sum by ({by}) (rate(ray_statestore_{metric}{{{of}}}[$__rate_interval]))"
+def _series(metric: str, by: str) -> str:
+    """Return a metric with the variables of the dashboard as conditions on its labels."""
+    of_queries = ', query=~"$query"' if "query" in by else ""
+    return f'ray_statestore_{metric}{{namespace=~"$namespace"{of_queries}}}'
 
 
-def _max(metric: str, of: str, by: str) -> str:
-    return f"max by ({by}) (ray_statestore_{metric}{{{of}}})"
+def _rate(metric: str, by: str) -> str:
+    return f"sum by ({by}) (rate({_series(metric, by)}[$__rate_interval]))"
 
 
-def _sum(metric: str, of: str, by: str) -> str:
-    return f"sum by ({by}) (ray_statestore_{metric}{{{of}}})"
+def _max(metric: str, by: str) -> str:
+    return f"max by ({by}) ({_series(metric, by)})"
 
 
-def _quantile(share: float, buckets: str, of: str, by: str) -> str:
-    return f"histogram_quantile({share}, {_rate(buckets, of, f'le, {by}')})"
+def _sum(metric: str, by: str) -> str:
+    return f"sum by ({by}) ({_series(metric, by)})"
+
+
+def _quantile(share: float, buckets: str, by: str) -> str:
+    return f"histogram_quantile({share}, {_rate(buckets, f'le, {by}')})"
 
 
 DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
@@ -50,27 +51,25 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Age of the newest completed version",
             "s",
-            ((_max("freshness_seconds", QUERY_LABELS, "query"), "{{query}}"),),
+            {"{{query}}": _max("freshness_seconds", "query")},
             "The time since the batch of the newest completed version began to read. It grows while no rows come.",
         ),
         Panel(
             "Time of the running batch",
             "s",
-            (
-                (_max("batch_seconds", QUERY_LABELS, "query"), "{{query}}"),
-                (f"3 * {_max('usual_interval_seconds', QUERY_LABELS, 'query')}", "three usual intervals of {{query}}"),
-            ),
+            {
+                "{{query}}": _max("batch_seconds", "query"),
+                "three usual intervals of {{query}}": f"3 * {_max('usual_interval_seconds', 'query')}",
+            },
         ),
-        Panel(
-            "Watermark behind the clock", "s", ((_max("event_time_lag_seconds", QUERY_LABELS, "query"), "{{query}}"),)
-        ),
+        Panel("Watermark behind the clock", "s", {"{{query}}": _max("event_time_lag_seconds", "query")}),
         Panel(
             "Rows in and processed",
             "rowsps",
-            (
-                (_max("input_rows_per_second", QUERY_LABELS, "query"), "in: {{query}}"),
-                (_max("processed_rows_per_second", QUERY_LABELS, "query"), "processed: {{query}}"),
-            ),
+            {
+                "in: {{query}}": _max("input_rows_per_second", "query"),
+                "processed: {{query}}": _max("processed_rows_per_second", "query"),
+            },
             "A stream that takes fewer rows than come falls behind.",
         ),
     ),
@@ -78,106 +77,85 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Duration of a checkpoint",
             "s",
-            (
-                (_quantile(0.5, "checkpoint_duration_seconds_bucket", QUERY_LABELS, "query"), "median: {{query}}"),
-                (_quantile(0.99, "checkpoint_duration_seconds_bucket", QUERY_LABELS, "query"), "p99: {{query}}"),
-            ),
+            {
+                "median: {{query}}": _quantile(0.5, "checkpoint_duration_seconds_bucket", "query"),
+                "p99: {{query}}": _quantile(0.99, "checkpoint_duration_seconds_bucket", "query"),
+            },
         ),
         Panel(
             "Time of tasks by step",
             "s",
-            ((_rate("checkpoint_step_seconds_total", QUERY_LABELS, "query, step"), "{{step}}: {{query}}"),),
+            {"{{step}}: {{query}}": _rate("checkpoint_step_seconds_total", "query, step")},
             "Seconds of tasks in a second.",
         ),
-        Panel(
-            "Time by phase",
-            "s",
-            ((_rate("checkpoint_phase_seconds_total", QUERY_LABELS, "query, phase"), "{{phase}}"),),
-        ),
-        Panel(
-            "Bytes of changelogs", "Bps", ((_rate("checkpoint_delta_bytes_total", QUERY_LABELS, "query"), "{{query}}"),)
-        ),
+        Panel("Time by phase", "s", {"{{phase}}": _rate("checkpoint_phase_seconds_total", "query, phase")}),
+        Panel("Bytes of changelogs", "Bps", {"{{query}}": _rate("checkpoint_delta_bytes_total", "query")}),
         Panel(
             "Tasks tried again, checkpoints given up",
             "short",
-            (
-                (_rate("retried_tasks_total", QUERY_LABELS, "query"), "tasks: {{query}}"),
-                (_rate("checkpoints_failed_total", QUERY_LABELS, "query"), "checkpoints: {{query}}"),
-            ),
+            {
+                "tasks: {{query}}": _rate("retried_tasks_total", "query"),
+                "checkpoints: {{query}}": _rate("checkpoints_failed_total", "query"),
+            },
         ),
     ),
     "State": (
-        Panel("Keys by operator", "short", ((_sum("keys", QUERY_LABELS, "query, operator"), "{{operator}}"),)),
-        Panel(
-            "Memory by operator",
-            "bytes",
-            ((_sum("partition_memory_bytes", QUERY_LABELS, "query, operator"), "{{operator}}"),),
-        ),
+        Panel("Keys by operator", "short", {"{{operator}}": _sum("keys", "query, operator")}),
+        Panel("Memory by operator", "bytes", {"{{operator}}": _sum("partition_memory_bytes", "query, operator")}),
         Panel(
             "Largest partition over the median one",
             "none",
-            (
-                (
-                    f"{_max('largest_partition_keys', QUERY_LABELS, 'query, operator')} "
-                    f"/ clamp_min({_max('median_partition_keys', QUERY_LABELS, 'query, operator')}, 1)",
-                    "{{operator}}",
-                ),
-            ),
+            {
+                "{{operator}}": f"{_max('largest_partition_keys', 'query, operator')} "
+                f"/ clamp_min({_max('median_partition_keys', 'query, operator')}, 1)"
+            },
             "Above five the alert StatestoreSkew fires.",
         ),
         Panel(
             "Versions behind the newest snapshot",
             "short",
-            ((_max("snapshot_lag_versions", QUERY_LABELS, "query, operator"), "{{operator}}"),),
+            {"{{operator}}": _max("snapshot_lag_versions", "query, operator")},
         ),
-        Panel(
-            "Bytes to load a version",
-            "bytes",
-            ((_max("checkpoint_full_bytes", QUERY_LABELS, "query"), "{{query}}"),),
-        ),
+        Panel("Bytes to load a version", "bytes", {"{{query}}": _max("checkpoint_full_bytes", "query")}),
         Panel(
             "Rows dropped as late, and as duplicates",
             "rowsps",
-            (
-                (_rate("late_rows_total", QUERY_LABELS, "query"), "{{query}} late"),
-                (_rate("duplicate_rows_total", QUERY_LABELS, "query"), "{{query}} duplicates"),
-            ),
+            {
+                "{{query}} late": _rate("late_rows_total", "query"),
+                "{{query}} duplicates": _rate("duplicate_rows_total", "query"),
+            },
         ),
     ),
     "Hosts": (
-        Panel("Memory by holder", "bytes", ((_sum("memory_bytes", HOST_LABELS, "kind"), "{{kind}}"),)),
-        Panel("Restarts", "short", ((_max("host_restarts", HOST_LABELS, "host"), "{{host}}"),)),
-        Panel("Partitions loaded", "ops", ((_rate("loads_total", HOST_LABELS, "host"), "{{host}}"),)),
+        Panel("Memory by holder", "bytes", {"{{kind}}": _sum("memory_bytes", "kind")}),
+        Panel("Restarts", "short", {"{{host}}": _max("host_restarts", "host")}),
+        Panel("Partitions loaded", "ops", {"{{host}}": _rate("loads_total", "host")}),
         Panel(
             "Keys read and written",
             "ops",
-            (
-                (_rate("keys_read_total", HOST_LABELS, "host"), "read: {{host}}"),
-                (_rate("keys_written_total", HOST_LABELS, "host"), "written: {{host}}"),
-            ),
+            {
+                "read: {{host}}": _rate("keys_read_total", "host"),
+                "written: {{host}}": _rate("keys_written_total", "host"),
+            },
         ),
     ),
     "Checkpoint storage": (
-        Panel("Requests by kind", "reqps", ((_rate("storage_requests_total", HOST_LABELS, "kind"), "{{kind}}"),)),
-        Panel("Requests that failed", "reqps", ((_rate("storage_failures_total", HOST_LABELS, "kind"), "{{kind}}"),)),
+        Panel("Requests by kind", "reqps", {"{{kind}}": _rate("storage_requests_total", "kind")}),
+        Panel("Requests that failed", "reqps", {"{{kind}}": _rate("storage_failures_total", "kind")}),
         Panel(
-            "Time of requests, p99",
-            "s",
-            ((_quantile(0.99, "storage_request_seconds_bucket_total", HOST_LABELS, "kind"), "{{kind}}"),),
+            "Time of requests, p99", "s", {"{{kind}}": _quantile(0.99, "storage_request_seconds_bucket_total", "kind")}
         ),
     ),
     "Queries of state": (
-        Panel(
-            "Requests", "reqps", ((_rate("requests_total", HOST_LABELS, "operator, verb"), "{{verb}} {{operator}}"),)
-        ),
-        Panel("Failures", "reqps", ((_rate("request_failures_total", HOST_LABELS, "verb"), "{{verb}}"),)),
+        Panel("Requests", "reqps", {"{{verb}} {{operator}}": _rate("requests_total", "operator, verb")}),
+        Panel("Failures", "reqps", {"{{verb}}": _rate("request_failures_total", "verb")}),
         Panel(
             "Latency",
             "s",
-            (
-                (_quantile(0.5, "request_seconds_bucket_total", HOST_LABELS, "verb"), "median: {{verb}}"),
-                (_quantile(0.99, "request_seconds_bucket_total", HOST_LABELS, "verb"), "p99: {{verb}}"),
-            ),
+            {
+                "median: {{verb}}": _quantile(0.5, "request_seconds_bucket_total", "verb"),
+                "p99: {{verb}}": _quantile(0.99, "request_seconds_bucket_total", "verb"),
+            },
         ),
     ),
 }
@@ -243,7 +221,7 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": _SOURCE, "expr": expr, "legendFormat": legend}
-            for i, (expr, legend) in enumerate(panel.targets)
+            for i, (legend, expr) in enumerate(panel.targets.items())
         ],
     }
 

@@ -36,7 +36,7 @@ from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
-from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
+from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
 from spark_bridge.transport.flight_client import client_for, forget_client
@@ -94,22 +94,24 @@ def state_in_cluster(
     def attempts() -> Attempts:
         return Attempts(f"lookup in {operator!r}", time.monotonic() + endpoints.timeout, had_answer=True)
 
-    found = retrying(locate, attempts())
-    router, known = _router(endpoints), [KnownOperator.of(found.location, 0.0, None)]
+    looked_up = retrying(locate, attempts())
+    router, targets = _router(endpoints), [KnownOperator.of(looked_up.location, 0.0, None)]
 
     def values(keys: pa.BinaryArray) -> pa.BinaryArray:
         trying = attempts()
 
         def ask() -> pa.BinaryArray:
-            of = known[0]
-            return _values(KeyLookups(router, of, of.view(state), At("version", found.version), trying.deadline), keys)
+            of = targets[0]
+            return _values(
+                KeyLookups(router, of, of.view(state), At("version", looked_up.version), trying.deadline), keys
+            )
 
         def relocate(error: Exception) -> None:
-            known[0] = KnownOperator.of(locate().location, 0.0, known[0])
+            targets[0] = KnownOperator.of(locate().location, 0.0, targets[0])
 
         return retrying(ask, trying, relocate=relocate)
 
-    return LookedUpState(known[0].view(state), found.at_ms, values)
+    return LookedUpState(targets[0].view(state), looked_up.at_ms, values)
 
 
 def in_storage(
@@ -121,10 +123,10 @@ def in_storage(
     """
     record = fixed if fixed is not None else recorded_in_storage(place, batch)
     reads = StoredReads(place, now_ms=lambda: record.at_ms)
-    known = KnownOperator.of(reads.locate(operator, None), 0.0, None)
+    target = KnownOperator.of(reads.locate(operator, None), 0.0, None)
     router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
-    lookups = KeyLookups(router, known, known.view(state), At("version", record.version), float("inf"))
-    return LookedUpState(known.view(state), record.at_ms, lambda keys: _values(lookups, keys))
+    lookups = KeyLookups(router, target, target.view(state), At("version", record.version), float("inf"))
+    return LookedUpState(target.view(state), record.at_ms, lambda keys: _values(lookups, keys))
 
 
 def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
@@ -216,10 +218,10 @@ class LookupTask:
         rows = 0
         with self._span() as span:
             with spans.step("lookup.version"):
-                found = self._found()
+                state = self._found()
             for batch in chain((first,), filled):
                 rows += batch.num_rows
-                yield from self.enriched(batch, found)
+                yield from self.enriched(batch, state)
             span.note(num_rows=rows)
 
     def _span(self) -> spans.Span:
@@ -229,7 +231,7 @@ class LookupTask:
         context = TaskContext.get()
         assert context is not None, "a task runs in a worker of Spark"
         try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
-        said = {
+        attributes = {
             "operator": self.operator,
             "looked_up": self.query,
             "partition": context.partitionId(),
@@ -238,10 +240,10 @@ class LookupTask:
         }
         run_id, batch_id = context.getLocalProperty(RUN_ID), context.getLocalProperty(BATCH_ID)
         if run_id is None or not self.is_stream or batch_id is None:
-            return spans.alone("lookup", **said)
-        return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **said)
+            return spans.alone("lookup", **attributes)
+        return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **attributes)
 
-    def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
+    def enriched(self, batch: pa.RecordBatch, looked_up: LookedUpState) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one batch. A key with a null has no match, as in SQL."""
         columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
         is_known = np.ones(batch.num_rows, np.bool_)
@@ -251,22 +253,22 @@ class LookupTask:
         keys = pa.RecordBatch.from_pydict(columns)
         if not is_known.all():
             keys = keys.filter(pa.array(is_known))
-        codec = found.view.codec
+        codec = looked_up.view.codec
         # Each key once: rows of one key come together often, and all share the answer.
         once = codec.encode(codec.columns(keys)).dictionary_encode()
         with spans.step("lookup.read", num_keys=len(once.dictionary)):
-            stored = found.values(once.dictionary)
-        values = found.view.unexpired(stored, found.at_ms)
+            stored = looked_up.values(once.dictionary)
+        values = looked_up.view.unexpired(stored, looked_up.at_ms)
         indices = np.full(batch.num_rows, -1, np.int64)
         indices[is_known] = np.asarray(once.indices)
-        taken = pa.array(indices, mask=indices < 0)
-        names = [f.name for f in found.view.value_fields]
-        state = dict(zip(names, found.view.value_columns(values, found.at_ms), strict=True))
-        out = [*batch.columns, *(state[name].take(taken) for name in self.columns)]
+        positions = pa.array(indices, mask=indices < 0)
+        names = [f.name for f in looked_up.view.value_fields]
+        state = dict(zip(names, looked_up.view.value_columns(values, looked_up.at_ms), strict=True))
+        out = [*batch.columns, *(state[name].take(positions) for name in self.columns)]
         typed = [_as(column, field.type) for column, field in zip(out, self.schema, strict=True)]
         rows = pa.RecordBatch.from_arrays(typed, schema=self.schema)
         if self.is_inner:
-            rows = rows.filter(values.is_valid().take(taken).fill_null(False))
+            rows = rows.filter(values.is_valid().take(positions).fill_null(False))
         if rows.num_rows:
             yield rows
 
@@ -410,38 +412,38 @@ def _keys(df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str,
     """Return the column of ``df`` for each key column."""
     by = view.codec.by
     if isinstance(on, Mapping):
-        given = {key: name for name, key in on.items()}
+        column_of_key = {key: name for name, key in on.items()}
     else:
-        given = {name: name for name in ([on] if isinstance(on, str) else on)}
-    if set(given) != set(by):
+        column_of_key = {name: name for name in ([on] if isinstance(on, str) else on)}
+    if set(column_of_key) != set(by):
         example = "{" + ", ".join(f"'...': {key!r}" for key in by) + "}"
         raise InvalidOperatorError(
             f"on={on!r}: the key of {view.operator!r} is {view.codec.in_words}. Name these columns, or give a dict of "
-            f"the DataFrame's columns to them: on={example}.{other_case(list(given), by)}"
+            f"the DataFrame's columns to them: on={example}.{other_case(list(column_of_key), by)}"
         )
-    missing = [name for name in given.values() if name not in df.columns]
+    missing = [name for name in column_of_key.values() if name not in df.columns]
     if missing:
         raise InvalidOperatorError(
             f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}."
             f"{other_case(missing, df.columns)}"
         )
-    for key, name in given.items():
+    for key, name in column_of_key.items():
         ours, theirs = arrow_type(df.schema[name].dataType), view.codec.schema.field(key).type
         if ours != theirs and not (pa.types.is_integer(ours) and pa.types.is_integer(theirs)):
             raise InvalidOperatorError(
                 f"Column {name!r} is {ours}, and the key column {key!r} of {view.operator!r} is {theirs}: cast it."
             )
-    return {key: given[key] for key in by}
+    return {key: column_of_key[key] for key in by}
 
 
 def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> list[str]:
-    there = [f.name for f in view.value_fields]
-    wanted = there if columns is None else list(dict.fromkeys(columns))
-    unknown = [name for name in wanted if name not in there]
+    names = [f.name for f in view.value_fields]
+    wanted = names if columns is None else list(dict.fromkeys(columns))
+    unknown = [name for name in wanted if name not in names]
     if unknown:
         raise InvalidOperatorError(
-            f"columns={columns}: {view.operator!r} has {there}, and no {', '.join(unknown)}."
-            f"{other_case(unknown, there)}"
+            f"columns={columns}: {view.operator!r} has {names}, and no {', '.join(unknown)}."
+            f"{other_case(unknown, names)}"
         )
     twice = [name for name in wanted if name in df.columns]
     if twice:
@@ -497,9 +499,11 @@ def state_as_of(
     if df.isStreaming:
         raise InvalidOperatorError("state_as_of takes a batch DataFrame; for a stream use lookup.")
     if time not in df.columns or not df.schema[time].dataType.typeName().startswith("timestamp"):
-        there = ", ".join(f.name for f in df.schema.fields if f.dataType.typeName().startswith("timestamp")) or "none"
+        timestamps = (
+            ", ".join(f.name for f in df.schema.fields if f.dataType.typeName().startswith("timestamp")) or "none"
+        )
         raise InvalidOperatorError(
-            f"time={time!r} must be a timestamp column of the DataFrame; it has {there}."
+            f"time={time!r} must be a timestamp column of the DataFrame; it has {timestamps}."
             f"{other_case([time], df.columns)}"
         )
     from spark_bridge.state_data.frames import state_place
@@ -509,8 +513,8 @@ def state_as_of(
     task, schema = planned_lookup(df, location, state, on, columns, how, None, place)
     times = VersionTimes.of(StateVersions.look(place))
     with_version = type(df.schema)([*df.schema.fields]).add(VERSION_COLUMN, "long")
-    found = map_in_arrow(df, _Versions(times, time).run, "versions_as_of", with_version)
-    by_version = found.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
+    versions = map_in_arrow(df, _Versions(times, time).run, "versions_as_of", with_version)
+    by_version = versions.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
     return map_in_arrow(by_version, _AsOf(task, times).run, f"state_as_of_{operator}", schema)
 
 
@@ -545,7 +549,7 @@ class _AsOf:
     times: VersionTimes
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        found: tuple[int, LookedUpState] | None = None
+        state: tuple[int, LookedUpState] | None = None
         for batch in batches:
             last = batch.num_columns - 1
             versions, rows = np.asarray(batch.column(last)), batch.select(list(range(last)))
@@ -557,9 +561,9 @@ class _AsOf:
                 if version == NO_VERSION:
                     yield from self._without(part)
                     continue
-                if found is None or found[0] != version:
-                    found = version, self._state(version)
-                yield from self.task.enriched(part, found[1])
+                if state is None or state[0] != version:
+                    state = version, self._state(version)
+                yield from self.task.enriched(part, state[1])
 
     def _state(self, version: int) -> LookedUpState:
         task = self.task

@@ -36,7 +36,7 @@ from spark_bridge.session.ended_queries import EndedQueries
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
 from spark_bridge.session.settings import Shutdown
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.state_data.stored_reads import query_in_storage
+from spark_bridge.state_data.checkpoint_client import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 
 # Following a query that runs elsewhere: its completed versions are taken up as its storage shows them.
@@ -155,18 +155,18 @@ def serve_state(
         request_limits=request_limits or RequestLimits(),
     )
     with ExitStack() as undo:
-        given = dict(storage_options or {})
-        if CheckpointStorage.open(location, given).exists(METADATA_FILE):
+        options_of_storage = dict(storage_options or {})
+        if CheckpointStorage.open(location, options_of_storage).exists(METADATA_FILE):
             if follow:
                 raise InvalidStateStoreArgument(f"follow=True: {location} is a savepoint, which has one version.")
-            location, state_location = _restored(location, operators, scratch, given, undo), None
-        place = find_state(location, state_location, given)
+            location, state_location = _restored(location, operators, scratch, options_of_storage, undo), None
+        place = find_state(location, state_location, options_of_storage)
 
         def look_up() -> QueryRegistration:
             versions = StateVersions.look(place)
             newest = versions.resolve(None)
-            found = query_in_storage(versions, newest, name, options.session_id, is_followed=follow)
-            return replace(found, operators=_chosen(found, operators))
+            registration = query_in_storage(versions, newest, name, options.session_id, is_followed=follow)
+            return replace(registration, operators=_chosen(registration, operators))
 
         registration = look_up()
         if join_or_start_ray(ray_address, 1):
@@ -217,13 +217,13 @@ class StateServing:
 
     def client(self, **options: Any) -> QueryableStateClient:
         """Return a new query client of the served state; ``options`` are those of ``QueryableStateClient.connect``."""
-        found: dict[str, Any] = {
+        endpoints: dict[str, Any] = {
             "namespace": self._cluster.options.namespace,
             "coordinator_name": self.coordinator_name,
         }
         if self._cluster.options.tls is not None:
-            found["tls"] = self._cluster.options.tls
-        return QueryableStateClient.connect(**{**found, **options})
+            endpoints["tls"] = self._cluster.options.tls
+        return QueryableStateClient.connect(**{**endpoints, **options})
 
     def stop(self) -> None:
         """End the actors; nothing happens if they have ended."""
@@ -253,15 +253,15 @@ def _restored(
     return scratch
 
 
-def _chosen(found: QueryRegistration, names: Sequence[str] | None) -> tuple[OperatorSpec, ...]:
-    there = {o.name: o for o in found.operators}
-    unknown = sorted(set(names or ()) - set(there))
+def _chosen(registration: QueryRegistration, names: Sequence[str] | None) -> tuple[OperatorSpec, ...]:
+    by_name = {o.name: o for o in registration.operators}
+    unknown = sorted(set(names or ()) - set(by_name))
     if unknown or names == []:
         raise InvalidStateStoreArgument(
-            f"operators={names}: give some of those that the checkpoint at {found.checkpoint_location} has: "
-            f"{', '.join(map(repr, there))}."
+            f"operators={names}: give some of those that the checkpoint at {registration.checkpoint_location} has: "
+            f"{', '.join(map(repr, by_name))}."
         )
-    return found.operators if names is None else tuple(there[name] for name in dict.fromkeys(names))
+    return registration.operators if names is None else tuple(by_name[name] for name in dict.fromkeys(names))
 
 
 def _require_free(options: SessionOptions) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests import run
+from tests import matrix, run
 from tests.run import Outcome, Part, report, run_part, run_steps, spoken
 
 
@@ -154,3 +155,26 @@ def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
         for names in ([*run.WITHOUT_CLUSTERS, *run.AROUND], ["demo"])
     ]
     assert all(p.command[0].startswith(f".{p.name.split()[0]}/bin/") for parts in steps for p in parts)
+
+
+def test_a_cell_of_the_matrix_that_cannot_be_installed_fails_unless_it_may_be_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_environment(*_: object) -> None:
+        subprocess.run([sys.executable, "-c", "raise SystemExit(3)"], check=True)
+
+    monkeypatch.setattr(matrix, "make_environment", make_environment)
+    monkeypatch.setattr(matrix, "interpreter", lambda _: sys.executable)
+    for options, status, said in (([], 1, "| not installed:"), (["--if-installable"], 0, "| skipped, since")):
+        assert matrix.main(["--cells", "spark-4.3", *options]) == status
+        row = capsys.readouterr().out.splitlines()[-1]
+        assert said in row and "ended with status 3" in row
+
+
+@pytest.mark.parametrize("status", [0, 1, 5])
+def test_a_cell_of_the_matrix_is_right_if_tests_ran_and_passed(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(matrix, "make_environment", lambda *_: None)
+    monkeypatch.setattr(matrix, "interpreter", lambda _: sys.executable)
+    monkeypatch.setattr(matrix, "versions_in", lambda _: "")
+    monkeypatch.setattr(matrix, "run_part", lambda part, *_: Outcome(part, status, 1.0, "1 passed"))
+    assert matrix.main(["--cells", "spark-4.3"]) == (0 if status == 0 else 1)

@@ -116,12 +116,7 @@ def spark_struct_json(fields: list[pa.Field], prefix: str = "") -> dict[str, Any
     return {
         "type": "struct",
         "fields": [
-            {
-                "name": f.name,
-                "type": to_spark_type(prefix + f.name, f.type),
-                "nullable": f.nullable,
-                "metadata": {},
-            }
+            {"name": f.name, "type": to_spark_type(prefix + f.name, f.type), "nullable": f.nullable, "metadata": {}}
             for f in fields
         ],
     }
@@ -151,17 +146,17 @@ def from_spark_type(spark: Any) -> pa.DataType:
 
 def arrow_fields(fields: list[Any]) -> list[pa.Field]:
     """Return the Arrow fields of the ``fields`` of Spark's JSON for a struct; raises ``InvalidStateStoreArgument``."""
-    made = []
+    arrow = []
     for f in fields:
         match f:
             case {"name": str(name), "type": spark, "nullable": bool(nullable)}:
                 try:
-                    made.append(pa.field(name, from_spark_type(spark), nullable))
+                    arrow.append(pa.field(name, from_spark_type(spark), nullable))
                 except InvalidStateStoreArgument as error:
                     raise InvalidStateStoreArgument(f"Field {name!r}: {error}") from error
             case _:
                 raise InvalidStateStoreArgument(f"{f!r} is not a field as Spark's StructType.json() writes it.")
-    return made
+    return arrow
 
 
 Mask = npt.NDArray[np.bool_]
@@ -432,8 +427,8 @@ def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Byte
     # Ranges and the gaps between them become elements of one array over the same bytes: Arrow then copies the ranges.
     bounds = np.empty(2 * n, np.int64)
     bounds[::2], bounds[1::2] = starts, stops
-    taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2, dtype=np.uint32)))
-    return binary_content(taken)[0], offsets
+    pieces = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2, dtype=np.uint32)))
+    return binary_content(pieces)[0], offsets
 
 
 def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -441,8 +436,8 @@ def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.N
     width = dtype.itemsize
     # A view with a value at every position: its elements overlap.
     anywhere = np.ndarray((max(len(content) - width + 1, 0),), f"V{width}", content, strides=(1,))
-    taken: npt.NDArray[Any] = anywhere[starts].view(dtype)
-    return taken
+    values: npt.NDArray[Any] = anywhere[starts].view(dtype)
+    return values
 
 
 def check_size(total: int) -> None:
@@ -546,18 +541,18 @@ VALUE_SUFFIX = "__value"
 """Appended to the name of a column whose name a column before it has, such as a value's column named as a key's."""
 
 
-def distinct_names(names: Sequence[str], taken: Iterable[str] = ()) -> list[str]:
-    """Return the names, each with ``__value`` appended until no name before it and none of ``taken`` is the same.
+def distinct_names(names: Sequence[str], reserved: Iterable[str] = ()) -> list[str]:
+    """Return the names, each with ``__value`` appended until no name before it and none of ``reserved`` is the same.
 
     Upper and lower case count as equal, as they do in SQL. A name that is free as it is stays, whatever gets a suffix
     before it.
     """
     own = {name.casefold() for name in names}
-    used = {name.casefold() for name in taken}
+    used = {name.casefold() for name in reserved}
     result = []
-    for given in names:
-        name = given
-        while name.casefold() in used or (name != given and name.casefold() in own):
+    for wanted in names:
+        name = wanted
+        while name.casefold() in used or (name != wanted and name.casefold() in own):
             name += VALUE_SUFFIX
         used.add(name.casefold())
         result.append(name)

@@ -56,26 +56,26 @@ def plain_classes(kind: pa.DataType) -> frozenset[type]:
     """Return the classes whose values, subclasses aside, Arrow converts to a flat type without guessing."""
     types = pa.types
     if types.is_boolean(kind):
-        found: tuple[type, ...] = (bool,)
+        classes: tuple[type, ...] = (bool,)
     elif types.is_integer(kind):
-        found = (int,)
+        classes = (int,)
     elif types.is_floating(kind):
-        found = (float,)
+        classes = (float,)
     elif types.is_decimal(kind):
-        found = (Decimal, int)
+        classes = (Decimal, int)
     elif types.is_date(kind):
-        found = (dt.date,)
+        classes = (dt.date,)
     elif types.is_timestamp(kind):
-        found = (dt.datetime,)
+        classes = (dt.datetime,)
     elif types.is_duration(kind):
-        found = (dt.timedelta,)
+        classes = (dt.timedelta,)
     elif types.is_string(kind):
-        found = (str,)
+        classes = (str,)
     elif types.is_binary(kind):
-        found = (bytes,)
+        classes = (bytes,)
     else:
-        found = ()
-    return frozenset((*found, type(None)))
+        classes = ()
+    return frozenset((*classes, type(None)))
 
 
 def are_plain(values: Sequence[Any], kind: pa.DataType) -> bool:
@@ -281,66 +281,66 @@ def python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
 # -- Arrow columns -----------------------------------------------------------------------------
 
 
-def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+def cast_without_loss(array: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     """Return an array of a state column's type, if no value changes by the cast. Numbers are not read from strings.
 
     A double becomes the nearest float, as a Python number does. Raises one of ``CAST_ERRORS``.
     """
-    if isinstance(given, pa.ChunkedArray):
-        given = given.combine_chunks()
-        if isinstance(given, pa.ChunkedArray):  # some releases of Arrow return chunks
-            given = given.chunk(0) if given.num_chunks else pa.array([], given.type)
-    if pa.types.is_dictionary(given.type):
-        given = given.dictionary_decode()
-    if given.type == kind:
-        return given
-    _check_kind(given.type, kind)
-    if pa.types.is_integer(given.type) and pa.types.is_decimal(kind):
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):  # some releases of Arrow return chunks
+            array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if array.type == kind:
+        return array
+    _check_kind(array.type, kind)
+    if pa.types.is_integer(array.type) and pa.types.is_decimal(kind):
         # A direct cast would need room for any integer, so cast to a decimal with enough digits first.
         scale = max(0, kind.scale)
-        given = given.cast(pa.decimal256(_INT64_DIGITS + 1 + scale, scale))
-    if pa.types.is_floating(given.type) and pa.types.is_decimal(kind):
+        array = array.cast(pa.decimal256(_INT64_DIGITS + 1 + scale, scale))
+    if pa.types.is_floating(array.type) and pa.types.is_decimal(kind):
         # Arrow would take the digits of the binary fraction, 0.1000000000000000055 for 0.1.
-        return array_without_loss(given.to_pylist(), kind)
-    made = given.cast(kind)
-    if pa.types.is_date(kind) and pa.types.is_timestamp(given.type) and not made.cast(given.type).equals(given):
+        return array_without_loss(array.to_pylist(), kind)
+    cast = array.cast(kind)
+    if pa.types.is_date(kind) and pa.types.is_timestamp(array.type) and not cast.cast(array.type).equals(array):
         raise ValueError("these have a time of day.")
     if pa.types.is_float32(kind):
-        if not pc.all(pc.equal(pc.is_finite(made), pc.is_finite(given)), min_count=0).as_py():
+        if not pc.all(pc.equal(pc.is_finite(cast), pc.is_finite(array)), min_count=0).as_py():
             raise ValueError("values are too large.")
     else:
-        check_same(given, made)
-    return made
+        check_same(array, cast)
+    return cast
 
 
-def check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
+def check_same(array: pa.Array | pa.ChunkedArray, cast: pa.Array) -> None:
     """Raise ``ValueError`` if numbers were rounded: the result, cast back, differs from the input."""
-    kinds = (given.type, made.type)
+    kinds = (array.type, cast.type)
     if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
         return
-    back = made.cast(given.type, safe=False)
-    same = pc.equal(back, given)
-    if pa.types.is_floating(given.type):
-        same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(given)))
+    back = cast.cast(array.type, safe=False)
+    same = pc.equal(back, array)
+    if pa.types.is_floating(array.type):
+        same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(array)))
     if not pc.all(same, min_count=0).as_py():  # nulls count as equal
         raise ValueError("values would be rounded.")
 
 
-def _check_kind(given: pa.DataType, kind: pa.DataType) -> None:
+def _check_kind(array_type: pa.DataType, kind: pa.DataType) -> None:
     """Raise for conversions that Arrow makes and no user means, such as of strings to numbers, or bytes to text."""
-    if pa.types.is_null(given):
+    if pa.types.is_null(array_type):
         return
-    there, here = _kind_of(kind), _kind_of(given)
-    if there != here or (pa.types.is_fixed_size_binary(given) and not pa.types.is_binary(kind)):
-        raise ForeignValueError(f"{given} is another kind of type.")
-    if there == "struct":
+    wanted_kind, here = _kind_of(kind), _kind_of(array_type)
+    if wanted_kind != here or (pa.types.is_fixed_size_binary(array_type) and not pa.types.is_binary(kind)):
+        raise ForeignValueError(f"{array_type} is another kind of type.")
+    if wanted_kind == "struct":
         names = [f.name for f in kind]
-        if sorted(f.name for f in given) != sorted(names):
+        if sorted(f.name for f in array_type) != sorted(names):
             raise ValueError(f"its fields must be {', '.join(names)}.")
         for f in kind:
-            _check_kind(given.field(given.get_field_index(f.name)).type, f.type)
-    elif there == "list":
-        _check_kind(given.value_type, kind.value_type)
+            _check_kind(array_type.field(array_type.get_field_index(f.name)).type, f.type)
+    elif wanted_kind == "list":
+        _check_kind(array_type.value_type, kind.value_type)
 
 
 def _kind_of(kind: pa.DataType) -> str:
@@ -376,8 +376,8 @@ def converted(
     A column that ``earlier`` lacks is null, or zero if it is one of ``zeros``: 0, an empty list, no bytes. ``later``
     must be able to follow on ``earlier``: ``schema_evolution`` finds nothing wrong.
     """
-    there = dict(zip(earlier.names, columns, strict=True))
-    return [_converted(there.get(field.name), field, n, zeros) for field in later]
+    by_name = dict(zip(earlier.names, columns, strict=True))
+    return [_converted(by_name.get(field.name), field, n, zeros) for field in later]
 
 
 def _converted(array: pa.Array | None, field: pa.Field, n: int, zeros: Collection[str]) -> pa.Array:
@@ -387,8 +387,8 @@ def _converted(array: pa.Array | None, field: pa.Field, n: int, zeros: Collectio
     if array.type.equals(kind):
         return array
     if pa.types.is_struct(kind):
-        there = {f.name: array.field(i) for i, f in enumerate(array.type)}
-        children = [_converted(there.get(f.name), f, n, zeros) for f in kind]
+        by_name = {f.name: array.field(i) for i, f in enumerate(array.type)}
+        children = [_converted(by_name.get(f.name), f, n, zeros) for f in kind]
         return struct_array(children, n, null_mask(array), kind)
     if pa.types.is_list(kind):
         elements, offsets = list_parts(array)

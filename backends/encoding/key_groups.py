@@ -12,19 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from backends.encoding.columns import (
-    Bytes,
-    Offsets,
-    binary_content,
-    binary_values,
-    fixed_dtype,
-    fixed_values,
-    gather_fixed,
-    is_list_like,
-    list_parts,
-    normalized_column,
-    null_mask,
-)
+from backends.encoding import columns
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 # XXH64 of many values at once, each with its own seed: https://xxhash.com, as Spark's ``xxhash64`` computes it.
@@ -66,7 +54,7 @@ def hash_4(values: npt.NDArray[np.uint32], seeds: RowHashes) -> RowHashes:
 
 def hash_bytes(values: pa.BinaryArray, seeds: RowHashes) -> RowHashes:
     """Return the hash of each element; none is null."""
-    content, offsets = binary_content(values)
+    content, offsets = columns.binary_content(values)
     hashes = np.empty(len(values), np.uint64)
     for first in range(0, len(values), HASH_STEP_ROWS):
         step = slice(first, min(first + HASH_STEP_ROWS, len(values)))
@@ -74,7 +62,7 @@ def hash_bytes(values: pa.BinaryArray, seeds: RowHashes) -> RowHashes:
     return hashes
 
 
-def _hashed(content: Bytes, starts: Offsets, ends: Offsets, seeds: RowHashes) -> RowHashes:
+def _hashed(content: columns.Bytes, starts: columns.Offsets, ends: columns.Offsets, seeds: RowHashes) -> RowHashes:
     lengths = ends - starts
     if len(starts) <= STRINGS_ONE_BY_ONE:
         return _one_by_one(content, starts, ends, seeds)
@@ -90,7 +78,7 @@ def _hashed(content: Bytes, starts: Offsets, ends: Offsets, seeds: RowHashes) ->
     return hashes
 
 
-def _one_by_one(content: Bytes, starts: Offsets, ends: Offsets, seeds: RowHashes) -> RowHashes:
+def _one_by_one(content: columns.Bytes, starts: columns.Offsets, ends: columns.Offsets, seeds: RowHashes) -> RowHashes:
     all_bytes, hash_one = content.data, xxhash.xxh64_intdigest
     rows = zip(starts.tolist(), ends.tolist(), seeds.tolist(), strict=True)
     hashes: RowHashes = np.fromiter(
@@ -99,7 +87,7 @@ def _one_by_one(content: Bytes, starts: Offsets, ends: Offsets, seeds: RowHashes
     return hashes
 
 
-def _in_order(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashes) -> RowHashes:
+def _in_order(content: columns.Bytes, starts: columns.Offsets, lengths: columns.Offsets, seeds: RowHashes) -> RowHashes:
     """Return the hashes of strings whose lengths ascend: those that have more bytes are always the last ones."""
     hashes = seeds + _P5
     behind_stripes = int(np.searchsorted(lengths, _STRIPE))
@@ -111,12 +99,12 @@ def _in_order(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashe
     left = lengths % _STRIPE
     for _ in range(int(left.max(initial=0)) // 8):
         rows = np.flatnonzero(left >= 8)
-        hashes[rows] = _with_word(hashes[rows], gather_fixed(content, at[rows], _WORD))
+        hashes[rows] = _with_word(hashes[rows], columns.gather_fixed(content, at[rows], _WORD))
         at[rows] += 8
         left[rows] -= 8
     rows = np.flatnonzero(left >= 4)
     if len(rows):
-        hashes[rows] = _with_half(hashes[rows], gather_fixed(content, at[rows], _HALF))
+        hashes[rows] = _with_half(hashes[rows], columns.gather_fixed(content, at[rows], _HALF))
         at[rows] += 4
         left[rows] -= 4
     while len(rows := np.flatnonzero(left)):
@@ -126,13 +114,13 @@ def _in_order(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashe
     return _avalanche(hashes)
 
 
-def _stripes(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashes) -> RowHashes:
+def _stripes(content: columns.Bytes, starts: columns.Offsets, lengths: columns.Offsets, seeds: RowHashes) -> RowHashes:
     """Return the hash state after the whole 32-byte stripes of strings of at least 32 bytes; lengths ascend."""
     lanes = [seeds + _P1 + _P2, seeds + _P2, seeds.copy(), seeds - _P1]
     for begin in range(0, int(lengths[-1]) // _STRIPE * _STRIPE, _STRIPE):
         first = int(np.searchsorted(lengths, begin + _STRIPE))
         for i, lane in enumerate(lanes):
-            lane[first:] = _round(lane[first:], gather_fixed(content, starts[first:] + (begin + 8 * i), _WORD))
+            lane[first:] = _round(lane[first:], columns.gather_fixed(content, starts[first:] + (begin + 8 * i), _WORD))
     hashes = sum((_rotated(lane.copy(), bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)), np.uint64(0))
     for lane in lanes:
         hashes = (hashes ^ _round(np.zeros_like(lane), lane)) * _P1 + _P4
@@ -242,13 +230,13 @@ def partition_range(partition: int, num_partitions: int, num_groups: int) -> tup
 
 
 def _hash_column(name: str, column: pa.Array, seeds: RowHashes) -> RowHashes:
-    array = normalized_column(name, column)
+    array = columns.normalized_column(name, column)
     if pa.types.is_map(array.type):
         raise UnsupportedTypeError(
             f"Column {name!r} has the type {array.type}: a map has no order and cannot be a key."
         )
     hashes = _hash_array(name, array, seeds)
-    mask = null_mask(array)
+    mask = columns.null_mask(array)
     return hashes if mask is None else np.where(mask, seeds, hashes)
 
 
@@ -258,14 +246,14 @@ def _hash_array(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
         for i, child in enumerate(array.flatten()):
             seeds = _hash_column(f"{name}.{kind.field(i).name}", child, seeds)
         return seeds
-    if is_list_like(kind):
+    if columns.is_list_like(kind):
         return _hash_lists(f"{name}.element", array, seeds)
     if pa.types.is_decimal128(kind):
         return _hash_decimals(array, seeds)
-    dtype = fixed_dtype(kind)
+    dtype = columns.fixed_dtype(kind)
     if dtype is None:
-        return hash_bytes(binary_values(array), seeds)
-    values = fixed_values(array, dtype)
+        return hash_bytes(columns.binary_values(array), seeds)
+    values = columns.fixed_values(array, dtype)
     if pa.types.is_floating(kind):
         # Like Spark: -0.0 is 0.0, and every NaN is the same NaN.
         values = np.where(np.isnan(values), np.array(np.nan, dtype), values + dtype.type(0))
@@ -277,7 +265,7 @@ def _hash_array(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
 
 def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
     """Hash arrays: each element's hash is the seed of the next. All rows' first elements, then all second ones."""
-    elements, offsets = list_parts(array)
+    elements, offsets = columns.list_parts(array)
     counts = np.diff(offsets)
     hashes: RowHashes = seeds.copy()
     for position in range(int(counts.max(initial=0))):
@@ -288,7 +276,7 @@ def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
 
 
 def _hash_decimals(array: pa.Array, seeds: RowHashes) -> RowHashes:
-    words = fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
+    words = columns.fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
     if array.type.precision <= SMALL_DECIMAL:
         return hash_8(words[:, 0], seeds)
     unscaled = ((int(high) << 64) | int(low) for low, high in zip(words[:, 0], words[:, 1].view(np.int64), strict=True))

@@ -24,29 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import (
-    Bytes,
-    Mask,
-    Offsets,
-    binary_array,
-    binary_content,
-    binary_values,
-    check_ranges,
-    fixed_array,
-    fixed_dtype,
-    fixed_values,
-    gather_fixed,
-    gather_ranges,
-    is_list_like,
-    join_columns,
-    list_array,
-    list_parts,
-    normalized_column,
-    normalized_type,
-    null_mask,
-    rows_as_binary,
-    struct_array,
-)
+from backends.encoding import columns
 from backends.encoding.key_groups import MAX_KEY_GROUPS
 from backends.encoding.sorted_pairs import as_binary
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
@@ -80,7 +58,7 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
         )
     pieces: list[KeyPiece] = [groups.astype(np.uint16)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        pieces += _pieces(name, normalized_column(name, column))
+        pieces += _pieces(name, columns.normalized_column(name, column))
     return _assemble(pieces, batch.num_rows)
 
 
@@ -98,43 +76,43 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
     keys = as_binary("keys", keys)
     if keys.null_count:
         raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
-    fields = [f.with_type(normalized_type(f.name, f.type)) for f in schema]
+    fields = [f.with_type(columns.normalized_type(f.name, f.type)) for f in schema]
     reader = _KeyReader(keys, schema)
-    columns = [reader.next_column(f.type) for f in fields]
+    arrays = [reader.next_column(f.type) for f in fields]
     reader.check_end()
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
 def _pieces(name: str, array: pa.Array) -> Iterator[KeyPiece]:
     kind = array.type
-    mask = null_mask(array)
+    mask = columns.null_mask(array)
     yield _PRESENT if mask is None else (~mask).astype(np.uint8)
-    dtype = fixed_dtype(kind)
+    dtype = columns.fixed_dtype(kind)
     if dtype is not None:
-        values = _ordered(kind, fixed_values(array, dtype))
+        values = _ordered(kind, columns.fixed_values(array, dtype))
         if mask is not None:
             values[mask] = np.zeros((), values.dtype)
         yield values
     elif pa.types.is_struct(kind):
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _pieces(child_name, normalized_column(child_name, child))
+            yield from _pieces(child_name, columns.normalized_column(child_name, child))
     elif pa.types.is_map(kind):
         raise UnsupportedTypeError(f"Column {name!r} has the type {kind}: a map has no order and cannot be a key.")
-    elif is_list_like(kind):
-        elements, offsets = list_parts(array)
+    elif columns.is_list_like(kind):
+        elements, offsets = columns.list_parts(array)
         element_name = f"{name}.element"
-        marked = [_PRESENT, *_pieces(element_name, normalized_column(element_name, elements))]
-        content, ends = binary_content(_assemble(marked, len(elements)))
-        yield binary_array(content, ends[offsets])
+        marked = [_PRESENT, *_pieces(element_name, columns.normalized_column(element_name, elements))]
+        content, ends = columns.binary_content(_assemble(marked, len(elements)))
+        yield columns.binary_array(content, ends[offsets])
         yield _LIST_END
     else:
-        yield _escape(binary_values(array))
+        yield _escape(columns.binary_values(array))
         yield _STRING_END
 
 
 def _escape(values: pa.BinaryArray) -> pa.BinaryArray:
-    content, _ = binary_content(values)
+    content, _ = columns.binary_content(values)
     return values if content.all() else pc.replace_substring(values, b"\x00", b"\x00\xff")
 
 
@@ -150,11 +128,11 @@ def _assemble(pieces: list[KeyPiece], n: int) -> pa.BinaryArray:
             rows = np.empty(n, _records(tuple(values.dtype for values in run)))
             for i, values in enumerate(run):
                 rows[f"f{i}"] = values
-            parts.append(rows_as_binary(rows))
+            parts.append(columns.rows_as_binary(rows))
             run = []
         if piece is not None:
             parts.append(piece)
-    return join_columns(parts)
+    return columns.join_columns(parts)
 
 
 @lru_cache(256)
@@ -185,7 +163,7 @@ def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _unordered(kind: pa.DataType, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the inverse of ``_ordered``."""
-    dtype = fixed_dtype(kind)
+    dtype = columns.fixed_dtype(kind)
     if pa.types.is_decimal(kind):
         swapped = np.ascontiguousarray(stored).copy().view(np.uint8).reshape(-1, 16)
         swapped[:, 0] ^= 0x80
@@ -203,7 +181,7 @@ def _unordered(kind: pa.DataType, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
-    dtype = fixed_dtype(kind)
+    dtype = columns.fixed_dtype(kind)
     if dtype is None or pa.types.is_decimal(kind) or pa.types.is_boolean(kind):
         return dtype
     return np.dtype(f">u{dtype.itemsize}")
@@ -216,13 +194,12 @@ class _KeyReader:
     """
 
     def __init__(self, keys: pa.BinaryArray, schema: object) -> None:
-        self._content, offsets = binary_content(keys)
+        self._content, offsets = columns.binary_content(keys)
         self._ends = offsets[1:]
         self._schema = schema
         self._at = offsets[:-1] + KEY_GROUP_BYTES
 
     def next_column(self, kind: pa.DataType) -> pa.Array:
-        """Return the next column of all keys."""
         column, self._at = self._column(kind, self._at, self._ends)
         return column
 
@@ -230,32 +207,36 @@ class _KeyReader:
         """Raise unless every key has been read to its end."""
         self._check(self._at == self._ends, self._ends)
 
-    def _check(self, ok: npt.NDArray[np.bool_], ends: Offsets) -> None:
+    def _check(self, ok: npt.NDArray[np.bool_], ends: columns.Offsets) -> None:
         if not ok.all():
-            check_ranges(ok, "keys", self._schema, np.searchsorted(self._ends, ends, "right") - 1)
+            columns.check_ranges(ok, "keys", self._schema, np.searchsorted(self._ends, ends, "right") - 1)
 
-    def _fixed(self, at: Offsets, ends: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
+    def _fixed(
+        self, at: columns.Offsets, ends: columns.Offsets, dtype: np.dtype[Any]
+    ) -> tuple[npt.NDArray[Any], columns.Offsets]:
         """Return values or records of one width, and the positions after them."""
         behind = at + dtype.itemsize
         self._check(behind <= ends, ends)
-        return gather_fixed(self._content, at, dtype), behind
+        return columns.gather_fixed(self._content, at, dtype), behind
 
-    def _absent(self, flags: npt.NDArray[np.uint8], ends: Offsets) -> Mask:
+    def _absent(self, flags: npt.NDArray[np.uint8], ends: columns.Offsets) -> columns.Mask:
         """Return a mask of the bytes that are 0; all must be 0 or 1."""
         self._check(flags <= 1, ends)
-        absent: Mask = flags == 0
+        absent: columns.Mask = flags == 0
         return absent
 
-    def _column(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[pa.Array, Offsets]:
+    def _column(
+        self, kind: pa.DataType, at: columns.Offsets, ends: columns.Offsets
+    ) -> tuple[pa.Array, columns.Offsets]:
         """Return the values of a column, and the positions after them."""
         stored = _stored_dtype(kind)
         if stored is not None:
-            found, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
-            mask = self._absent(found["present"], ends)
-            values = _unordered(kind, found["value"])
+            parts, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
+            mask = self._absent(parts["present"], ends)
+            values = _unordered(kind, parts["value"])
             if mask.any():
                 values[mask] = np.zeros((), values.dtype)
-            return fixed_array(values, mask, kind), at
+            return columns.fixed_array(values, mask, kind), at
         present, at = self._fixed(at, ends, np.dtype("u1"))
         mask = self._absent(present, ends)
         if pa.types.is_struct(kind):
@@ -263,18 +244,18 @@ class _KeyReader:
             for i in range(kind.num_fields):
                 child, at = self._column(kind.field(i).type, at, ends)
                 children.append(child)
-            return struct_array(children, len(at), mask, kind), at
+            return columns.struct_array(children, len(at), mask, kind), at
         if pa.types.is_map(kind):
             raise UnsupportedTypeError(f"The type {kind} cannot be in a key: a map has no order.")
-        if is_list_like(kind):
+        if columns.is_list_like(kind):
             starts, offsets, at = self._elements(kind.value_type, at, ends)
             elements, _ = self._column(kind.value_type, starts, np.repeat(ends, np.diff(offsets)))
-            return list_array(elements, offsets, mask, kind), at
+            return columns.list_array(elements, offsets, mask, kind), at
         stops = self._string_ends(at, ends)
-        content, offsets = self._unescape(*gather_ranges(self._content, at, stops), ends)
-        return binary_array(content, offsets, mask, kind), stops + len(_END)
+        content, offsets = self._unescape(*columns.gather_ranges(self._content, at, stops), ends)
+        return columns.binary_array(content, offsets, mask, kind), stops + len(_END)
 
-    def _skip(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> Offsets:
+    def _skip(self, kind: pa.DataType, at: columns.Offsets, ends: columns.Offsets) -> columns.Offsets:
         """Return the positions after the values of a column."""
         at = at + 1
         stored = _stored_dtype(kind)
@@ -284,18 +265,20 @@ class _KeyReader:
             for i in range(kind.num_fields):
                 at = self._skip(kind.field(i).type, at, ends)
             return at
-        if is_list_like(kind):
+        if columns.is_list_like(kind):
             return self._elements(kind.value_type, at, ends)[2]
         return self._string_ends(at, ends) + len(_END)
 
-    def _elements(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[Offsets, Offsets, Offsets]:
+    def _elements(
+        self, kind: pa.DataType, at: columns.Offsets, ends: columns.Offsets
+    ) -> tuple[columns.Offsets, columns.Offsets, columns.Offsets]:
         """Return where the elements of n arrays begin, their n+1 offsets, and the positions after the arrays.
 
         Takes as many steps as the longest array has elements, each for all arrays of that length or more.
         """
         behind = np.empty(len(at), np.int64)
         counts = np.zeros(len(at), np.int64)
-        reached: list[tuple[Offsets, Offsets]] = []
+        reached: list[tuple[columns.Offsets, columns.Offsets]] = []
         arrays = np.arange(len(at))
         while len(arrays):
             flags, at = self._fixed(at, ends, np.dtype("u1"))
@@ -313,16 +296,18 @@ class _KeyReader:
             starts[offsets[arrays] + i] = begun
         return starts, offsets, behind
 
-    def _string_ends(self, at: Offsets, ends: Offsets) -> Offsets:
+    def _string_ends(self, at: columns.Offsets, ends: columns.Offsets) -> columns.Offsets:
         """Return where strings end: at the first two zero bytes. Inside a string, 0xFF follows each zero."""
         self._check(at <= ends, ends)
-        onwards = binary_array(self._content, np.append(at, len(self._content)))
+        onwards = columns.binary_array(self._content, np.append(at, len(self._content)))
         lengths = np.asarray(pc.find_substring(onwards, _END)).astype(np.int64)
         stops = at + lengths
         self._check((lengths >= 0) & (stops + len(_END) <= ends), ends)
         return stops
 
-    def _unescape(self, content: Bytes, offsets: Offsets, ends: Offsets) -> tuple[Bytes, Offsets]:
+    def _unescape(
+        self, content: columns.Bytes, offsets: columns.Offsets, ends: columns.Offsets
+    ) -> tuple[columns.Bytes, columns.Offsets]:
         zeros = np.flatnonzero(content == 0)
         if not len(zeros):
             return content, offsets

@@ -104,9 +104,9 @@ class OperatorSchema:
     @property
     def in_use(self) -> tuple[StateVariable, ...]:
         """The variables that are not deleted, one of each name: a user's variable hides timers of the same name."""
-        there = [v for v in self.variables if not v.deleted]
-        of_users = {v.name for v in there if v.kind != TIMERS}
-        return tuple(v for v in there if v.kind != TIMERS or v.name not in of_users)
+        variables = [v for v in self.variables if not v.deleted]
+        of_users = {v.name for v in variables if v.kind != TIMERS}
+        return tuple(v for v in variables if v.kind != TIMERS or v.name not in of_users)
 
     @property
     def timers(self) -> StateVariable | None:
@@ -118,8 +118,8 @@ class OperatorSchema:
         for variable in self.in_use:
             if variable.name == name:
                 return variable
-        known = ", ".join(repr(v.name) for v in self.in_use)
-        raise InvalidStateStoreArgument(f"State variable {name!r} does not exist; there are {known or 'none'}.")
+        names = ", ".join(repr(v.name) for v in self.in_use)
+        raise InvalidStateStoreArgument(f"State variable {name!r} does not exist; there are {names or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
         """Return the schema after all rows are rewritten and deleted variables are removed, as in a savepoint."""
@@ -236,14 +236,14 @@ def _evolved_rows(
 ) -> OperatorSchema:
     if stored is None:
         return declared
-    there, here = stored.families, declared.families
+    old, new = stored.families, declared.families
     if _without_values(stored) == _without_values(declared):
-        if all(there[name].value.equals(here[name].value) for name in there):
+        if all(old[name].value.equals(new[name].value) for name in old):
             return stored
         if may_change_outputs:
             families = {
-                name: schema if schema.value.equals(here[name].value) else evolved_outputs(schema, here[name])
-                for name, schema in there.items()
+                name: schema if schema.value.equals(new[name].value) else evolved_outputs(schema, new[name])
+                for name, schema in old.items()
             }
             (rows,) = stored.variables
             return replace(stored, variables=(replace(rows, families=families),))
@@ -267,10 +267,10 @@ def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
 
 def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
     for name in stored.settings.keys() & declared.settings.keys():
-        there, here = stored.settings[name], declared.settings[name]
-        if there != here:
+        old, new = stored.settings[name], declared.settings[name]
+        if old != new:
             raise IncompatibleSchemaError(
-                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: "
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {old!r} to {new!r}: "
                 "the stored state would change its meaning."
             )
     if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
@@ -312,13 +312,13 @@ def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> Sta
 
 
 def _declared(family: str) -> str:
-    found = _GENERATION.fullmatch(family)
-    return found[1] if found else family
+    match = _GENERATION.fullmatch(family)
+    return match[1] if match else family
 
 
 def _generation(family: str) -> int:
-    found = _GENERATION.fullmatch(family)
-    return int(found[2]) if found else 1
+    match = _GENERATION.fullmatch(family)
+    return int(match[2]) if match else 1
 
 
 def _in_words(schema: OperatorSchema) -> str:

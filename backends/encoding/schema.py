@@ -162,22 +162,22 @@ def evolved_outputs(stored: StateSchema, declared: StateSchema) -> StateSchema:
     """
     if _other_columns(stored.value) != _other_columns(declared.value):
         raise IncompatibleSchemaError("other columns than those of outputs differ")
-    there, here = _state_columns(stored.value), _state_columns(declared.value)
-    functions = dict(map(_output_of, there))
-    for output, function in map(_output_of, here):
+    old, new = _state_columns(stored.value), _state_columns(declared.value)
+    functions = dict(map(_output_of, old))
+    for output, function in map(_output_of, new):
         if functions.get(output, function) != function:
             raise IncompatibleSchemaError(
                 f"output {output!r} was {functions[output]} and is {function}: give the new one another name"
             )
-    for name in there.keys() & here.keys():
-        if not there[name].equals(here[name]):
+    for name in old.keys() & new.keys():
+        if not old[name].equals(new[name]):
             raise IncompatibleSchemaError(
-                f"state column {name!r} was {_type(there[name])} and is {_type(here[name])}: the input of output "
+                f"state column {name!r} was {_type(old[name])} and is {_type(new[name])}: the input of output "
                 f"{_output_of(name)[0]!r} has another type now"
             )
     if len(stored.history) == MAX_HISTORY:
         raise IncompatibleSchemaError(f"the outputs have changed {MAX_HISTORY} times, which is as often as they can")
-    back = here.keys() - there.keys()
+    back = new.keys() - old.keys()
     history = tuple(_without_names(earlier, back) for earlier in stored.history)
     return StateSchema(stored.key, declared.value, (*history, stored.value), declared.zeros)
 
@@ -226,13 +226,13 @@ def _without_names(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
     """Return the key's columns, nullable where either schema says so: stored keys do not tell."""
-    there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
-    if there != here:
+    old, new = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
+    if old != new:
         raise IncompatibleSchemaError(
             "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: "
             f"{columns_in_words(stored.key)}. Program: {columns_in_words(declared.key)}."
         )
-    return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
+    return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in new])
 
 
 def evolution_problem(earlier: pa.Schema, later: pa.Schema) -> str | None:
@@ -244,10 +244,10 @@ def evolution_problem(earlier: pa.Schema, later: pa.Schema) -> str | None:
 
 
 def _problems(prefix: str, earlier: Sequence[pa.Field], later: Sequence[pa.Field]) -> Iterator[str]:
-    there = {f.name: f for f in earlier}
+    by_name = {f.name: f for f in earlier}
     for field in later:
         name = prefix + field.name
-        before = there.get(field.name)
+        before = by_name.get(field.name)
         if before is not None:
             yield from _field_problems(name, before, field)
         elif not field.nullable:
@@ -264,8 +264,8 @@ def _field_problems(name: str, before: pa.Field, field: pa.Field) -> Iterator[st
         yield from _field_problems(f"{name}.element", was.value_field, is_now.value_field)
     elif pa.types.is_map(was) and pa.types.is_map(is_now):
         if not was.key_type.equals(is_now.key_type):
-            there, here = _type(was.key_type), _type(is_now.key_type)
-            yield f"the keys of map {name!r} were {there} and are {here}: they cannot change"
+            old, new = _type(was.key_type), _type(is_now.key_type)
+            yield f"the keys of map {name!r} were {old} and are {new}: they cannot change"
         yield from _field_problems(f"{name}.value", was.item_field, is_now.item_field)
     elif not (was.equals(is_now) or _is_wider(was, is_now)):
         yield f"field {name!r} was {_type(was)}, which cannot be read as {_type(is_now)}"

@@ -59,8 +59,8 @@ class KeyEncoder:
         """
         check_num_groups(num_groups)
         columns = [_key_column(field.type) for field in schema]
-        known = [column for column in columns if column is not None]
-        return cls(known, num_groups) if known and len(known) == len(columns) else None
+        not_none = [column for column in columns if column is not None]
+        return cls(not_none, num_groups) if not_none and len(not_none) == len(columns) else None
 
     def encode(self, key: Any) -> bytes | None:
         """Return the stored key: key group and columns. ``key`` is a tuple, or a plain value for one column.

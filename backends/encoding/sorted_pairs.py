@@ -115,7 +115,6 @@ class SortedPairs:
 
     @classmethod
     def from_dict(cls, pairs: Mapping[bytes, bytes | None]) -> SortedPairs:
-        """Sort the pairs of a dict."""
         keys = sorted(pairs)
         return cls(pa.array(keys, pa.binary()), pa.array([pairs[k] for k in keys], pa.binary()))
 
@@ -159,12 +158,12 @@ class SortedPairs:
         is_here = at >= 0
         if not is_here.any():
             return below
-        found = self.values.take(pa.array(at[is_here]))  # first of all: there may be many more changes than keys
-        if len(found) == len(keys):
-            return found
-        rows = np.arange(len(keys)) + len(found)
-        rows[is_here] = np.arange(len(found))
-        return pa.concat_arrays([found, below]).take(pa.array(rows))
+        changed = self.values.take(pa.array(at[is_here]))  # first of all: there may be many more changes than keys
+        if len(changed) == len(keys):
+            return changed
+        rows = np.arange(len(keys)) + len(changed)
+        rows[is_here] = np.arange(len(changed))
+        return pa.concat_arrays([changed, below]).take(pa.array(rows))
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a key is among these changes, and its new value (None: removed)."""
@@ -217,10 +216,10 @@ class SortedPairs:
         is_newer[below[at] + np.arange(len(newer))] = True
         rows[is_newer] = len(self) + np.arange(len(newer))
         rows[~is_newer] = np.flatnonzero(stays)
-        taken = pa.array(rows)
+        positions = pa.array(rows)
         return SortedPairs(
-            pa.concat_arrays([self.keys, newer.keys]).take(taken),
-            pa.concat_arrays([self.values, newer.values]).take(taken),
+            pa.concat_arrays([self.keys, newer.keys]).take(positions),
+            pa.concat_arrays([self.values, newer.values]).take(positions),
         )
 
     def slice(self, offset: int, length: int | None = None) -> SortedPairs:
@@ -246,19 +245,19 @@ def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
     return bool(pc.all(pc.greater(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py())
 
 
-def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+def as_binary(what: str, array: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
     """Return one contiguous ``pa.BinaryArray``. Raises ``InvalidStateStoreArgument`` for another type."""
-    if isinstance(given, pa.ChunkedArray):
-        given = given.chunk(0) if given.num_chunks == 1 else given.combine_chunks()
-    if isinstance(given, pa.ChunkedArray):  # combine_chunks returns one for no chunks at all, and for too many bytes
-        given = pa.concat_arrays(given.chunks) if given.num_chunks else pa.array([], given.type)
-    if not isinstance(given, pa.Array):
-        raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(given).__name__}.")
-    if pa.types.is_binary(given.type):
-        return given
-    if pa.types.is_large_binary(given.type) or pa.types.is_fixed_size_binary(given.type):
-        return given.cast(pa.binary())
-    raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not of {given.type}.")
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # combine_chunks returns one for no chunks at all, and for too many bytes
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if not isinstance(array, pa.Array):
+        raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(array).__name__}.")
+    if pa.types.is_binary(array.type):
+        return array
+    if pa.types.is_large_binary(array.type) or pa.types.is_fixed_size_binary(array.type):
+        return array.cast(pa.binary())
+    raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not of {array.type}.")
 
 
 def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
@@ -274,11 +273,11 @@ def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
     if width and not array.null_count and (np.diff(offsets) == width).all():
         return np.frombuffer(data, f"V{width}").tolist()  # type: ignore[no-any-return]
     bounds = (offsets - first).tolist()
-    made: list[bytes | None] = [data[a:b] for a, b in pairwise(bounds)]
+    values: list[bytes | None] = [data[a:b] for a, b in pairwise(bounds)]
     if array.null_count:
         for i in np.flatnonzero(np.asarray(array.is_null())).tolist():
-            made[i] = None
-    return made
+            values[i] = None
+    return values
 
 
 PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])

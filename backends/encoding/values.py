@@ -20,30 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import (
-    Bytes,
-    Mask,
-    Offsets,
-    binary_array,
-    binary_content,
-    binary_values,
-    check_ranges,
-    even_rows,
-    fixed_array,
-    fixed_dtype,
-    fixed_values,
-    gather_fixed,
-    gather_ranges,
-    is_list_like,
-    join_columns,
-    list_array,
-    list_parts,
-    normalized_column,
-    normalized_type,
-    null_mask,
-    rows_as_binary,
-    struct_array,
-)
+from backends.encoding import columns
 from backends.encoding.given_values import converted
 from backends.encoding.sorted_pairs import as_binary
 from backends.exceptions import SchemaMismatchError
@@ -61,7 +38,7 @@ class _Part:
 
     dtype: np.dtype[Any] | None
     is_data: bool
-    mask: Mask | None = None
+    mask: columns.Mask | None = None
     values: npt.NDArray[Any] | pa.BinaryArray | None = None
 
 
@@ -73,7 +50,7 @@ def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
     parts = [
         part
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        for part in _parts(name, normalized_column(name, column))
+        for part in _parts(name, columns.normalized_column(name, column))
     ]
     return _encode_rows(parts, batch.num_rows, number)
 
@@ -95,18 +72,18 @@ def decode_values(
     even = layout.even_columns(values, len(history))
     if even is not None:
         return pa.RecordBatch.from_arrays(even, schema=newest)
-    content, offsets = binary_content(_filled(values, layout, len(history)))
+    content, offsets = columns.binary_content(_filled(values, layout, len(history)))
     rows = layout.heads(content, offsets) if layout.fits(offsets).all() else None
     if rows is None or (rows["number"] != len(history)).any():
-        columns = _decode_mixed(content, offsets, [*map(_readable, history), newest], zeros)
+        arrays = _decode_mixed(content, offsets, [*map(_readable, history), newest], zeros)
     else:
-        columns = layout.columns(rows, content, offsets, schema)
-    return pa.RecordBatch.from_arrays(columns, schema=newest)
+        arrays = layout.columns(rows, content, offsets, schema)
+    return pa.RecordBatch.from_arrays(arrays, schema=newest)
 
 
 def _readable(schema: pa.Schema) -> pa.Schema:
     # All columns are nullable here: an absent row is one of nulls, even if the schema has none.
-    return pa.schema([pa.field(f.name, normalized_type(f.name, f.type)) for f in schema])
+    return pa.schema([pa.field(f.name, columns.normalized_type(f.name, f.type)) for f in schema])
 
 
 @lru_cache(256)
@@ -116,25 +93,27 @@ def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
     return newest, _Layout.of(newest.types, numbered=True)
 
 
-def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema], zeros: Collection[str]) -> list[pa.Array]:
+def _decode_mixed(
+    content: columns.Bytes, offsets: columns.Offsets, schemas: list[pa.Schema], zeros: Collection[str]
+) -> list[pa.Array]:
     """Return rows that are each of one of the schemas in the columns of the last schema."""
     newest = len(schemas) - 1
-    check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
-    numbers = gather_fixed(content, offsets[:-1], _NUMBER)
-    found, counts = np.unique(numbers, return_counts=True)
-    if found[-1] > newest:
+    columns.check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
+    numbers = columns.gather_fixed(content, offsets[:-1], _NUMBER)
+    schema_numbers, counts = np.unique(numbers, return_counts=True)
+    if schema_numbers[-1] > newest:
         raise SchemaMismatchError(
-            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number "
-            f"{newest}: they were written with a later schema or by a newer release, or are not values."
+            f"Stored values have the schema number {schema_numbers[-1]}, and the schema that they are read with has "
+            f"the number {newest}: they were written with a later schema or by a newer release, or are not values."
         )
     by_number = np.argsort(numbers, kind="stable")
-    values = binary_array(content, offsets)
-    if len(found) > 1:
+    values = columns.binary_array(content, offsets)
+    if len(schema_numbers) > 1:
         values = values.take(pa.array(by_number))
     parts, begin = [], 0
-    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
-        columns = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
-        parts.append(converted(columns, schemas[number], schemas[newest], count, zeros))
+    for number, count in zip(schema_numbers.tolist(), counts.tolist(), strict=True):
+        arrays = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
+        parts.append(converted(arrays, schemas[number], schemas[newest], count, zeros))
         begin += count
     if len(parts) == 1:
         return parts[0]
@@ -144,23 +123,23 @@ def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema], ze
 
 def _parts(name: str, array: pa.Array) -> Iterator[_Part]:
     kind = array.type
-    dtype = fixed_dtype(kind)
-    mask = null_mask(array)
+    dtype = columns.fixed_dtype(kind)
+    mask = columns.null_mask(array)
     if dtype is not None:
-        yield _Part(dtype, False, mask, fixed_values(array, dtype))
+        yield _Part(dtype, False, mask, columns.fixed_values(array, dtype))
     elif pa.types.is_struct(kind):
         yield _Part(None, False, mask)
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _parts(child_name, normalized_column(child_name, child))
-    elif is_list_like(kind):
+            yield from _parts(child_name, columns.normalized_column(child_name, child))
+    elif columns.is_list_like(kind):
         yield _Part(None, True, mask, _encode_lists(name, array))
     else:
-        yield _Part(None, True, mask, binary_values(array))
+        yield _Part(None, True, mask, columns.binary_values(array))
 
 
 def _layout_of(kind: pa.DataType) -> Iterator[_Part]:
-    dtype = fixed_dtype(kind)
+    dtype = columns.fixed_dtype(kind)
     if dtype is None and pa.types.is_struct(kind):
         yield _Part(None, False)
         for i in range(kind.num_fields):
@@ -190,16 +169,16 @@ def _encode_rows(parts: list[_Part], n: int, number: int | None) -> pa.BinaryArr
         if part.dtype is not None:
             rows[f"fixed{i}"] = part.values
         elif part.is_data:
-            ends += np.diff(binary_content(part.values)[1])
+            ends += np.diff(columns.binary_content(part.values)[1])
             rows[f"end{i}"] = ends
             data.append(part.values)
-    return join_columns([rows_as_binary(rows), *data])
+    return columns.join_columns([columns.rows_as_binary(rows), *data])
 
 
 def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: object, *, numbered: bool) -> list[pa.Array]:
     layout = _Layout.of(kinds, numbered=numbered)
-    content, offsets = binary_content(_filled(values, layout))
-    check_ranges(layout.fits(offsets), "values", schema)
+    content, offsets = columns.binary_content(_filled(values, layout))
+    columns.check_ranges(layout.fits(offsets), "values", schema)
     return layout.columns(layout.heads(content, offsets), content, offsets, schema)
 
 
@@ -217,14 +196,14 @@ class _Layout:
         parts = [part for kind in kinds for part in _layout_of(kind)]
         return cls(kinds, parts, _row_dtype(parts, numbered=numbered), any(part.is_data for part in parts))
 
-    def fits(self, offsets: Offsets) -> npt.NDArray[np.bool_]:
+    def fits(self, offsets: columns.Offsets) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows that may be of this layout, by their lengths."""
         lengths = np.diff(offsets)
         return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
 
-    def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
+    def heads(self, content: columns.Bytes, offsets: columns.Offsets) -> npt.NDArray[Any]:
         """Return the heads of the rows, which must all fit."""
-        return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
+        return columns.gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
 
     @cached_property
     def is_flat(self) -> bool:
@@ -233,7 +212,7 @@ class _Layout:
 
     def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
         """Return the columns of rows of this schema number without any null, in fewest steps; None for other rows."""
-        even = even_rows(values) if self.is_flat else None
+        even = columns.even_rows(values) if self.is_flat else None
         if even is None or even.dtype.itemsize != self.dtype.itemsize:
             return None
         rows = even.view(self.dtype)
@@ -245,7 +224,7 @@ class _Layout:
             is_plain = bool((words == np.uint64(number)).all())
         if not is_plain:
             return None
-        return [fixed_array(rows[f"fixed{i}"], None, kind) for i, kind in enumerate(self.kinds)]
+        return [columns.fixed_array(rows[f"fixed{i}"], None, kind) for i, kind in enumerate(self.kinds)]
 
     @cached_property
     def head_mask(self) -> np.uint64 | None:
@@ -253,13 +232,15 @@ class _Layout:
         length = _NUMBER.itemsize + int(self.dtype["nulls"].itemsize)
         return np.uint64((1 << 8 * length) - 1) if length <= 8 <= self.dtype.itemsize else None
 
-    def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
+    def columns(
+        self, rows: npt.NDArray[Any], content: columns.Bytes, offsets: columns.Offsets, schema: object
+    ) -> list[pa.Array]:
         """Return the columns of the rows with these heads."""
         reader = _RowReader(self.parts, rows, content, offsets, schema)
-        columns = [reader.column(kind) for kind in self.kinds]
+        arrays = [reader.column(kind) for kind in self.kinds]
         if self.has_data:
-            check_ranges(reader.starts == offsets[1:], "values", schema)
-        return columns
+            columns.check_ranges(reader.starts == offsets[1:], "values", schema)
+        return arrays
 
 
 def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) -> pa.BinaryArray:
@@ -276,7 +257,14 @@ def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) 
 class _RowReader:
     """Reads the columns of rows, in the order of their parts."""
 
-    def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
+    def __init__(
+        self,
+        parts: list[_Part],
+        rows: npt.NDArray[Any],
+        content: columns.Bytes,
+        offsets: columns.Offsets,
+        schema: object,
+    ):
         self._parts = parts
         self._rows = rows
         self._content = content
@@ -294,56 +282,58 @@ class _RowReader:
         mask = bits != 0
         part = self._parts[i]
         if part.dtype is not None:
-            return fixed_array(self._rows[f"fixed{i}"], mask, kind)
+            return columns.fixed_array(self._rows[f"fixed{i}"], mask, kind)
         if not part.is_data:
             children = [self.column(kind.field(c).type) for c in range(kind.num_fields)]
-            return struct_array(children, len(self._rows), mask, kind)
+            return columns.struct_array(children, len(self._rows), mask, kind)
         stops = self._data + self._rows[f"end{i}"]
-        check_ranges((self.starts <= stops) & (stops <= self._ends), "values", self._schema)
-        content, offsets = gather_ranges(self._content, self.starts, stops)
+        columns.check_ranges((self.starts <= stops) & (stops <= self._ends), "values", self._schema)
+        content, offsets = columns.gather_ranges(self._content, self.starts, stops)
         self.starts = stops
-        if is_list_like(kind):
+        if columns.is_list_like(kind):
             return _decode_lists(content, offsets, mask, kind, self._schema)
-        return binary_array(content, offsets, mask, kind)
+        return columns.binary_array(content, offsets, mask, kind)
 
 
 def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
-    elements, offsets = list_parts(array)
-    rows = _encode_rows(list(_parts(name, normalized_column(name, elements))), len(elements), None)
-    content, ends = binary_content(rows)
+    elements, offsets = columns.list_parts(array)
+    rows = _encode_rows(list(_parts(name, columns.normalized_column(name, elements))), len(elements), None)
+    content, ends = columns.binary_content(rows)
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
     # The lengths, and the elements, of one row are already adjacent: they only need other offsets.
-    return join_columns(
+    return columns.join_columns(
         [
-            rows_as_binary(counts),
-            binary_array(lengths.view(np.uint8), offsets * _COUNT.itemsize),
-            binary_array(content, ends[offsets]),
+            columns.rows_as_binary(counts),
+            columns.binary_array(lengths.view(np.uint8), offsets * _COUNT.itemsize),
+            columns.binary_array(content, ends[offsets]),
         ]
     )
 
 
-def _decode_lists(content: Bytes, offsets: Offsets, mask: Mask, kind: pa.DataType, schema: object) -> pa.Array:
+def _decode_lists(
+    content: columns.Bytes, offsets: columns.Offsets, mask: columns.Mask, kind: pa.DataType, schema: object
+) -> pa.Array:
     starts, stops = offsets[:-1], offsets[1:].copy()
     absent = mask & (starts == stops)  # a row that is not stored at all has no count either
     width = _COUNT.itemsize
-    check_ranges(absent | (stops - starts >= width), "values", schema)
+    columns.check_ranges(absent | (stops - starts >= width), "values", schema)
     after_count = np.where(absent, starts, starts + width)
     counts = np.zeros(len(starts), np.int64)
-    counts[~absent] = gather_fixed(content, starts[~absent], _COUNT)
+    counts[~absent] = columns.gather_fixed(content, starts[~absent], _COUNT)
     after_lengths = after_count + counts * width
-    check_ranges(after_lengths <= stops, "values", schema)
-    lengths = gather_ranges(content, after_count, after_lengths)[0].view(_COUNT)
-    elements, _ = gather_ranges(content, after_lengths, stops)
+    columns.check_ranges(after_lengths <= stops, "values", schema)
+    lengths = columns.gather_ranges(content, after_count, after_lengths)[0].view(_COUNT)
+    elements, _ = columns.gather_ranges(content, after_lengths, stops)
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     firsts = np.zeros(len(starts) + 1, np.int64)
     np.cumsum(counts, out=firsts[1:])
-    check_ranges(ends[firsts[1:]] - ends[firsts[:-1]] == stops - after_lengths, "values", schema)
+    columns.check_ranges(ends[firsts[1:]] - ends[firsts[:-1]] == stops - after_lengths, "values", schema)
     element_kind = pa.struct([kind.key_field, kind.item_field]) if pa.types.is_map(kind) else kind.value_type
-    (decoded,) = _decode_rows(binary_array(elements, ends), [element_kind], schema, numbered=False)
-    return list_array(decoded, firsts, mask, kind)
+    (decoded,) = _decode_rows(columns.binary_array(elements, ends), [element_kind], schema, numbered=False)
+    return columns.list_array(decoded, firsts, mask, kind)
 
 
 # The stored keys of lists of the provider API (``merge``): each element is a separate pair, so appending reads nothing.

@@ -137,10 +137,10 @@ class CacheTable:
 
         Any way and its entry, if none has the tag.
         """
-        at, tags, held = self.buckets_of(hashes)
-        ways = ((held >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
-        entries = held.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
-        return at, tags, held, ways, entries
+        at, tags, entries_at = self.buckets_of(hashes)
+        ways = ((entries_at >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
+        entries = entries_at.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
+        return at, tags, entries_at, ways, entries
 
     def has_tags(self, hashes: KeyHashes) -> npt.NDArray[np.bool_]:
         """Return for each hash whether there is an entry that ``place`` would replace."""
@@ -159,15 +159,15 @@ class CacheTable:
         if is_absent is not None:
             new[is_absent] |= ABSENT
         for attempt in range(_ROUNDS):
-            at, tags, held, ways, entries = self.match(hashes)
+            at, tags, entries_at, ways, entries = self.match(hashes)
             is_other = (entries >> TAG_SHIFT) != tags
             if attempt and not is_other.all():
                 # The older entry was replaced in the first round, so the tag is now that of one of these rows: it
                 # stays.
-                hashes, new, at, tags, held = (a[is_other] for a in (hashes, new, at, tags, held))
-                ways = _oldest(held)
+                hashes, new, at, tags, entries_at = (a[is_other] for a in (hashes, new, at, tags, entries_at))
+                ways = _oldest(entries_at)
             elif is_other.any():
-                ways[is_other] = _oldest(held[is_other])
+                ways[is_other] = _oldest(entries_at[is_other])
             slots = at * WAYS + ways
             entries = (tags << TAG_SHIFT) | new
             table[slots] = entries
@@ -212,9 +212,9 @@ def _num_buckets(rows: int) -> int:
     return -(-wanted // step) * step
 
 
-def _oldest(held: Ints) -> Ints:
+def _oldest(entries: Ints) -> Ints:
     """Return for each bucket the way that is empty, or was filled first."""
-    ways: Ints = np.where(held < 0, _EMPTY, held & ROW).argmin(axis=1)
+    ways: Ints = np.where(entries < 0, _EMPTY, entries & ROW).argmin(axis=1)
     return ways
 
 
@@ -270,17 +270,17 @@ class EvenRows(CacheTable):
         count = self.count
         if asked is None or asked.dtype.itemsize != self._key_width:
             return self._get_uneven(keys, hashes)
-        _, tags, held = self.buckets_of(hashes)
+        _, tags, entries_at = self.buckets_of(hashes)
         # No bucket has a tag twice: these are the entries in the order of the keys. (While a tag moves within its
         # bucket, a reader may see it twice or not at all: then whole keys differ below.)
-        slots = ((held >> TAG_SHIFT) == tags[:, None]).reshape(-1).nonzero()[0]
-        entries = held.reshape(-1).take(slots)
+        slots = ((entries_at >> TAG_SHIFT) == tags[:, None]).reshape(-1).nonzero()[0]
+        entries = entries_at.reshape(-1).take(slots)
         if len(slots) == len(keys):
             rows = entries & _ROW_OR_ABSENT
             if int(rows.max()) < count:  # and none is known to have no value
-                found = self._records.take(rows)
-                if found["key"].tobytes() == asked.tobytes():
-                    return even_array(found["value"].copy()), NO_POSITIONS
+                records = self._records.take(rows)
+                if records["key"].tobytes() == asked.tobytes():
+                    return even_array(records["value"].copy()), NO_POSITIONS
         return self._get_some(asked, slots // WAYS, entries, count)
 
     def _get_uneven(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
@@ -310,15 +310,15 @@ class EvenRows(CacheTable):
             places, entries = places[is_first], entries[is_first]
         rows = entries & ROW
         is_held = rows < count
-        found = self._records.take(np.where(is_held, rows, 0))
-        is_held &= (_bytes_of(found["key"]) == _bytes_of(asked.take(places))).all(axis=1)
+        records = self._records.take(np.where(is_held, rows, 0))
+        is_held &= (_bytes_of(records["key"]) == _bytes_of(asked.take(places))).all(axis=1)
         is_missing = np.ones(len(asked), np.bool_)
         is_missing[places[is_held]] = False
         missing = np.flatnonzero(is_missing)
         if len(missing) == len(asked):
             return None, missing
         has_value = is_held & ((entries & ABSENT) == 0)
-        content = np.ascontiguousarray(found["value"][has_value]) if self._has_values else np.zeros(0, "V1")
+        content = np.ascontiguousarray(records["value"][has_value]) if self._has_values else np.zeros(0, "V1")
         is_null = np.ones(len(asked), np.bool_)
         is_null[places[has_value]] = False
         offsets = np.zeros(len(asked) + 1, np.int32)
@@ -354,12 +354,12 @@ class EvenRows(CacheTable):
         """Return the keys and values of the rows of these entries."""
         if not len(entries):
             return pa.array([], pa.binary()), pa.array([], pa.binary())
-        found = self._records.take(entries & ROW)
-        keys = even_array(np.ascontiguousarray(found["key"]))
+        records = self._records.take(entries & ROW)
+        keys = even_array(np.ascontiguousarray(records["key"]))
         is_absent = (entries & ABSENT) != 0
         if not self._has_values:
             return keys, pa.nulls(len(entries), pa.binary())
-        values = even_array(np.ascontiguousarray(found["value"][~is_absent]))
+        values = even_array(np.ascontiguousarray(records["value"][~is_absent]))
         if is_absent.any():
             values = values.take(pa.array(np.cumsum(~is_absent) - 1, mask=is_absent))
         return keys, values

@@ -1,7 +1,7 @@
 """The interface of a backend's engine, which holds the pairs of one partition at one version.
 
 Everything else (changelogs, manifests, pending changes, older versions, snapshots in the storage, maintenance) is
-shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py`` and ``file.py``.
+shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py``.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def backend_of(conf: StateStoreConf) -> BackendEngine:
 
     Raises ``InvalidStateStoreArgument`` if the provider has no engine.
     """
-    found = conf.provider_class()
-    name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
+    provider = conf.provider_class()
+    name, engine = getattr(provider, "backend", None), getattr(provider, "engine", None)
     if not isinstance(name, str) or not isinstance(engine, type):
         raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} names {found.__name__}, which is not a LocalStateStoreProvider: "
+            f"provider={conf.provider!r} names {provider.__name__}, which is not a LocalStateStoreProvider: "
             "a host needs its engine."
         )
-    return BackendEngine(name, engine, bool(getattr(found, "opens_slowly", False)))
+    return BackendEngine(name, engine, bool(getattr(provider, "opens_slowly", False)))
 
 
 # Detects a full disk of the local copies by the errors that files and engines raise.
@@ -154,7 +154,7 @@ def is_full_disk(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(said in str(error) for said in _SAID):
+        if any(message in str(error) for message in _SAID):
             return True
         error = error.__cause__
     return False
@@ -162,8 +162,8 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 def disk_full(path: Path, error: BaseException) -> LocalDiskFullError:
     """Return the error for a full disk that holds ``path``, or was to hold it."""
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    usage, mib = shutil.disk_usage(there), 1 << 20
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    usage, mib = shutil.disk_usage(existing), 1 << 20
     return LocalDiskFullError(
         f"The disk of {path} is full: {usage.free / mib:.1f} of {usage.total / mib:.1f} MiB are free ({error}). Make "
         "room there, or keep local copies on a larger disk: those of a host are in Ray's session directory (ray start "
@@ -273,7 +273,6 @@ class BufferedEngine:
 
     @property
     def column_families(self) -> frozenset[str]:
-        """The names of the column families."""
         return self._held.families | self._below.column_families
 
     def get_many(
@@ -316,11 +315,11 @@ class BufferedEngine:
 
     def _changes(self, column_family: str) -> SortedMap:
         """Return the changes of a family, merged."""
-        held = self._held
-        if held.unmerged:
+        buffer = self._held
+        if buffer.unmerged:
             with self._changing:
-                held = self._held = self._held.merged()
-        return held.of(column_family)
+                buffer = self._held = self._held.merged()
+        return buffer.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Return a function that buffers the changes."""
@@ -350,7 +349,9 @@ class BufferedEngine:
         if not self._held.families and self.state == self._below.state:
             return
         self._changes(DEFAULT_FAMILY)
-        self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
+        self._write(
+            Changes({f: family_map.between(None, None) for f, family_map in self._held.maps.items()}), self.state
+        )
 
     def _write(self, changes: Changes, state: LocalState) -> None:
         """Write changes to the underlying engine. Afterwards nothing is buffered."""
@@ -393,9 +394,9 @@ class BufferedEngine:
         """Return the number of keys; an estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        held = self._held
-        unmerged = sum(len(pairs) for changes in held.unmerged for pairs in changes.families.values())
-        return self._below.num_keys() + unmerged + sum(len(run) for of in held.maps.values() for run in of.runs)
+        buffer = self._held
+        unmerged = sum(len(pairs) for changes in buffer.unmerged for pairs in changes.families.values())
+        return self._below.num_keys() + unmerged + sum(len(run) for of in buffer.maps.values() for run in of.runs)
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory of the underlying engine and of the changes."""

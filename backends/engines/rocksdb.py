@@ -19,32 +19,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-from rocksdict import (
-    AccessType,
-    Checkpoint,
-    IngestExternalFileOptions,
-    Rdict,
-    WriteBatch,
-    WriteOptions,
-)
+from rocksdict import AccessType, Checkpoint, IngestExternalFileOptions, Rdict, WriteBatch, WriteOptions
 
 from backends import fault_points
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, key_order, to_bytes_list
+from backends.engines import rocksdb_files
 from backends.engines.cached_rows import KeyHashes, hash_keys
 from backends.engines.engine import disk_full, is_full_disk
-from backends.engines.rocksdb_files import (
-    FLUSH_DIRECTORIES,
-    FileScans,
-    database_options,
-    estimated_keys,
-    own_bytes,
-    write_batches,
-    write_buffer_bytes,
-)
-from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan, write_sorted_files
 from backends.engines.row_cache import RowCache
 from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
@@ -87,7 +71,9 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[RocksDBScan | RocksDBRangesScan | TableScan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[rocksdb_files.RocksDBScan | rocksdb_files.RocksDBRangesScan | TableScan] = (
+            weakref.WeakSet()
+        )
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: str | None = None
@@ -97,7 +83,7 @@ class LocalRocksDB:
         self._own: Claim | None = None
         """Counts the memory that the open database uses."""
         self.state = LocalState()
-        self._file_scans = FileScans(path)
+        self._file_scans = rocksdb_files.FileScans(path)
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
         if not (path / "CURRENT").exists():
@@ -116,14 +102,14 @@ class LocalRocksDB:
         that such a reader caches are from before the next write.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        for name in (BULK_DIRECTORY, *FLUSH_DIRECTORIES):
+        for name in (BULK_DIRECTORY, *rocksdb_files.FLUSH_DIRECTORIES):
             shutil.rmtree(self._path / name, ignore_errors=True)  # of a process that died
         families: dict[str, _Family] = {}
         db: Any = None
         try:
-            there = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
-            names = {DEFAULT_FAMILY, META_FAMILY, *there}
-            options = database_options(self._conf)
+            stored_families = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
+            names = {DEFAULT_FAMILY, META_FAMILY, *stored_families}
+            options = rocksdb_files.database_options(self._conf)
             others = {n: options for n in names if n != DEFAULT_FAMILY}
             db = Rdict(str(self._path), options, others, access or AccessType.read_write())
             for name in names:
@@ -144,7 +130,7 @@ class LocalRocksDB:
             if is_full_disk(error):
                 raise disk_full(self._path, error) from error
             raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
-        self._own = host_memory(self._conf).note(DATABASES, own_bytes(len(names)))
+        self._own = host_memory(self._conf).note(DATABASES, rocksdb_files.own_bytes(len(names)))
         self._db, self._families, self._is_for_reading = db, families, access is not None
         self._opened, self._damage, self.state = object(), None, state
 
@@ -160,13 +146,10 @@ class LocalRocksDB:
             raise
 
     def _create(self, name: str) -> None:
-        db = self._db.create_column_family(name, database_options(self._conf))
-        self._families = {
-            **self._families,
-            name: self._family(name, db, self._db.get_column_family_handle(name)),
-        }
+        db = self._db.create_column_family(name, rocksdb_files.database_options(self._conf))
+        self._families = {**self._families, name: self._family(name, db, self._db.get_column_family_handle(name))}
         if self._own is not None:
-            host_memory(self._conf).resize(self._own, own_bytes(len(self._families)))
+            host_memory(self._conf).resize(self._own, rocksdb_files.own_bytes(len(self._families)))
 
     def _family(self, name: str, db: Rdict, handle: object) -> _Family:
         has_cache = self._conf.row_cache_bytes and name != META_FAMILY
@@ -215,8 +198,8 @@ class LocalRocksDB:
     def _get_sorted(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
         # A slice at a time: Python objects take several times the memory of the bytes.
         slices = (keys.slice(at, BULK_ROWS) for at in range(0, len(keys), BULK_ROWS))
-        found = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
-        return found[0] if len(found) == 1 else pa.concat_arrays(found)
+        values = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
+        return values[0] if len(values) == 1 else pa.concat_arrays(values)
 
     def _get(self, family: _Family, keys: Sequence[bytes | None]) -> list[bytes | None]:
         self._check_open()
@@ -236,7 +219,7 @@ class LocalRocksDB:
         self._check_open()
         opened, families = self._opened, self._families
         is_known = not self._is_for_reading and families.keys() >= changes.families.keys()
-        batches = write_batches(changes, _handles(families)) if is_known else None
+        batches = rocksdb_files.write_batches(changes, _handles(families)) if is_known else None
         hashes: dict[str, KeyHashes] = {}
         if self._conf.row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
@@ -257,7 +240,7 @@ class LocalRocksDB:
                 for name in changes.families:
                     if name not in self._families:
                         self._create(name)
-                batches = write_batches(changes, _handles(self._families))
+                batches = rocksdb_files.write_batches(changes, _handles(self._families))
             self._write(batches, state)
         except Exception as error:  # rocksdict raises plain Exception
             self._forget_rows()
@@ -302,9 +285,11 @@ class LocalRocksDB:
         self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        given = _CallersPairs(parts)
+        callers_pairs = _CallersPairs(parts)
         try:
-            files = write_sorted_files(given, directory, database_options(self._conf))
+            files = rocksdb_files.write_sorted_files(
+                callers_pairs, directory, rocksdb_files.database_options(self._conf)
+            )
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # Write this to the disk before the files: without the log, a crash would leave pairs in a database of
@@ -319,7 +304,7 @@ class LocalRocksDB:
         except StateStoreError:
             raise
         except Exception as error:  # rocksdict raises plain Exception
-            if error is given.error:
+            if error is callers_pairs.error:
                 raise
             raise self._failure("load", error) from error
         finally:
@@ -372,7 +357,7 @@ class LocalRocksDB:
             return iter(())
         families = [each.db for each in self._families.values()]
         of_files = self._file_scans.open(self._db, families, family.db, start, end, self._failure)
-        scan = of_files or RocksDBScan(family.db, start, end, self._failure)
+        scan = of_files or rocksdb_files.RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
 
@@ -382,7 +367,7 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None or not ranges:
             return iter(())
-        scan = RocksDBRangesScan(family.db, ranges, self._failure)
+        scan = rocksdb_files.RocksDBRangesScan(family.db, ranges, self._failure)
         self._scans.add(scan)
         return scan
 
@@ -390,11 +375,11 @@ class LocalRocksDB:
         """Return the number of keys; RocksDB's estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        return sum(estimated_keys(f.db) for n, f in self._families.items() if n != META_FAMILY)
+        return sum(rocksdb_files.estimated_keys(f.db) for n, f in self._families.items() if n != META_FAMILY)
 
     def memory_bytes(self) -> int:
         """Return the bytes of this database's write buffers and fixed costs, without the shared block cache."""
-        buffers = sum(write_buffer_bytes(f.db) for f in self._families.values())
+        buffers = sum(rocksdb_files.write_buffer_bytes(f.db) for f in self._families.values())
         return buffers + (0 if self._own is None else self._own.nbytes)
 
     def num_files(self) -> int:

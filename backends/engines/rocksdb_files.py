@@ -1,34 +1,30 @@
-"""Decides which scans read the files of a RocksDB database, and when RocksDB flushes its memory for one first."""
+"""Scans of a RocksDB database, by RocksDB or from its files, its options and memory, and files that it ingests."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    Checkpoint,
-    DBCompressionType,
-    Options,
-    Rdict,
-    WriteBatch,
-    WriteBufferManager,
-)
+import pyarrow as pa
+import rocksdict
 
 from backends.conf import StateStoreConf
-from backends.encoding.keys import KEY_GROUP_BYTES
-from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
-from backends.engines.rocksdb_scan import OnFailure
-from backends.engines.sst_reader import FEW_PAIRS, Table, TableScan, listed_tables, open_scan, part_of
+from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, to_bytes_list
+from backends.engines.sst_reader import FEW_PAIRS, OnFailure, Table, TableScan, listed_tables, open_scan, part_of
+from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.host_memory import BLOCK_CACHE, WRITE_BUFFERS, HostMemory, host_memory
+
+log = logging.getLogger(__name__)
 
 # Properties of a column family in an open RocksDB: numbers of keys and bytes, what is only in memory, and the files.
 
@@ -37,28 +33,26 @@ _IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-m
 _TABLES = "rocksdb.sstables"
 
 
-def estimated_keys(db: Rdict) -> int:
+def estimated_keys(db: rocksdict.Rdict) -> int:
     """Return RocksDB's estimate of the number of keys."""
     return int(db.property_int_value("rocksdb.estimate-num-keys") or 0)
 
 
-def write_buffer_bytes(db: Rdict) -> int:
+def write_buffer_bytes(db: rocksdict.Rdict) -> int:
     """Return the bytes of the pairs that are not in files yet."""
     return int(db.property_int_value("rocksdb.cur-size-all-mem-tables") or 0)
 
 
-def is_in_memory(db: Rdict) -> bool | None:
+def is_in_memory(db: rocksdict.Rdict) -> bool | None:
     """Return whether some pairs are only in RocksDB's memory; None if RocksDB does not say."""
     numbers = [db.property_int_value(name) for name in _IN_MEMORY]
     return None if None in numbers else any(numbers)
 
 
-def described_tables(db: Rdict) -> list[Table] | None:
+def described_tables(db: rocksdict.Rdict) -> list[Table] | None:
     """Return the files; None if there are none, or if RocksDB's list is not understood."""
     return listed_tables(db.property_value(_TABLES) or "")
 
-
-log = logging.getLogger(__name__)
 
 FLUSH_DIRECTORY = "flush"
 """Directory of a checkpoint that is made only for its side effect: RocksDB flushes its memory to files first."""
@@ -82,8 +76,8 @@ class FileScans:
     def open(
         self,
         database: Any,
-        families: Sequence[Rdict],
-        family: Rdict,
+        families: Sequence[rocksdict.Rdict],
+        family: rocksdict.Rdict,
         start: bytes | None,
         end: bytes | None,
         on_failure: OnFailure,
@@ -111,7 +105,7 @@ class FileScans:
                 return None
         return open_scan(self._path, partial(described_tables, family), start, end, on_failure)
 
-    def _flushed(self, database: Any, families: Sequence[Rdict], family: Rdict) -> bool:
+    def _flushed(self, database: Any, families: Sequence[rocksdict.Rdict], family: rocksdict.Rdict) -> bool:
         """Flush RocksDB's memory to files, all column families at once; return whether it succeeded.
 
         RocksDB's own flush covers one column family: after a crash, the version would not match the pairs. If the disk
@@ -125,7 +119,7 @@ class FileScans:
                 return False
             shutil.rmtree(directory, ignore_errors=True)
             try:
-                Checkpoint(database).create_checkpoint(str(directory))
+                rocksdict.Checkpoint(database).create_checkpoint(str(directory))
             except Exception:  # rocksdict raises plain Exception
                 # The pairs in memory can still be read. A damaged database reports the damage at its next write.
                 log.warning("RocksDB scans %s itself: its files could not be written", self._path, exc_info=True)
@@ -161,8 +155,8 @@ _shared: dict[HostMemory, SharedMemory] = {}
 class SharedMemory:
     """The block cache and the write buffers."""
 
-    blocks: Cache
-    buffers: WriteBufferManager
+    blocks: rocksdict.Cache
+    buffers: rocksdict.WriteBufferManager
 
 
 def shared_memory(conf: StateStoreConf) -> SharedMemory:
@@ -173,18 +167,18 @@ def shared_memory(conf: StateStoreConf) -> SharedMemory:
             # RocksDB's other cache has up to 64 shards, and no shard holds a block larger than itself. The shards of a
             # cache of 64 MiB are smaller than the filter of a large file: every key then read the filter from disk, in
             # 70 µs.
-            blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
-            buffers = WriteBufferManager(conf.write_buffer_bytes, False)
+            blocks = rocksdict.Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
+            buffers = rocksdict.WriteBufferManager(conf.write_buffer_bytes, False)
             memory.measure(BLOCK_CACHE, blocks.get_usage)
             memory.measure(WRITE_BUFFERS, buffers.get_usage)
             _shared[memory] = SharedMemory(blocks, buffers)
         return _shared[memory]
 
 
-def database_options(conf: StateStoreConf) -> Options:
+def database_options(conf: StateStoreConf) -> rocksdict.Options:
     """Return the options of a database and of each column family in it."""
     shared = shared_memory(conf)
-    options = Options(raw_mode=True)
+    options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.create_missing_column_families(True)
     options.set_atomic_flush(True)
@@ -194,8 +188,8 @@ def database_options(conf: StateStoreConf) -> Options:
     options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
     options.set_arena_block_size(ARENA_BYTES)
     options.set_keep_log_file_num(1)
-    options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
-    table = BlockBasedOptions()
+    options.set_compression_type(getattr(rocksdict.DBCompressionType, conf.rocksdb_compression)())
+    table = rocksdict.BlockBasedOptions()
     table.set_block_cache(shared.blocks)
     table.set_cache_index_and_filter_blocks(True)
     table.set_pin_l0_filter_and_index_blocks_in_cache(True)
@@ -217,21 +211,226 @@ WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 
 
-def write_batches(changes: Changes, handles: Mapping[str, object]) -> list[WriteBatch]:
+def write_batches(changes: Changes, handles: Mapping[str, object]) -> list[rocksdict.WriteBatch]:
     """Return write batches of all changes, at least one batch. ``handles`` are those of the column families."""
-    batches: list[WriteBatch] = []
+    batches: list[rocksdict.WriteBatch] = []
     for name, pairs in changes.families.items():
         for at in range(0, len(pairs), WRITE_ROWS):
-            batch = WriteBatch(raw_mode=True)
+            batch = rocksdict.WriteBatch(raw_mode=True)
             _fill(batch, pairs.slice(at, WRITE_ROWS), handles[name])
             batches.append(batch)
-    return batches or [WriteBatch(raw_mode=True)]
+    return batches or [rocksdict.WriteBatch(raw_mode=True)]
 
 
-def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
+def _fill(batch: rocksdict.WriteBatch, pairs: SortedPairs, handle: object) -> None:
     put, delete = batch.put, batch.delete
     for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
         if value is None:
             delete(key, handle)
         else:
             put(key, value, handle)
+
+
+ROCKSDB_SCAN_ROWS = 1 << 14
+_SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python objects
+_PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
+
+
+class RocksDBScan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
+
+    def __init__(self, db: rocksdict.Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
+        # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
+        self._options = rocksdict.ReadOptions()
+        if end is not None:
+            self._options.set_iterate_upper_bound(end)
+        if start is None and end is None:
+            self._options.fill_cache(False)  # blocks that are read time and again stay in the cache
+        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
+        self._db = db
+        self._last = start
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # another thread may close the store
+            return self._next()
+
+    def _next(self) -> pa.RecordBatch:
+        items = self._items
+        if items is None:
+            raise StoreClosedError("The store was closed while it was scanned.")
+        parts: list[pa.StructArray] = []
+        while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
+            rows = list(islice(items, _SCAN_STEP))
+            if rows:
+                self._last = rows[-1][0]
+                parts.append(pa.array(rows, _PAIR))
+            if len(rows) < _SCAN_STEP:
+                self._check_end()
+                break
+        if not parts:
+            raise StopIteration
+        return _batch(parts)
+
+    def _check_end(self) -> None:
+        """Raise if the scan has ended at a damaged block.
+
+        rocksdict ends an iteration there as if nothing came after it. So seek the last key again, and ask for the
+        status.
+        """
+        cursor = self._db.iter(self._options)
+        try:
+            if self._last is None:
+                cursor.seek_to_first()
+            else:
+                cursor.seek(self._last)
+                if cursor.valid():
+                    cursor.next()
+            cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Release the iterator: RocksDB cannot close while one lives."""
+        with self._reading:
+            self._items = self._db = None
+
+
+class RocksDBRangesScan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of ascending ranges of a column family, as they were when the scan began.
+
+    One cursor goes through all of them. From a key after a range it goes to the first range that ends after the key,
+    so that ranges without pairs cost nothing each.
+    """
+
+    def __init__(self, db: rocksdict.Rdict, ranges: Sequence[KeyRange], failure: OnFailure) -> None:
+        self._ranges = ranges
+        # Only the last range can be without an end.
+        self._ends = [end for _, end in ranges if end is not None]
+        self._options = rocksdict.ReadOptions()
+        if len(self._ends) == len(ranges):
+            self._options.set_iterate_upper_bound(self._ends[-1])
+        self._cursor = db.iter(self._options)
+        self._at = 0
+        self._is_inside = False
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # another thread may close the store
+            if self._cursor is None:
+                raise StoreClosedError("The store was closed while it was scanned.")
+            parts: list[pa.StructArray] = []
+            while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
+                rows = self._rows()
+                if rows:
+                    parts.append(pa.array(rows, _PAIR))
+                if len(rows) < _SCAN_STEP:
+                    break
+            if not parts:
+                raise StopIteration
+            return _batch(parts)
+
+    def _rows(self) -> list[tuple[bytes, bytes]]:
+        """Return the next pairs, ``_SCAN_STEP`` unless there are fewer left."""
+        cursor, rows = self._cursor, list[tuple[bytes, bytes]]()
+        while self._at < len(self._ranges):
+            start, end = self._ranges[self._at]
+            if not self._is_inside:
+                cursor.seek(start)
+                self._is_inside = True
+            key = b""
+            while cursor.valid():
+                key = cursor.key()
+                if end is not None and key >= end:
+                    break
+                rows.append((key, cursor.value()))
+                cursor.next()
+                if len(rows) == _SCAN_STEP:
+                    return rows
+            else:
+                self._check_end()
+                self._at = len(self._ranges)
+                break
+            self._at = bisect_right(self._ends, key)
+            self._is_inside = self._at < len(self._ranges) and key >= self._ranges[self._at][0]
+        return rows
+
+    def _check_end(self) -> None:
+        """Raise if the cursor has ended at a damaged block, where rocksdict says that nothing comes after it."""
+        try:
+            self._cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Release the cursor: RocksDB cannot close while one lives."""
+        with self._reading:
+            self._cursor = None
+
+
+def _batch(parts: list[pa.StructArray]) -> pa.RecordBatch:
+    keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+    return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
+
+
+# Sorted pairs as files of RocksDB, which a database ingests unchanged.
+#
+# A key costs about half of what it costs through a write buffer, which is flushed later.
+
+
+FILE_BYTES = 64 << 20
+"""Target size of a file, in bytes of keys and values: a compaction, or a later snapshot, rewrites whole files."""
+FILE_STEP_ROWS = 1 << 10
+"""At most this many pairs are Python objects at a time."""
+
+
+def write_sorted_files(
+    parts: Iterable[tuple[str, SortedPairs]], directory: Path, options: rocksdict.Options
+) -> list[tuple[str, Path]]:
+    """Write the pairs of column families to files in ``directory``; return the files, each with its family.
+
+    The keys of a file ascend. A part that does not follow the last part of its family begins a new file. Families
+    without pairs have no file.
+    """
+    files: list[tuple[str, Path]] = []
+    open_files: dict[str, _SortedFile] = {}
+    for family, pairs in parts:
+        if not len(pairs):
+            continue
+        file = open_files.get(family)
+        if file is None or not file.takes(pairs):
+            if file is not None:
+                file.finish()
+            path = directory / f"{len(files)}.sst"
+            files.append((family, path))
+            file = open_files[family] = _SortedFile(path, options)
+        file.add(pairs)
+    for file in open_files.values():
+        file.finish()
+    return files
+
+
+class _SortedFile:
+    def __init__(self, path: Path, options: rocksdict.Options) -> None:
+        self._writer = rocksdict.SstFileWriter(options=options)
+        self._writer.open(str(path))
+        self._bytes = 0
+        self._last = b""
+
+    def takes(self, pairs: SortedPairs) -> bool:
+        """Whether there is room for pairs, and they come after what is there."""
+        return self._bytes < FILE_BYTES and self._last < pairs.keys[0].as_py()
+
+    def add(self, pairs: SortedPairs) -> None:
+        writer = self._writer
+        for at in range(0, len(pairs), FILE_STEP_ROWS):
+            step = pairs.slice(at, FILE_STEP_ROWS)
+            for key, value in zip(to_bytes_list(step.keys), to_bytes_list(step.values), strict=True):
+                writer[key] = value
+        self._bytes += pairs.nbytes
+        self._last = pairs.keys[-1].as_py()
+
+    def finish(self) -> None:
+        self._writer.finish()

@@ -93,7 +93,6 @@ class Run:
         return Run._of_chunks(_joined(chunks))
 
     def pairs(self) -> SortedPairs:
-        """Return all pairs of the run."""
         return _concatenated(self.chunks)
 
     def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
@@ -224,7 +223,6 @@ class SortedMap:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all runs."""
         return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)
 
 
@@ -259,7 +257,6 @@ class SortedMapScan(Iterator[pa.RecordBatch]):
         return next(batches)
 
     def close(self) -> None:
-        """Release the map."""
         self._batches = None
 
 
@@ -275,7 +272,6 @@ class SortedMapEngine:
 
     @property
     def column_families(self) -> frozenset[str]:
-        """The names of the column families."""
         return frozenset(self._maps)
 
     def get_many(
@@ -283,18 +279,18 @@ class SortedMapEngine:
     ) -> pa.BinaryArray:
         """Return the values in the order of ``keys``; null where a key has none."""
         self._check_open()
-        held = self._maps.get(column_family)
-        if held is None:
+        family_map = self._maps.get(column_family)
+        if family_map is None:
             return pa.nulls(len(keys), pa.binary())
         if len(keys) <= _FEW_ROWS:
-            return pa.array([held.get(key) for key in keys.to_pylist()], pa.binary())
-        return held.get_many(keys)
+            return pa.array([family_map.get(key) for key in keys.to_pylist()], pa.binary())
+        return family_map.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """Return the value of one key; None if the key has none."""
         self._check_open()
-        held = self._maps.get(column_family)
-        return None if held is None else held.get(key)
+        family_map = self._maps.get(column_family)
+        return None if family_map is None else family_map.get(key)
 
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
@@ -308,8 +304,8 @@ class SortedMapEngine:
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
-        held = self._maps.get(column_family, SortedMap())
-        scan = SortedMapScan(batch for start, end in ranges for batch in held.scan(start, end))
+        family_map = self._maps.get(column_family, SortedMap())
+        scan = SortedMapScan(batch for start, end in ranges for batch in family_map.scan(start, end))
         self._scans.add(scan)
         return scan
 
@@ -329,19 +325,19 @@ class SortedMapEngine:
         ascending: dict[str, list[SortedPairs]] = {}
         self.state = unfinished
         for family, pairs in parts:
-            held = ascending.setdefault(family, [])
-            if held and len(pairs) and not held[-1].keys[-1].as_py() < pairs.keys[0].as_py():
-                self._add(family, held)
-                held = ascending[family] = []
+            runs = ascending.setdefault(family, [])
+            if runs and len(pairs) and not runs[-1].keys[-1].as_py() < pairs.keys[0].as_py():
+                self._add(family, runs)
+                runs = ascending[family] = []
             if len(pairs):
-                held.append(pairs)
-        for family, held in ascending.items():
-            self._add(family, held)
+                runs.append(pairs)
+        for family, runs in ascending.items():
+            self._add(family, runs)
 
     def _add(self, family: str, parts: list[SortedPairs]) -> None:
         of_parts = SortedMap.of_sorted(parts)
-        held = self._maps.get(family, SortedMap())
-        merged = held.with_changes(of_parts.between(None, None)) if held.runs else of_parts
+        family_map = self._maps.get(family, SortedMap())
+        merged = family_map.with_changes(of_parts.between(None, None)) if family_map.runs else of_parts
         self._maps = {**self._maps, family: merged}
 
     def capture(self, directory: Path) -> Callable[[], None]:
@@ -355,8 +351,8 @@ class SortedMapEngine:
             compression=None if self._conf.compression == "none" else self._conf.compression
         )
         parts: list[_Part] = []
-        for family, held in maps.items():
-            for chunks in _grouped(held.flat(), self._conf.file_snapshot_part_bytes):
+        for family, family_map in maps.items():
+            for chunks in _grouped(family_map.flat(), self._conf.file_snapshot_part_bytes):
                 name = f"{len(parts):06d}.pairs"
                 with pa.ipc.new_file(str(directory / name), PAIRS_SCHEMA, options=options) as writer:
                     for pairs in chunks:
@@ -379,18 +375,17 @@ class SortedMapEngine:
                 parts[part.column_family].extend(SortedPairs(b.column(0), b.column(1)) for b in batches)
         except (OSError, msgspec.MsgspecError, pa.ArrowException, KeyError) as error:
             raise DamagedFileError(f"{directory} holds no snapshot of the file provider: {error!r}") from error
-        self._maps = {family: SortedMap.of_sorted(held) for family, held in parts.items()}
+        self._maps = {family: SortedMap.of_sorted(pairs) for family, pairs in parts.items()}
         self.state = index.state
 
     def num_keys(self) -> int:
         """Return the number of keys; if keys are not counted, removed ones that are still held count as well."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        return sum(len(run) for held in self._maps.values() for run in held.runs)
+        return sum(len(run) for family_map in self._maps.values() for run in family_map.runs)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory of the maps."""
-        return sum(held.nbytes for held in self._maps.values())
+        return sum(family_map.nbytes for family_map in self._maps.values())
 
     def num_files(self) -> int:
         """Return 0: everything is in memory."""

@@ -1,6 +1,6 @@
 """Reads RocksDB's own files by columns: many pairs at once, where an iterator returns one after the other.
 
-The format is that of RocksDB's block-based tables, format version 6: blocks of pairs (``table_blocks``), found by an
+The format is that of RocksDB's block-based tables, format version 6: blocks of pairs, found by an
 index. A file with any other content (a later format, merge operands, range deletions) is rejected when it is opened,
 and RocksDB reads it. So is a file of long keys, which RocksDB reads faster.
 """
@@ -27,8 +27,7 @@ import xxhash
 from backends.encoding.columns import Bytes, binary_array, even_array, gather_fixed, gather_ranges, record
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
-from backends.engines.rocksdb_scan import OnFailure
-from backends.exceptions import StoreClosedError
+from backends.exceptions import StateStoreError, StoreClosedError
 
 # The blocks of a RocksDB table file, decoded to columns.
 #
@@ -51,6 +50,7 @@ _U4, _WORD = np.dtype("<u4"), np.dtype("<u8")
 Block: TypeAlias = "bytes | memoryview | pa.Buffer"
 _Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+OnFailure: TypeAlias = "Callable[[str, Exception], StateStoreError]"
 
 
 class DamagedTableError(Exception):
@@ -111,9 +111,8 @@ def _columns(entries: _Entries) -> tuple[pa.BinaryArray, pa.BinaryArray]:
 
 
 def _columns_of(pairs: Sequence[tuple[bytes, bytes]]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-    """Return stored pairs as columns."""
     is_there = _is_there(np.array([key[-_SEQUENCE] for key, _ in pairs], np.uint8))
-    values = [value if there else None for (_, value), there in zip(pairs, is_there.tolist(), strict=True)]
+    values = [value if has_value else None for (_, value), has_value in zip(pairs, is_there.tolist(), strict=True)]
     return pa.array([key[:-_SEQUENCE] for key, _ in pairs], pa.binary()), pa.array(values, pa.binary())
 
 
@@ -320,8 +319,8 @@ class TableFile:
             raise
 
     def _open(self, size: int) -> None:
-        if (found := os.fstat(self._descriptor).st_size) != size:
-            raise UnknownTableError(f"{self._path} has {found} bytes, where RocksDB lists {size}.")
+        if (file_size := os.fstat(self._descriptor).st_size) != size:
+            raise UnknownTableError(f"{self._path} has {file_size} bytes, where RocksDB lists {size}.")
         footer = self._read(size - _FOOTER, _FOOTER) if size > _FOOTER else bytes(_FOOTER)
         kind, _, _, self._context, meta_size = struct.unpack_from("<B4sIII", footer)
         version, magic = struct.unpack_from("<IQ", footer, _FOOTER - 12)
@@ -365,7 +364,6 @@ class TableFile:
             raise DamagedTableError(f"{self._path} should have {self.num_entries} pairs, and has {num_entries}.")
 
     def close(self) -> None:
-        """Close the file."""
         self._closed()
 
     def _steps(self, start: bytes | None, end: bytes | None) -> Iterator[list[Block]]:
@@ -414,11 +412,11 @@ class TableFile:
         """Return the content of the block that begins at ``at`` of ``data``, and at ``offset`` of the file."""
         content = memoryview(data)[at : at + size]
         compression = data[at + size]
-        found = (xxhash.xxh3_64_intdigest(content) & _LOW) ^ (compression * _LAST_BYTE & _LOW)
+        checksum = (xxhash.xxh3_64_intdigest(content) & _LOW) ^ (compression * _LAST_BYTE & _LOW)
         if self._context:
             place = (offset & _LOW) + (offset >> 32)
-            found = (found + (self._context ^ (place & _LOW))) & _LOW
-        if found != int.from_bytes(data[at + size + 1 : at + size + _TRAILER], "little"):
+            checksum = (checksum + (self._context ^ (place & _LOW))) & _LOW
+        if checksum != int.from_bytes(data[at + size + 1 : at + size + _TRAILER], "little"):
             raise DamagedTableError(f"{self._path} is damaged: the block of {size} bytes at {offset} has changed.")
         if compression == _PLAIN:
             return content
@@ -444,12 +442,12 @@ def _handle(data: bytes) -> tuple[int, int]:
 
 def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     """Return the next blocks, ``most`` of them if they have few bytes."""
-    taken: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for handle in handles:
-        taken.append(handle)
-        if len(taken) == most or sum(handle) - taken[0][0] >= STEP_BYTES:
+        ranges.append(handle)
+        if len(ranges) == most or sum(handle) - ranges[0][0] >= STEP_BYTES:
             break
-    return taken
+    return ranges
 
 
 def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) -> SortedPairs:
@@ -502,11 +500,11 @@ def listed_tables(described: str) -> list[Table] | None:
     for line in described.splitlines():
         if not line:
             continue
-        if found := _LEVEL.fullmatch(line):
-            level = int(found[1])
-        elif level >= 0 and (found := _TABLE.fullmatch(line)):
-            number, size, newest = int(found[1]), int(found[2]), int(found[4])
-            tables.append(Table(level, number, size, newest, bytes.fromhex(found[5]), bytes.fromhex(found[6])))
+        if match := _LEVEL.fullmatch(line):
+            level = int(match[1])
+        elif level >= 0 and (match := _TABLE.fullmatch(line)):
+            number, size, newest = int(match[1]), int(match[2]), int(match[4])
+            tables.append(Table(level, number, size, newest, bytes.fromhex(match[5]), bytes.fromhex(match[6])))
         else:
             return None
     return tables if tables and _is_ordered(tables) else None
@@ -569,9 +567,8 @@ def open_scan(
             if isinstance(error, FileNotFoundError):
                 continue
             if isinstance(error, UnknownTableError | OSError):
-                log.debug(
-                    "RocksDB scans %s: %s", directory, error
-                )  # too many files may be open, for example: RocksDB has them open
+                # Too many files may be open, for example: RocksDB has them open.
+                log.debug("RocksDB scans %s: %s", directory, error)
                 return None
             if isinstance(error, Exception):
                 raise failure("read", error) from error
@@ -614,7 +611,6 @@ class TableScan(Iterator[pa.RecordBatch]):
             raise StopIteration
 
     def close(self) -> None:
-        """Close the files."""
         with self._reading:
             self._is_closed = True
             self._let_go()
@@ -631,24 +627,24 @@ def _pairs(run: Sequence[TableFile], start: bytes | None, end: bytes | None) -> 
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:
     """Return the pairs of runs, each ascending, as one. Of equal keys, that of the first run wins."""
-    held = [SortedPairs.empty()] * len(runs)
+    pending = [SortedPairs.empty()] * len(runs)
     while True:
         for i in range(len(runs) - 1, -1, -1):
-            if not len(held[i]):
+            if not len(pending[i]):
                 following = next(runs[i], None)
                 if following is None:
-                    del runs[i], held[i]
+                    del runs[i], pending[i]
                 else:
-                    held[i] = following
+                    pending[i] = following
         if not runs:
             return
         # Up to here every run has shown all its keys.
-        through = min(pairs.keys[-1].as_py() for pairs in held)
+        through = min(pairs.keys[-1].as_py() for pairs in pending)
         due = SortedPairs.empty()
         for i in range(len(runs) - 1, -1, -1):
-            number = held[i].lower_bound(through + b"\x00")
-            due = due.under(held[i].slice(0, number))
-            held[i] = held[i].slice(number)
+            number = pending[i].lower_bound(through + b"\x00")
+            due = due.under(pending[i].slice(0, number))
+            pending[i] = pending[i].slice(number)
         present = due.present()
         if len(present):
             yield present

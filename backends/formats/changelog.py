@@ -41,10 +41,7 @@ class Changes:
 
     @classmethod
     def of(
-        cls,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        cls, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> Changes:
         """Make the changes of one column family. Null values mean removed keys; unsorted keys are sorted.
 

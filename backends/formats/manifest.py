@@ -147,10 +147,12 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
         """The snapshots of the partitions that have any."""
         return self.stored.snapshots
 
-    def with_snapshots(self, found: Mapping[int, tuple[SnapshotRef, ...]]) -> PartitionEntries:
+    def with_snapshots(self, by_partition: Mapping[int, tuple[SnapshotRef, ...]]) -> PartitionEntries:
         """Return the same entries with more snapshots."""
         snapshots = {
-            p: (*self.snapshots.get(p, ()), *found.get(p, ())) for p in self if p in self.snapshots or found.get(p)
+            p: (*self.snapshots.get(p, ()), *by_partition.get(p, ()))
+            for p in self
+            if p in self.snapshots or by_partition.get(p)
         }
         return PartitionEntries(structs.replace(self.stored, snapshots=snapshots))
 

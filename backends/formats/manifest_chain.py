@@ -113,24 +113,24 @@ def layout_of(operator: str, entry: OperatorEntry) -> Layout:
 
 def segments(chain: Chain, operator: str, version: int | None = None) -> list[Segment]:
     """Return the segments of an operator's versions, the last one first; only of those up to ``version``, if given."""
-    found: list[Segment] = []
+    segments_of_chain: list[Segment] = []
     for v in sorted(chain, reverse=True):
-        held = chain[v].operators.get(operator)
-        if held is None or (version is not None and v > version):
+        entry = chain[v].operators.get(operator)
+        if entry is None or (version is not None and v > version):
             continue
-        layout = layout_of(operator, held)
-        if found and found[-1].layout == layout:
-            found[-1] = found[-1]._replace(first=v)
+        layout = layout_of(operator, entry)
+        if segments_of_chain and segments_of_chain[-1].layout == layout:
+            segments_of_chain[-1] = segments_of_chain[-1]._replace(first=v)
         else:
-            found.append(Segment(layout, v, v))
-    return found
+            segments_of_chain.append(Segment(layout, v, v))
+    return segments_of_chain
 
 
 def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
     """Return the entry of a partition in a version, in the layout of that version; None if there is none."""
     manifest = chain.get(version)
-    held = manifest.operators.get(operator) if manifest else None
-    return held.partitions.get(partition) if held else None
+    operator_entry = manifest.operators.get(operator) if manifest else None
+    return operator_entry.partitions.get(partition) if operator_entry else None
 
 
 def snapshots(
@@ -140,25 +140,25 @@ def snapshots(
 
     Snapshots that ``manifests`` name count as well as those that the chain names.
     """
-    found: dict[int, dict[str, SnapshotRef]] = {}
+    by_partition: dict[int, dict[str, SnapshotRef]] = {}
     operator = segment.layout.operator
     for manifest in (*chain.values(), *manifests):
-        held = manifest.operators.get(operator)
-        if held is None or layout_of(operator, held) != segment.layout:
+        entry = manifest.operators.get(operator)
+        if entry is None or layout_of(operator, entry) != segment.layout:
             continue
-        named = held.partitions.snapshots
+        named = entry.partitions.snapshots
         for partition in named if of is None else [of] if of in named else []:
             for ref in named[partition]:
                 in_segment = segment.first <= ref.version <= segment.last
                 if in_segment and _head(chain, ref.version, operator, partition) == ref.head:
-                    found.setdefault(partition, {})[ref.file.path] = ref
-    return {p: sorted(refs.values(), key=lambda ref: (ref.version, ref.file.path)) for p, refs in found.items()}
+                    by_partition.setdefault(partition, {})[ref.file.path] = ref
+    return {p: sorted(refs.values(), key=lambda ref: (ref.version, ref.file.path)) for p, refs in by_partition.items()}
 
 
 def _head(chain: Chain, version: int, operator: str, partition: int) -> str | None:
     manifest = chain.get(version)
-    held = manifest.operators.get(operator) if manifest else None
-    return held.partitions.head(partition) if held and partition in held.partitions else None
+    entry = manifest.operators.get(operator) if manifest else None
+    return entry.partitions.head(partition) if entry and partition in entry.partitions else None
 
 
 def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
@@ -168,12 +168,12 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
     and for a version that is not on the chain.
     """
     manifest = chain.get(version)
-    held = manifest.operators.get(layout.operator) if manifest else None
-    if held is None:
+    entry = manifest.operators.get(layout.operator) if manifest else None
+    if entry is None:
         return None
-    if layout_of(layout.operator, held) == layout:
-        return held.partitions.head(partition) if partition in held.partitions else None
-    return _rescaled_head(held, version, layout, partition, key_groups)
+    if layout_of(layout.operator, entry) == layout:
+        return entry.partitions.head(partition) if partition in entry.partitions else None
+    return _rescaled_head(entry, version, layout, partition, key_groups)
 
 
 def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
@@ -207,11 +207,11 @@ def lineage(
     of this one; there are ``key_groups`` in all. For a partition that is itself only a source, ``wanted`` are the key
     groups of the other partition: below a still earlier change of the layout, only these are taken over.
     """
-    held = segments(chain, layout.operator, version)
-    own = held.pop(0) if held and held[0].layout == layout else None
+    chain_segments = segments(chain, layout.operator, version)
+    own = chain_segments.pop(0) if chain_segments and chain_segments[0].layout == layout else None
     rescaled = None
-    if held:
-        rescaled = _rescaled(chain, held[0].last, layout, partition, key_groups, wanted)
+    if chain_segments:
+        rescaled = _rescaled(chain, chain_segments[0].last, layout, partition, key_groups, wanted)
     if own is None:
         return Lineage(version, rescaled=rescaled)
     logs = []
@@ -264,11 +264,7 @@ class Retention:
 
 
 def retain(
-    chain: Chain,
-    operators: Iterable[str],
-    target: int,
-    floor: int,
-    is_sound: Callable[[SnapshotRef], bool],
+    chain: Chain, operators: Iterable[str], target: int, floor: int, is_sound: Callable[[SnapshotRef], bool]
 ) -> Retention:
     """Return the files that must be kept for the versions from ``target`` on.
 
@@ -286,14 +282,14 @@ def retain(
                 # Versions of the layout below it are wanted as well; all of this one is kept.
                 bases += [Base(segment, p, None) for p in range_of(chain, segment)]
                 continue
-            known = snapshots(chain, segment)
-            found = []
+            by_partition = snapshots(chain, segment)
+            oldest_of_partitions = []
             for p in range_of(chain, segment):
-                fitting = [s for s in reversed(known.get(p, ())) if s.version <= target]
-                found.append(Base(segment, p, next((s for s in fitting if is_sound(s)), None)))
-            bases += found
-            if all(b.snapshot is not None for b in found) or not versions_below(chain, segment):
-                lowest += [0 if b.snapshot is None else b.snapshot.version for b in found]
+                fitting = [s for s in reversed(by_partition.get(p, ())) if s.version <= target]
+                oldest_of_partitions.append(Base(segment, p, next((s for s in fitting if is_sound(s)), None)))
+            bases += oldest_of_partitions
+            if all(b.snapshot is not None for b in oldest_of_partitions) or not versions_below(chain, segment):
+                lowest += [0 if b.snapshot is None else b.snapshot.version for b in oldest_of_partitions]
                 break
     if not lowest or not chain:
         return Retention(floor, min(chain, default=1), bases)
@@ -343,9 +339,9 @@ def needed_files(
             continue
         above = {base.partition: 0 if base.snapshot is None else base.snapshot.version for base in bases}
         for version in range(segment.first, segment.last + 1):
-            held = chain[version].operators[planned.layout.operator].partitions
+            partitions = chain[version].operators[planned.layout.operator].partitions
             # A group stays as long as one of its parts is needed.
-            needed.update(held.stored_in(p) for p in held if version > above.get(p, version))
+            needed.update(partitions.stored_in(p) for p in partitions if version > above.get(p, version))
         for partition, refs in snapshots(chain, segment).items():
             for ref in refs:
                 if ref.version >= above.get(partition, ref.version + 1):
@@ -375,21 +371,21 @@ def full_bytes(chain: Chain, version: int, snapshot_bytes: Callable[[SnapshotRef
     """
     total = 0
     for operator in chain[version].operators:
-        for held in segments(chain, operator, version):
-            newest = {partition: refs[-1] for partition, refs in snapshots(chain, held).items()}
+        for segment in segments(chain, operator, version):
+            newest = {partition: refs[-1] for partition, refs in snapshots(chain, segment).items()}
             sizes = [snapshot_bytes(ref) for ref in newest.values()]
-            known = [size for size in sizes if size is not None]
-            if len(known) < len(sizes):
+            known_sizes = [size for size in sizes if size is not None]
+            if len(known_sizes) < len(sizes):
                 return None
-            total += sum(known)
-            start = np.zeros(held.layout.num_partitions, np.int64)
+            total += sum(known_sizes)
+            start = np.zeros(segment.layout.num_partitions, np.int64)
             for partition, ref in newest.items():
                 start[partition] = ref.version
-            for v in range(held.first, held.last + 1):
+            for v in range(segment.first, segment.last + 1):
                 entries = chain[v].operators[operator].partitions
                 numbers = np.fromiter(entries, np.int64, len(entries))
                 added = np.asarray(entries.stored.size, np.int64)
                 total += int(added[start[numbers] < v].sum())
-            if len(newest) == held.layout.num_partitions:
+            if len(newest) == segment.layout.num_partitions:
                 break
     return total

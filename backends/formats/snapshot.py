@@ -89,36 +89,6 @@ class StoredSnapshot(NamedTuple):
     written: int
 
 
-def upload(
-    storage: CheckpointStorage,
-    directory: str,
-    backend: str,
-    local: Path,
-    state: LocalState,
-    *,
-    earlier: SnapshotDescriptor | None,
-    digests: Digests,
-    pool: ThreadPoolExecutor,
-    is_cancelled: Callable[[], bool],
-) -> StoredSnapshot:
-    """Upload the files in ``local``, except those that ``earlier`` has, and a descriptor in a separate file.
-
-    Raises ``StorageError``. Files that were uploaded before the error are removed when their version is no longer kept.
-    """
-    prepared = prepare(
-        storage,
-        directory,
-        backend,
-        local,
-        state,
-        earlier=earlier,
-        digests=digests,
-        pool=pool,
-        is_cancelled=is_cancelled,
-    )
-    return store_alone(storage, prepared)
-
-
 def prepare(
     storage: CheckpointStorage,
     directory: str,
@@ -139,32 +109,33 @@ def prepare(
     so that all partitions share one listing.
 
     SST files of at most ``_TOGETHER_BYTES`` that later snapshots may share are left for the descriptor's object, the
-    smallest first, up to ``small_bytes`` together. Raises as ``upload`` does.
+    smallest first, up to ``small_bytes`` together. Raises ``StorageError``. Files that were uploaded before the error
+    are removed when their version is no longer kept.
     """
     assert state.head is not None
     sizes = {path: size for path in sorted(local.iterdir()) if (size := path.stat().st_size)}
     small = _small(sizes, small_bytes)
     large = [p for p, size in sizes.items() if p not in small and (size > _INLINE_BYTES or p.suffix == ".sst")]
-    known = digests.of(large)
+    digest_by_path = digests.of(large)
     reusable = {
         (f.file.size, f.file.digest): f.file
         for f in (earlier.files if earlier else ())
         if f.file is not None and f.file.within is None
     }
-    if any((sizes[path], known[path]) in reusable for path in large):
+    if any((sizes[path], digest_by_path[path]) in reusable for path in large):
         # An uploaded file that has since been lost or truncated is uploaded again.
         above = directory if listed is None else directory.rsplit("/", 2)[0]
         listed = {} if listed is None else listed
         if above not in listed:
             listed[above] = dict(storage.list(above))
-        there = listed[above]
-        reusable = {key: file for key, file in reusable.items() if file.is_in(there)}
+        size_by_path = listed[above]
+        reusable = {key: file for key, file in reusable.items() if file.is_in(size_by_path)}
     cancelled = threading.Event()
 
     def put(path: Path) -> FileRef:
-        held = reusable.get((sizes[path], known[path]))
-        if held is not None:
-            return held
+        stored_file = reusable.get((sizes[path], digest_by_path[path]))
+        if stored_file is not None:
+            return stored_file
         if cancelled.is_set() or is_cancelled():
             raise StoreClosedError(f"The state of {directory} was closed while a snapshot of it was uploaded.")
         fault_points.reached("snapshot:file")
@@ -251,11 +222,11 @@ def read_together(storage: CheckpointStorage, refs: Iterable[FileRef]) -> dict[s
     by_object: dict[str, list[FileRef]] = {}
     for ref in refs:
         by_object.setdefault(ref.stored_in, []).append(ref)
-    found: dict[str, bytes] = {}
+    data_by_path: dict[str, bytes] = {}
     for parts in by_object.values():
         if len(parts) > 1:
-            found.update(storage.read_together(parts))
-    return found
+            data_by_path.update(storage.read_together(parts))
+    return data_by_path
 
 
 def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef, data: bytes | None = None) -> SnapshotDescriptor:
@@ -308,8 +279,8 @@ def download(
     for entry in snapshot.files:
         if entry.file is None:
             (into / entry.name).write_bytes(entry.content or b"")
-    there = [ref.size for ref, target in stored if target.exists()]
-    watch.step(len(there), sum(there))
+    present_sizes = [ref.size for ref, target in stored if target.exists()]
+    watch.step(len(present_sizes), sum(present_sizes))
     missing = [(ref, target) for ref, target in stored if not target.exists()]
     for ref, target in missing:
         if ref.path in together:

@@ -1,40 +1,136 @@
-"""Loading: bringing an engine to the version of a lineage.
+"""Loading: bringing an engine in its local directory to the version of a lineage.
 
 Loading begins with what the engine holds, a snapshot, an earlier layout or nothing, and continues with changelogs.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
 
 from backends import exceptions, fault_points
+from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, StateEngine, backend_of
+from backends.exceptions import ConcurrentCommitError
 from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.partition.load_watch import LoadWatch
-from backends.partition.local_directory import PartitionContext, Scratch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.locations import digest
+
+log = logging.getLogger(__name__)
+
+_KEPT = "kept-"
+
+
+class Scratch:
+    """Short-lived directories below ``root``, which is created with the first one."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def kept(self, name: str) -> Path:
+        """Return the directory of a name; create it if necessary. It stays until ``drop_kept`` or ``clear``."""
+        directory = self._root / f"{_KEPT}{digest(name.encode())}"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def drop_kept(self) -> None:
+        for directory in self._root.glob(f"{_KEPT}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    @contextmanager
+    def directory(self) -> Iterator[Path]:
+        """Make a new empty directory, and remove the directory at the end of the block."""
+        directory = self._root / uuid.uuid4().hex
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove everything that is left here, including files of a process that was killed."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+class LocalDirectory:
+    """The directory ``path``, created if necessary and locked until ``unlock`` or the end of the process.
+
+    ``engine`` is the engine's own directory in it. Raises ``ConcurrentCommitError`` if the directory is in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_file = lock(path)
+        self.engine = path / "engine"
+        self.scratch = Scratch(path / "scratch")
+
+    def unlock(self) -> None:
+        """Let others use the directory. The files stay."""
+        os.close(self._lock_file)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def lock(directory: Path) -> int:
+    """Lock a directory until the returned file descriptor is closed, or the process ends.
+
+    Raises ``ConcurrentCommitError`` if another descriptor holds the lock.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConcurrentCommitError(
+            f"{directory} is open in another provider, in this process or another: one writer at a time. "
+            "Close it, or give each provider its own local_dir."
+        ) from error
+    return descriptor
+
+
+@dataclass(frozen=True)
+class PartitionContext:
+    """An engine and the durable files that it is loaded from.
+
+    ``directory`` is the partition's own in the ``storage``, ``backend`` the name of the engine's backend, and
+    ``scratch`` provides local directories for temporary files.
+    """
+
+    engine: StateEngine
+    backend: str
+    storage: CheckpointStorage
+    directory: str
+    conf: StateStoreConf
+    scratch: Scratch
+
 
 # Rescaling: a partition takes over its range of keys from the partitions of an earlier layout.
 #
 # The layout of an operator changes when its query restarts with another number of partitions or another backend.
-# ``formats/manifest_chain.py`` finds the partitions that have the range; ``loading.py`` calls this.
+# ``formats/manifest_chain.py`` finds the partitions that have the range.
 
 
-def take_over(
+def take_over_keys(
     rescaled: Rescaled,
     engine: StateEngine,
     loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
@@ -123,9 +219,8 @@ class ChangelogReads:
     def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
         """Begin to read a changelog; return the function that waits for its content."""
         if self._storage.is_being_shared(ref.file):
-            return partial(
-                self._storage.read, ref.file
-            )  # another load reads it, or has read it: a thread would only wait
+            # Another load reads it, or has read it: a thread would only wait.
+            return partial(self._storage.read, ref.file)
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
         return self._pool.submit(self._storage.read, ref.file).result
@@ -152,8 +247,6 @@ def state_after(below: LocalState, version: int, head: str, changes: Changes, be
     )
     return LocalState(version, head, below.num_keys + growth)
 
-
-log = logging.getLogger(__name__)
 
 REPLAYED_BYTES = 1 << 20
 """Changelogs are applied together up to this many bytes: each look-up of old values and each write has a fixed cost."""
@@ -283,7 +376,7 @@ class Loading:
         self.version, self.head = unfinished.version, unfinished.head
         counts_keys = self._context.conf.track_total_number_of_rows
         loaded = partial(self._loaded, start=rescaled.start, end=rescaled.end)
-        take_over(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
+        take_over_keys(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager

@@ -16,7 +16,7 @@ from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_s
 from backends.exceptions import InvalidStateStoreArgument
 from backends.host_memory import LAST_READS, SCANS, Claim, HostMemory
 from backends.partition.held_versions import HeldVersions, OlderVersion, VersionView
-from backends.partition.local_directory import PartitionContext
+from backends.partition.loading import PartitionContext
 
 # The pairs that the stream has read last: mostly the same pairs that its next commit replaces.
 
@@ -175,12 +175,7 @@ class VersionReads:
         return values
 
     def get_one(
-        self,
-        key: bytes,
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
+        self, key: bytes, version: int | None = None, column_family: str = DEFAULT_FAMILY, *, head: str | None = None
     ) -> bytes | None:
         """Return the value of one key at a version, None if it has none: ``get_many`` for one key, in microseconds."""
         versions = self._versions
@@ -235,18 +230,13 @@ class VersionReads:
         ]
 
     def scan_in_turn(
-        self,
-        ranges: Sequence[KeyRange],
-        version: int | None = None,
-        column_family: str = DEFAULT_FAMILY,
-        *,
-        head: str | None = None,
+        self, ranges: Sequence[KeyRange], version: int | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
         """Scan ascending ranges that do not overlap, one after the other; a batch may have pairs of many ranges.
 
         See ``scan``.
         """
-        with self._versions.reading(version, head) as view:
+        with self._versions.reading(version, None) as view:
             self._check_family(column_family, view)
             base = self._engine.scan_ranges(ranges, column_family)
         changes, claim = self._changes(view, column_family, lambda pairs: pairs.within(ranges))

@@ -67,8 +67,8 @@ class WriteBuffer:
         if key in self._singles:
             return True, self._singles[key]
         for run in reversed(self._runs):
-            found, value = run.get(key)
-            if found:
+            is_present, value = run.get(key)
+            if is_present:
                 return True, value
         return False, None
 
@@ -131,7 +131,6 @@ class OverlayStateStore(StateStore):
 
     @property
     def id(self) -> StateStoreId:
-        """The id of this store."""
         return self._reader.id
 
     @property
@@ -164,7 +163,6 @@ class OverlayStateStore(StateStore):
         self._times[name] += (time.perf_counter() - started) * 1e3
 
     def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of a key, None if it has none."""
         self._check_key(key)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -172,11 +170,10 @@ class OverlayStateStore(StateStore):
             changed, value = buffer.get(key)
             if changed:
                 return value
-        found: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
-        return found
+        is_present: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
+        return is_present
 
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Set the value of a key."""
         self._check_key(key)
         if not isinstance(value, bytes):
             raise InvalidStateStoreArgument(
@@ -189,7 +186,6 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put(key, value)
 
     def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove a key; no error if the key is not there."""
         self._check_key(key)
         buffer = self._buffer_to_write(column_family)
         if not self._is_list(column_family):
@@ -208,10 +204,7 @@ class OverlayStateStore(StateStore):
         return values if buffer is None else buffer.merged().overlay(keys, values)
 
     def put_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Set many values. For a key that is given twice, the last value wins."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
@@ -226,7 +219,6 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put_many(keys, values)
 
     def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove many keys."""
         keys = self._checked("keys", keys)
         if self._is_list(column_family):
             for key in keys.to_pylist():
@@ -245,10 +237,7 @@ class OverlayStateStore(StateStore):
         self.merge_many(pa.array([key], pa.binary()), pa.array([value], pa.binary()), column_family)
 
     def merge_many(
-        self,
-        keys: pa.Array | pa.ChunkedArray,
-        values: pa.Array | pa.ChunkedArray,
-        column_family: str = DEFAULT_FAMILY,
+        self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
         """Append many elements, in the given order."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
@@ -421,8 +410,8 @@ class OverlayStateStore(StateStore):
             raise InvalidStateStoreArgument(f"The key {key!r} is of type {type(key).__name__}: a key is bytes.")
 
     @staticmethod
-    def _checked(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
-        array = as_binary(what, given)
+    def _checked(what: str, column: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+        array = as_binary(what, column)
         if array.null_count:
             row = pc.index(array.is_null(), True).as_py()
             raise InvalidStateStoreArgument(f"{array.null_count} of the {what} are null, the first in row {row}.")
@@ -463,8 +452,8 @@ def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> I
                 if not len(pairs):
                     continue
                 seen = since.get(family, SortedPairs.empty())
-                there = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
-                before = seen.overlay(pairs.keys, there)
+                values = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
+                before = seen.overlay(pairs.keys, values)
                 keys = lists.user_keys_of_lists(pairs.keys) if lists.is_list(family) else pairs.keys
                 since[family] = seen.under(pairs)
                 yield pa.RecordBatch.from_arrays(

@@ -13,15 +13,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.conf import StateStoreId
-from backends.exceptions import (
-    ConcurrentCommitError,
-    DamagedFileError,
-    FileExistsInStorageError,
-    MissingFileError,
-    VersionNotFoundError,
-)
 from backends.formats import manifest_chain
 from backends.formats.manifest import (
     Lineage,
@@ -44,10 +37,7 @@ class StandaloneManifests:
     """The versions of one store that keeps its own manifests. Many threads may use it at once; ``_lock`` guards all."""
 
     def __init__(
-        self,
-        storage: CheckpointStorage,
-        store_id: StateStoreId,
-        clock: Callable[[], float] = time.time,
+        self, storage: CheckpointStorage, store_id: StateStoreId, clock: Callable[[], float] = time.time
     ) -> None:
         self._storage = storage
         self._id = store_id
@@ -69,7 +59,7 @@ class StandaloneManifests:
             if newest == self._newest:
                 return
             if newest < self._newest:
-                raise MissingFileError(
+                raise exceptions.MissingFileError(
                     f"{self._storage.full_location(self._path(self._newest))} does not exist any more, but it was the "
                     "newest manifest: it was removed. Restore it from a copy."
                 )
@@ -93,17 +83,17 @@ class StandaloneManifests:
         return f"{self.directory}/manifests/{manifest_id:0{_DIGITS}d}.json"
 
     def _manifest(self, manifest_id: int) -> Manifest | None:
-        known = self._known.get(manifest_id)
-        if known is not None:
-            return known
+        cached = self._known.get(manifest_id)
+        if cached is not None:
+            return cached
         path = self._path(manifest_id)
         if not self._storage.exists(path):
             return None
         name = self._storage.full_location(path)
         manifest = unseal(self._storage.get(path), Manifest, name)
-        held = self._entry({0: manifest}, 0)
-        if manifest.id != manifest_id or held is None or not held.changelog.path.startswith(f"{self.directory}/"):
-            raise DamagedFileError(
+        entry = self._entry({0: manifest}, 0)
+        if manifest.id != manifest_id or entry is None or not entry.changelog.path.startswith(f"{self.directory}/"):
+            raise exceptions.DamagedFileError(
                 f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
             )
         return manifest
@@ -134,20 +124,22 @@ class StandaloneManifests:
         if is_int and (version == 0 or oldest <= version <= latest):
             return
         if not latest:
-            there = "there is only the empty version 0"
+            versions_in_words = "there is only the empty version 0"
         else:
-            there = f"there are versions {oldest} to {latest}" + (" and the empty version 0" if oldest else "")
+            versions_in_words = f"there are versions {oldest} to {latest}" + (
+                " and the empty version 0" if oldest else ""
+            )
         if is_int and 0 < version < oldest:
-            there += "; older ones are no longer kept (min_versions_to_retain)"
+            versions_in_words += "; older ones are no longer kept (min_versions_to_retain)"
         elif is_int and version > latest:
             litter = [p for p, _ in self._storage.list(self.directory) if version_in(p) == version]
             if litter:
-                there += (
+                versions_in_words += (
                     f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names "
                     "it: it was never committed, or its manifest was removed "
                     f"({self._storage.full_location(self._path(self._newest + 1))} or a later one)"
                 )
-        raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
+        raise exceptions.VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {versions_in_words}.")
 
     def append(self, version: int, expected_head: str | None, attempt: str, changelog: FileRef) -> None:
         """Make ``version`` of the version below, if ``expected_head`` is still the newest changelog.
@@ -188,17 +180,17 @@ class StandaloneManifests:
                 self.refresh()
                 if self._head is None:
                     return manifest_chain.Retention(0, 1)
-                held = self._entry(self._chain, self._head.version)
-                assert held is not None
-                entry = held
+                partition = self._entry(self._chain, self._head.version)
+                assert partition is not None
+                entry = partition
                 if snapshot is not None and self._may_name(snapshot, reused):
-                    entry = replace(held, snapshots=(*held.snapshots, snapshot))
+                    entry = replace(partition, snapshots=(*partition.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
                 kept = manifest_chain.retain(
                     new_chain, [self._layout.operator], target(self._head.version), self._head.oldest, is_sound
                 )
-                if entry is held and kept.oldest == self._head.oldest:
+                if entry is partition and kept.oldest == self._head.oldest:
                     return kept
                 manifest = replace(manifest, oldest=kept.oldest, chain_from=kept.chain_from)
                 fault_points.reached("maintenance:manifest")
@@ -207,12 +199,12 @@ class StandaloneManifests:
                     return kept
 
     def _may_name(self, snapshot: SnapshotRef, reused: SnapshotRef | None) -> bool:
-        known = {s.file.path for s in self.snapshots()}
+        snapshot_paths = {s.file.path for s in self.snapshots()}
         return (
             self.head_at(snapshot.version) == snapshot.head
             and snapshot.version > self.oldest_version()
-            and snapshot.file.path not in known
-            and (reused is None or reused.file.path in known)
+            and snapshot.file.path not in snapshot_paths
+            and (reused is None or reused.file.path in snapshot_paths)
         )
 
     def snapshots(self) -> list[SnapshotRef]:
@@ -221,8 +213,8 @@ class StandaloneManifests:
             return self._snapshots(self._chain)
 
     def _snapshots(self, versions: manifest_chain.Chain, manifests: Iterable[Manifest] = ()) -> list[SnapshotRef]:
-        held = manifest_chain.segments(versions, self._layout.operator)
-        return manifest_chain.snapshots(versions, held[0], manifests).get(self._partition, []) if held else []
+        segments = manifest_chain.segments(versions, self._layout.operator)
+        return manifest_chain.snapshots(versions, segments[0], manifests).get(self._partition, []) if segments else []
 
     def _entry(self, versions: manifest_chain.Chain, version: int) -> PartitionEntry | None:
         return manifest_chain.entry(versions, version, self._layout.operator, self._partition)
@@ -235,7 +227,7 @@ class StandaloneManifests:
     def check_head(self, version: int, expected_head: str | None) -> None:
         """Raise ``ConcurrentCommitError`` if the newest known commit is another one than ``expected_head``."""
         if self.head_at(self.latest_version()) != expected_head:
-            raise ConcurrentCommitError(
+            raise exceptions.ConcurrentCommitError(
                 f"Version {version} of {self._id} was not committed: another writer has committed since version "
                 f"{version - 1} was opened. Open the store again, and see to it that there is one writer."
             )
@@ -267,7 +259,7 @@ class StandaloneManifests:
         _PROOFS.require(self._storage)
         try:
             self._storage.put_new(self._path(manifest.id), seal(manifest))
-        except FileExistsInStorageError:
+        except exceptions.FileExistsInStorageError:
             self.refresh()
             return False
         kept = {v: m for v, m in self._chain.items() if manifest.chain_from <= v < manifest.version}
@@ -285,9 +277,11 @@ class StandaloneManifests:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
             files = [p for p in listed if not p.startswith(manifests)]
-            found = manifest_chain.garbage(files, manifest_chain.needed_files(self._chain, kept, files_of), kept.oldest)
+            garbage_files = manifest_chain.garbage(
+                files, manifest_chain.needed_files(self._chain, kept, files_of), kept.oldest
+            )
             for path in listed:
                 number = path.removeprefix(manifests).partition(".")[0]
                 if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:
-                    found += [path] if int(number) not in self._known or "#" in path else []
-            return found
+                    garbage_files += [path] if int(number) not in self._known or "#" in path else []
+            return garbage_files

@@ -20,17 +20,10 @@ from typing import ClassVar, TypeVar
 
 import pyarrow as pa
 
-from backends import fault_points
+from backends import exceptions, fault_points
 from backends.conf import StateStoreConf, StateStoreId
 from backends.engines.engine import StateEngine
-from backends.exceptions import (
-    ConcurrentCommitError,
-    DamagedFileError,
-    InvalidStateStoreArgument,
-    MissingFileError,
-    StoreClosedError,
-    VersionNotFoundError,
-)
+from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, SnapshotDescriptor, SnapshotRef
@@ -164,7 +157,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             try:
                 self._manifests.append(version, newest, attempt, file)
                 self._manifest_ms = (time.perf_counter() - started) * 1e3
-            except ConcurrentCommitError:
+            except exceptions.ConcurrentCommitError:
                 self.main.attempts.discard(version, attempt)
                 # No manifest names it, and none ever will.
                 self._storage.delete(file.path)
@@ -185,10 +178,12 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._manifests.refresh()
             base, lineage = self._manifests.lineage(from_version), self._manifests.lineage(to_version)
             if from_version > to_version:
-                raise InvalidStateStoreArgument(f"from_version={from_version} is above to_version={to_version}.")
+                raise exceptions.InvalidStateStoreArgument(
+                    f"from_version={from_version} is above to_version={to_version}."
+                )
             oldest = self._manifests.oldest_version()
             if from_version < min(oldest, to_version):
-                raise VersionNotFoundError(
+                raise exceptions.VersionNotFoundError(
                     f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is "
                     f"{oldest}."
                 )
@@ -212,18 +207,18 @@ class LocalStateStoreProvider(StateStoreProvider):
             with self._lock:
                 self._check_open()
                 self._manifests.refresh()
-                known = self._manifests.snapshots()
-                newest = known[-1] if known else None
+                snapshots = self._manifests.snapshots()
+                newest = snapshots[-1] if snapshots else None
                 done = newest.version if newest else 0
                 head = self.main.head
                 is_current = head is not None and head == self._manifests.head_at(self.main.version)
                 due = is_current and self.main.version - done >= self._conf.deltas_per_snapshot
-            made = self.main.snapshots.store(newest) if due else None
+            new_snapshot = self.main.snapshots.store(newest) if due else None
             with self._lock:
                 self._check_open()
                 sizes = dict(self._storage.list(self._manifests.directory))
                 kept = self._manifests.record_maintenance(
-                    made, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
+                    new_snapshot, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
                 )
                 self._descriptors = {
                     s.file.path: self._descriptors[s.file.path]
@@ -246,7 +241,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             for ref in (ref for past in rolled_back for ref in past.snapshots):
                 in_use |= {ref.file.path, *self._files_of(ref)}
             return [path for path in garbage if path not in in_use]
-        except (DamagedFileError, MissingFileError) as error:
+        except (exceptions.DamagedFileError, exceptions.MissingFileError) as error:
             # The files of a damaged snapshot are unknown: while it is kept, they cannot be distinguished from garbage.
             log.warning("Nothing of %s is removed: %s", self, error)
             return []
@@ -259,15 +254,15 @@ class LocalStateStoreProvider(StateStoreProvider):
         return self._descriptor(ref).paths
 
     def _descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor:
-        held = self._descriptors.get(ref.file.path)
-        if held is None:
-            held = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
-        return held
+        cached = self._descriptors.get(ref.file.path)
+        if cached is None:
+            cached = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
+        return cached
 
     def _is_sound(self, ref: SnapshotRef, sizes: Mapping[str, int]) -> bool:
         try:
             return ref.file.is_in(sizes) and self._descriptor(ref).is_complete(sizes)
-        except (DamagedFileError, MissingFileError) as error:
+        except (exceptions.DamagedFileError, exceptions.MissingFileError) as error:
             log.warning("A snapshot of %s is damaged: %s", self, error)
             return False
 
@@ -277,7 +272,9 @@ class LocalStateStoreProvider(StateStoreProvider):
         """Call ``call`` with the main copy, if it holds exactly that version. Raises ``VersionNotFoundError``."""
         self._check_open()
         if lineage.head is None and self.main.head is not None:
-            raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self.main.version}.")
+            raise exceptions.VersionNotFoundError(
+                f"The empty version 0 of {self._id} is not held; held is {self.main.version}."
+            )
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
@@ -336,7 +333,7 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
+            raise exceptions.StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
 
 
 class _Copy:
@@ -367,7 +364,7 @@ class _VersionReader:
         if self._copy is None:
             try:
                 return self._provider.read(self.lineage, call)
-            except VersionNotFoundError:
+            except exceptions.VersionNotFoundError:
                 self._copy = self._provider.copy_at(self.lineage)
                 # A store that is dropped without abort() must not leave the copy behind.
                 self._release = weakref.finalize(self, self._provider.release, self.lineage)
@@ -389,7 +386,8 @@ class _VersionReader:
         state = self._copy or self._provider.main
         try:
             figures = state.metrics(self.version, head=self.lineage.head)
-        except VersionNotFoundError:  # a copy is not worth loading for figures: take those of the version that is held
+        except exceptions.VersionNotFoundError:
+            # A copy is not worth loading for figures: take those of the version that is held.
             figures = state.metrics()
         return self._provider.with_own_figures(figures)
 
@@ -399,3 +397,10 @@ class _VersionReader:
         if self._release is not None:
             self._release()
             self._copy = None
+
+
+class FileStateStoreProvider(LocalStateStoreProvider):
+    """Keeps a store in memory: the fastest reads and writes, for state that fits."""
+
+    backend = "file"
+    engine = SortedMapEngine

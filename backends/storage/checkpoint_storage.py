@@ -16,13 +16,7 @@ from typing import TypeAlias
 import xxhash
 from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
 
-from backends.exceptions import (
-    DamagedFileError,
-    FileExistsInStorageError,
-    InvalidStateStoreArgument,
-    MissingFileError,
-    UnsupportedLocationError,
-)
+from backends import exceptions
 from backends.host_memory import BoundedDict
 from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
 from backends.storage.local_files import LocalFiles
@@ -102,11 +96,13 @@ class CheckpointStorage:
         try:
             stores = ObjectStores(parsed, options or {})
         except UnknownConfigurationKeyError as error:
-            raise InvalidStateStoreArgument(
+            raise exceptions.InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
             ) from error
         except (BaseError, ValueError) as error:
-            raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {first_line(error)}") from error
+            raise exceptions.InvalidStateStoreArgument(
+                f"{parsed.text} cannot be opened: {first_line(error)}"
+            ) from error
         return cls(
             parsed,
             stores,
@@ -158,10 +154,10 @@ class CheckpointStorage:
                 # answers "conflict" while another writer is active, even if no file exists in the end.
                 may_be_ours = unanswered
                 self._note_more("read", 1)
-                held = self._get_or_none(path)
-                if held is None:
+                stored_data = self._get_or_none(path)
+                if stored_data is None:
                     raise
-                return may_be_ours and held == data
+                return may_be_ours and stored_data == data
             except (BaseError, OSError):
                 note_unanswered()
                 raise
@@ -254,10 +250,10 @@ class CheckpointStorage:
     def _whole(self, path: str, *, is_small: bool) -> bytes:
         self._check_path(path)
         on_second = _nothing if is_small else None
-        found = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
-        if found is None:
-            raise MissingFileError(f"{self.full_location(path)} does not exist.")
-        return found
+        data = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
+        if data is None:
+            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
+        return data
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """Return ``length`` bytes of a file from ``start`` on, unchecked; fewer where the file ends before.
@@ -275,10 +271,10 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=len(data))
             return data
 
-        found = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
-        if found is None:
-            raise MissingFileError(f"{self.full_location(path)} does not exist.")
-        return found
+        content = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
+        if content is None:
+            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
+        return content
 
     def read(self, ref: FileRef) -> bytes:
         """Return a file's content, checked by its size and digest; of a group's object only the part.
@@ -290,7 +286,7 @@ class CheckpointStorage:
                 data = self._whole(ref.path, is_small=ref.size <= HEDGED_BYTES)
             else:
                 data = self._shared_part(ref) or self.get_range(ref.within, ref.offset, ref.size)
-        except MissingFileError as error:
+        except exceptions.MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
             raise self._damaged(ref, len(data), digest(data))
@@ -310,10 +306,10 @@ class CheckpointStorage:
         Missing or damaged parts are left out: ``read`` reports their errors. Raises ``StorageError``.
         """
         shared = {ref.path: self._shared_part(ref, is_new_reader=i == 0) for i, ref in enumerate(refs)}
-        held = {path: data for path, data in shared.items() if data is not None}
-        refs = [ref for ref in refs if ref.path not in held]
+        shared_data = {path: data for path, data in shared.items() if data is not None}
+        refs = [ref for ref in refs if ref.path not in shared_data]
         if not refs:
-            return held
+            return shared_data
         within = refs[0].stored_in
         self._check_path(within)
         starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
@@ -327,10 +323,10 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=sum(map(len, parts)))
             return parts
 
-        found = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
-        parts = zip(refs, found, strict=True) if found else ()
+        pieces = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
+        parts = zip(refs, pieces, strict=True) if pieces else ()
         whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
-        return held | whole
+        return shared_data | whole
 
     def _shared_part(self, ref: FileRef, *, is_new_reader: bool = True) -> bytes | None:
         """Return a part of an object that many read at once, checked; None if it must be read alone."""
@@ -343,15 +339,15 @@ class CheckpointStorage:
         )
         return part if part is not None and digest(part) == ref.digest else None
 
-    def _missing(self, ref: FileRef) -> MissingFileError:
-        return MissingFileError(
+    def _missing(self, ref: FileRef) -> exceptions.MissingFileError:
+        return exceptions.MissingFileError(
             f"{self._named(ref)} ({ref.size} bytes) does not exist, but the state needs it: "
             "it was removed, or is kept elsewhere. Restore it from a copy."
         )
 
-    def _damaged(self, ref: FileRef, size: int, found: str) -> DamagedFileError:
-        return DamagedFileError(
-            f"{self._named(ref)} is damaged: {size} bytes with digest {found}, "
+    def _damaged(self, ref: FileRef, size: int, digest: str) -> exceptions.DamagedFileError:
+        return exceptions.DamagedFileError(
+            f"{self._named(ref)} is damaged: {size} bytes with digest {digest}, "
             f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
         )
 
@@ -450,12 +446,14 @@ class CheckpointStorage:
 
     def _check_path(self, path: str) -> None:
         if any(part in ("", ".", "..") for part in path.split("/")):
-            raise InvalidStateStoreArgument(
+            raise exceptions.InvalidStateStoreArgument(
                 f"{path!r} is not a path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
 
-    def _exists(self, path: str) -> FileExistsInStorageError:
-        return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
+    def _exists(self, path: str) -> exceptions.FileExistsInStorageError:
+        return exceptions.FileExistsInStorageError(
+            f"{self.full_location(path)} exists already and is never overwritten."
+        )
 
 
 def _nothing() -> None:
@@ -499,7 +497,7 @@ class CreateIfAbsentProofs:
         # At the second write the file exists, whichever process made it. The contents differ: a write whose answer was
         # lost must not be confused with another one.
         if _creates(storage) and _creates(storage):
-            raise UnsupportedLocationError(
+            raise exceptions.UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
                 f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
                 "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
@@ -513,6 +511,6 @@ def _creates(storage: CheckpointStorage) -> bool:
     """Return whether the storage says that it has created the file."""
     try:
         storage.put_new(CREATE_PROBE, secrets.token_bytes(16))
-    except FileExistsInStorageError:
+    except exceptions.FileExistsInStorageError:
         return False
     return True

@@ -83,8 +83,8 @@ def check_bucket(error: FileNotFoundError) -> None:
 
 def code(error: BaseException) -> str:
     """Return the service's code of an error, "" if there is none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
 
 
 def first_line(error: BaseException) -> str:
@@ -110,8 +110,8 @@ def _without_parameters(word: str) -> str:
 
 
 def _status(error: BaseException) -> str:
-    found = _STATUS.search(str(error))
-    return found[1] if found else ""
+    match = _STATUS.search(str(error))
+    return match[1] if match else ""
 
 
 # Faults of storage, for people: the requests of a process that fail, and those that get no answer.
@@ -164,9 +164,9 @@ class TroubleTracker:
         with self._lock:
             kind, location, _ = self._under_way.pop(number)
             if error is None:
-                known = self._places.get(location)
-                if known is not None:
-                    known.answered[kind] = self._clock()
+                of_place = self._places.get(location)
+                if of_place is not None:
+                    of_place.answered[kind] = self._clock()
                 return
             place = self._places.setdefault(location, _Place())
             place.failed.append(self._clock())
@@ -186,11 +186,11 @@ class TroubleTracker:
                 if now - began >= WAITING_SECONDS:
                     waiting.setdefault(location, []).append(now - began)
             failed = {at: p for at, p in self._places.items() if p.failed and now - p.failed[-1] < FAILURE_SECONDS}
-            found = []
+            troubles = []
             for location in sorted({*waiting, *failed}):
                 place, seconds = failed.get(location, _Place()), waiting.get(location, [])
                 last = place.failed[-1] if place.failed else now
-                found.append(
+                troubles.append(
                     {
                         "location": location,
                         "failures": sum(now - at < FAILURE_SECONDS for at in place.failed),
@@ -201,7 +201,7 @@ class TroubleTracker:
                         "waiting_seconds": round(max(seconds, default=0.0), 1),
                     }
                 )
-            return found
+            return troubles
 
 
 # Hedged requests: a request that takes far longer than usual is sent a second time, and the first answer wins.
@@ -254,10 +254,10 @@ class Hedges:
     def late_after(self, kind: str) -> float | None:
         """Return after how many seconds a request of a kind is late; None while that is not known."""
         with self._lock:
-            known = sorted(self._durations.get(kind, ()))
-        if len(known) < FEWEST:
+            durations = sorted(self._durations.get(kind, ()))
+        if len(durations) < FEWEST:
             return None
-        return max(MIN_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
+        return max(MIN_SECONDS, TIMES_USUAL * durations[int(USUAL_SHARE * len(durations))])
 
     def first_answer(self, kind: str, attempt: Callable[[], T], on_second: Callable[[], None]) -> T:
         """Return the result of ``attempt``. If the first call is late, another thread calls it a second time.

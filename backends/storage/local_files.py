@@ -116,9 +116,9 @@ class LocalFiles:
 
     def modified_ms(self, path: str) -> int:
         """Return when a file was written, in ms since 1970. Raises as ``read`` does."""
-        found = os.stat(self._below + path)  # noqa: PTH116
-        _check_is_file(found, path)
-        return found.st_mtime_ns // 1_000_000
+        status = os.stat(self._below + path)  # noqa: PTH116
+        _check_is_file(status, path)
+        return status.st_mtime_ns // 1_000_000
 
     def remove(self, path: str) -> None:
         """Remove a file, finished or not. Raises as ``read`` does."""
@@ -142,7 +142,7 @@ class LocalFiles:
 
     def _found(self, directory: str) -> list[tuple[str, int]]:
         """Return path and size of every file in a directory and below, sorted by path."""
-        found: list[tuple[str, int]] = []
+        files: list[tuple[str, int]] = []
         left = [f"{directory.strip('/')}/".lstrip("/")]
         while left:
             below = left.pop()
@@ -153,17 +153,17 @@ class LocalFiles:
                         left.append(f"{path}/")
                     else:
                         with suppress(FileNotFoundError):  # removed in between, or a dangling link
-                            found.append((path, entry.stat().st_size))
-        return sorted(found)
+                            files.append((path, entry.stat().st_size))
+        return sorted(files)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:
         """Open a file to read; give its descriptor and its size."""
         descriptor = os.open(self._below + path, os.O_RDONLY)
         try:
-            found = os.fstat(descriptor)
-            _check_is_file(found, path)
-            yield descriptor, found.st_size
+            status = os.fstat(descriptor)
+            _check_is_file(status, path)
+            yield descriptor, status.st_size
         finally:
             os.close(descriptor)
 
@@ -219,9 +219,9 @@ def _is_unfinished(path: str) -> bool:
     return path.rpartition("#")[2].isdecimal() and "#" in path
 
 
-def _check_is_file(found: os.stat_result, path: str) -> None:
+def _check_is_file(status: os.stat_result, path: str) -> None:
     """Raise ``FileNotFoundError`` for a directory: object storage has none."""
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise FileNotFoundError(f"{path} is a directory.")
 
 

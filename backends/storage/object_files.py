@@ -206,12 +206,12 @@ class ObjectFiles:
         """Read a file from ``start`` on, in pieces. Raises ``FileNotFoundError``."""
         try:
             rest: GetOptions = {"range": {"offset": start}} if start else {}
-            found = obstore.get(self._stores.plain, self._prefix + path, options=rest)
+            response = obstore.get(self._stores.plain, self._prefix + path, options=rest)
         except BaseError as error:
             if start and is_out_of_range(error):
                 return  # all was read when the connection broke
             raise
-        yield from found.stream(min_chunk_size=_PIECE_BYTES)
+        yield from response.stream(min_chunk_size=_PIECE_BYTES)
 
     def modified_ms(self, path: str) -> int:
         """Return when a file was written, in ms since 1970, by the second. Raises ``FileNotFoundError``."""
@@ -229,9 +229,9 @@ class ObjectFiles:
         """Return path and size of every file in a directory and below, sorted by path; see ``LocalFiles``."""
         key = (self._prefix + directory).rstrip("/") if directory.strip("/") else self._prefix.rstrip("/")
         offset = None if after is None else self._prefix + after
-        found = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
-        self._note_more("list", len(found) // MAX_FILES_AT_ONCE)  # further pages
-        return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
+        objects = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
+        self._note_more("list", len(objects) // MAX_FILES_AT_ONCE)  # further pages
+        return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in objects)
 
 
 # Reads objects that many loads of a process need at about the same time: each object once, for all loads.
@@ -313,19 +313,19 @@ class SharedObjects:
         return whole[offset : offset + size] if offset + size <= len(whole) else None
 
     def _read(self, name: str, future: Future[bytes], read: Callable[[int], bytes]) -> None:
-        found = b""
+        data = b""
         try:
-            found = read(OBJECT_BYTES)
+            data = read(OBJECT_BYTES)
         except (StorageError, MissingFileError):
             pass  # callers that read alone now get the error themselves
         finally:
-            claim = self._spare(len(found), partial(self._forget, name)) if found else None
+            claim = self._spare(len(data), partial(self._forget, name)) if data else None
             with self._lock:
                 if claim is None:
                     self._held.pop(name, None)
                 elif name in self._held:  # it may have been dropped again by now
                     self._claims[name] = claim
-                future.set_result(found)
+                future.set_result(data)
                 self._shrink()
 
     def _forget(self, name: str) -> None:
@@ -335,7 +335,7 @@ class SharedObjects:
             self._claims.pop(name, None)
 
     def _shrink(self) -> None:
-        done = [(name, len(held.result())) for name, held in self._held.items() if held.done()]
+        done = [(name, len(future.result())) for name, future in self._held.items() if future.done()]
         nbytes = sum(size for _, size in done)
         for name, size in done:
             if nbytes <= MAX_SHARED_BYTES and len(self._held) <= MAX_OBJECTS:

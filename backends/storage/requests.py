@@ -52,7 +52,6 @@ class RequestCounts:
         self._lock = threading.Lock()
 
     def note(self, verb: str, location: str = "", times: int = 1) -> None:
-        """Count requests to a location."""
         with self._lock:
             self._counts[KINDS[verb]] += times
             self._at.setdefault(location, Counter())[KINDS[verb]] += times
@@ -404,7 +403,7 @@ class Prices:
         Raises ``InvalidStateStoreArgument``.
         """
         names = [f.name for f in fields(cls)]
-        given: dict[str, float] = {}
+        prices: dict[str, float] = {}
         for entry in filter(None, (e.strip() for e in text.split(","))):
             name, _, value = (part.strip() for part in entry.partition("="))
             try:
@@ -416,8 +415,8 @@ class Prices:
                     f"{entry!r} is not a price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or "
                     "more (for 1,000 requests, or for a GiB), separated by commas."
                 )
-            given[name] = dollars
-        return cls(**given)
+            prices[name] = dollars
+        return cls(**prices)
 
     def dollars(self, used: Mapping[str, int]) -> float:
         """Return the cost of requests by kind and of their bytes: see ``RequestCounts.at``."""

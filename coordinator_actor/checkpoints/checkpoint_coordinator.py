@@ -391,5 +391,4 @@ class CheckpointCoordinator:
             return {i: a.pending for i, a in self._attempts.items()}
 
     def get_number_of_pending_checkpoints(self) -> int:
-        """Return the number of pending checkpoints."""
         return len(self._attempts)

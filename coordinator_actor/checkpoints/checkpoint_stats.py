@@ -76,7 +76,6 @@ class CheckpointStatsTracker:
         self._triggered = self._completed = self._failed = 0
 
     def on_triggered(self, pending: pending_checkpoint.PendingCheckpoint) -> None:
-        """Count a checkpoint that was triggered."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending
@@ -176,10 +175,7 @@ class CheckpointStatsTracker:
             stats = list(self._stats.values())
             failures = list(self._failures)
             pending = list(self._pending.values())
-            overall = {
-                "duration": self._summary(self._durations),
-                "size": self._summary(self._sizes),
-            }
+            overall = {"duration": self._summary(self._durations), "size": self._summary(self._sizes)}
         return {
             "counts": counts,
             "in_progress": [

@@ -161,7 +161,6 @@ class _Opened:
         self.log.refresh()
 
     def bound(self, *, is_new: bool) -> BoundCheckpoint:
-        """Return the checkpoint with the state that it has."""
         return BoundCheckpoint(self.checkpoint.location, self.state.location, self.query_id, is_new)
 
 

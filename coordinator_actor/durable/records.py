@@ -268,7 +268,6 @@ class LookupRecords:
         return {by: sorted(batches) for by, batches in by_query.items()}
 
     def remove(self, by: str, batches: Sequence[int]) -> None:
-        """Remove the records of batches."""
         self._files.storage.delete_all([self.path(by, batch_id) for batch_id in batches])
 
 

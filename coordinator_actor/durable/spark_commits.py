@@ -72,7 +72,6 @@ class SparkCommits:
         return self._storage.exists(f"offsets/{batch_id}")
 
     def has(self, batch_id: int) -> bool:
-        """Return whether a batch is committed."""
         return self._storage.exists(f"commits/{batch_id}")
 
     def committed_ms(self, batch_id: int) -> int | None:

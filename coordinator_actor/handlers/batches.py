@@ -11,7 +11,7 @@ from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor import exceptions
-from coordinator_actor.handlers.owners import assign_owners
+from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
     Acknowledge,

@@ -17,7 +17,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.owners import assign_owners, gives, needed_by, warm_up
+from coordinator_actor.handlers.locations import assign_owners, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -158,8 +158,8 @@ class Hosts:
             over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
-            said = lease.hand_over.exchanged.get(run.run_id, "")
-            if run.run_id not in held or said == run.last_exchange:
+            exchanged = lease.hand_over.exchanged.get(run.run_id, "")
+            if run.run_id not in held or exchanged == run.last_exchange:
                 run.machine.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.

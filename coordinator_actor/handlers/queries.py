@@ -17,7 +17,7 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up
-from coordinator_actor.handlers.owners import assign_owners
+from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
 from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of

@@ -249,7 +249,6 @@ class RunRegistry:
             self._over[run_id] = why
 
     def ended(self) -> list[OverRun]:
-        """Return the runs that have ended."""
         with self._lock:
             return list(self._ended.values())
 

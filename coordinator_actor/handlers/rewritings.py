@@ -7,7 +7,7 @@ from contextlib import suppress
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, RetiredRunError, UnknownHostError
 from coordinator_actor.handlers.batches import catch_up
-from coordinator_actor.handlers.owners import assign_owners
+from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold

@@ -118,11 +118,7 @@ class StateVersions:
 
     @classmethod
     def look(
-        cls,
-        place: StatePlace,
-        *,
-        passes_over_damage: bool = False,
-        open_storage: OpenStorage = CheckpointStorage.open,
+        cls, place: StatePlace, *, passes_over_damage: bool = False, open_storage: OpenStorage = CheckpointStorage.open
     ) -> StateVersions:
         """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``.
 
@@ -268,7 +264,6 @@ class StateVersions:
         return operators[operator]
 
     def schema(self, entry: OperatorEntry) -> OperatorSchema:
-        """Return the schema of an operator entry."""
         return OperatorSchema.from_json(self.log.schema(entry.schema_id))
 
     def reading(self, operator: str, version: int | None = None) -> Reading:

@@ -259,8 +259,8 @@ def _check_part(storage: CheckpointStorage, part: _Part) -> tuple[int, str | Non
 def _check_changelog(storage: CheckpointStorage, file: _File, ref: ChangelogRef) -> int:
     name = storage.full_location(ref.file.path)
     meta, _ = read_changelog(storage.read(ref.file), name)
-    said = (meta.operator, meta.partition, meta.version)
-    if said != (file.operator, file.partition, ref.version):
+    in_file = (meta.operator, meta.partition, meta.version)
+    if in_file != (file.operator, file.partition, ref.version):
         raise DamagedFileError(
             f"{name} says that it is version {meta.version} of {meta.operator}/{meta.partition}, and the manifest "
             f"names it for version {ref.version} of {file.operator}/{file.partition}: files have been exchanged."

@@ -74,7 +74,6 @@ class QueryVersions:
 
     @property
     def completed_chain(self) -> dict[int, Manifest]:
-        """Return the completed part of the chain."""
         return {v: m for v, m in self.chain.items() if v <= self.completed}
 
     def is_in_layout(self, version: int, operator: str) -> bool:
@@ -108,11 +107,7 @@ class QueryVersions:
     # -- snapshots that no manifest names yet --------------------------------------------------
 
     def add_snapshot(
-        self,
-        task: TaskKey,
-        new: SnapshotRef,
-        reused: SnapshotRef | None,
-        descriptor: SnapshotDescriptor | None = None,
+        self, task: TaskKey, new: SnapshotRef, reused: SnapshotRef | None, descriptor: SnapshotDescriptor | None = None
     ) -> bool:
         """Add an uploaded snapshot. Return False if it is useless: of another lineage, or not of a kept version.
 
@@ -304,9 +299,8 @@ class LookedUpVersions:
                 new_record = LookupRecord(completed, self._maker(completed), int(now * 1000))
                 self._versions.pin(holder, completed)  # before the record is written, retention may run
             try:
-                record = self._records.make(
-                    by, batch_id, new_record
-                )  # another task may have been first: its record counts
+                # Another task may have been first: its record counts.
+                record = self._records.make(by, batch_id, new_record)
                 with lock:
                     self._pin(by, batch_id, record)
             finally:

@@ -125,7 +125,7 @@ def build_snapshot(
         finally:
             engine.close()
         with Pool(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-            uploaded = snapshot.upload(
+            prepared = snapshot.prepare(
                 storage,
                 head.rpartition("/")[0],
                 backend.name,
@@ -136,7 +136,7 @@ def build_snapshot(
                 pool=pool,
                 is_cancelled=is_cancelled,
             )
-    return uploaded, rows
+    return snapshot.store_alone(storage, prepared), rows
 
 
 CLAIM = "statestore-claim"

@@ -133,7 +133,7 @@ def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
     gets ``__value`` appended until the name is unique. Upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
-    return keys, distinct_names(schema.value.names, taken=keys)
+    return keys, distinct_names(schema.value.names, reserved=keys)
 
 
 def file_path(operator: str, variable: str, first_group: int, last_group: int) -> str:
@@ -325,11 +325,7 @@ def _remove_empty(root: Path) -> None:
 
 
 def verify_stored_savepoint(
-    path: str,
-    storage_options: Mapping[str, str] | None = None,
-    *,
-    threads: int = 2,
-    open_storage: OpenStorage = CheckpointStorage.open,
+    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> SavepointInfo:
     """Read all files of a savepoint and compare them with their recorded digests.
 
@@ -338,7 +334,7 @@ def verify_stored_savepoint(
     storage = open_storage(path, storage_options or {})
     metadata = read_metadata(storage)
     with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
-        check_files(storage, metadata.files(), Path(scratch), keep=False, threads=threads)
+        check_files(storage, metadata.files(), Path(scratch), keep=False, threads=2)
     return SavepointInfo(storage.location, metadata)
 
 

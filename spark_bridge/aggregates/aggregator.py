@@ -19,18 +19,7 @@ import pyarrow as pa
 
 from backends.encoding.given_values import python_rows
 from coordinator_actor.messages import DROPPED_ELEMENTS
-from spark_bridge.aggregates.builtin_aggregates import (
-    COUNT,
-    COUNT_IF,
-    FIRST,
-    LAST,
-    MAX,
-    MEAN,
-    MIN,
-    MOMENTS,
-    SUM,
-    SumOverflow,
-)
+from spark_bridge.aggregates import builtin_aggregates
 from spark_bridge.aggregates.computation import (
     USER,
     Computation,
@@ -52,18 +41,18 @@ from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
 
 
 COMPUTATIONS: dict[str, Computation] = {
-    "count": COUNT,
-    "count_if": COUNT_IF,
-    "sum": SUM,
-    "mean": MEAN,
-    "min": MIN,
-    "max": MAX,
-    "first": FIRST,
-    "last": LAST,
-    "stddev_samp": MOMENTS,
-    "stddev_pop": MOMENTS,
-    "var_samp": MOMENTS,
-    "var_pop": MOMENTS,
+    "count": builtin_aggregates.COUNT,
+    "count_if": builtin_aggregates.COUNT_IF,
+    "sum": builtin_aggregates.SUM,
+    "mean": builtin_aggregates.MEAN,
+    "min": builtin_aggregates.MIN,
+    "max": builtin_aggregates.MAX,
+    "first": builtin_aggregates.FIRST,
+    "last": builtin_aggregates.LAST,
+    "stddev_samp": builtin_aggregates.MOMENTS,
+    "stddev_pop": builtin_aggregates.MOMENTS,
+    "var_samp": builtin_aggregates.MOMENTS,
+    "var_pop": builtin_aggregates.MOMENTS,
     "collect_list": LISTS,
     "collect_set": LISTS,
     "top_k": LISTS,
@@ -170,8 +159,8 @@ class Aggregator:
             before, after = self._of(output, old), self._of(output, new)
             if computation.merge_pairs is not None:
                 return computation.merge_pairs(output, before, after)
-            held = before if is_old.all() else [column.filter(present) for column in before]
-            both = [pa.concat_arrays([b, a]) for b, a in zip(held, after, strict=True)]
+            old_states = before if is_old.all() else [column.filter(present) for column in before]
+            both = [pa.concat_arrays([b, a]) for b, a in zip(old_states, after, strict=True)]
             return computation.merge(output, by_group, both)
 
         return self._states(merged)
@@ -197,7 +186,7 @@ class Aggregator:
         for output in self.outputs:
             try:
                 columns += calculate(output)
-            except SumOverflow as error:
+            except builtin_aggregates.SumOverflow as error:
                 raise _overflow(state_fields(output)[0]) from error
             except ListTooLarge as error:
                 raise ListTooLargeError.of(output, error) from error
@@ -213,15 +202,15 @@ class ListTooLargeError(SparkBridgeError):
     def of(cls, output: Output, error: ListTooLarge) -> ListTooLargeError:
         """Return the error of an output."""
         function = split_function(output.function)[0]
-        made = cls(
+        raised = cls(
             f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
             f"bytes, more than max_bytes={output.max_bytes:,}. The batch has changed nothing. Start the query again "
             "with a greater max_bytes=, which keeps the list. Or give the output another name, under which it begins "
             f"empty, with S.{function}(..., limit=), which drops elements. For long lists use a list state in a "
             "processor."
         )
-        made.group = error.group
-        return made
+        raised.group = error.group
+        return raised
 
     def of_key(self, key: pa.RecordBatch) -> ListTooLargeError:
         """Return the error with the key named."""

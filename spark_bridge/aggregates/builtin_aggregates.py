@@ -105,8 +105,8 @@ def _arrow_grouped(groups: Groups, column: pa.Array, function: str, options: obj
     answer = table.group_by("group", use_threads=False).aggregate([("value", function, options)])
     at = np.full(groups.num, -1, np.int64)
     at[answer.column("group").to_numpy()] = np.arange(len(answer))
-    taken = answer.column(f"value_{function}").take(pa.array(at, mask=at < 0))
-    return taken.combine_chunks() if isinstance(taken, pa.ChunkedArray) else taken
+    results = answer.column(f"value_{function}").take(pa.array(at, mask=at < 0))
+    return results.combine_chunks() if isinstance(results, pa.ChunkedArray) else results
 
 
 # -- counts ------------------------------------------------------------------------------------

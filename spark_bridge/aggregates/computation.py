@@ -93,18 +93,18 @@ class Output:
     @property
     def input_types(self) -> list[tuple[str, pa.DataType]]:
         """Return the columns of the rows that the output reads, with their types."""
-        found = [] if self.column is None or self.type is None else [(self.column, self.type)]
+        inputs = [] if self.column is None or self.type is None else [(self.column, self.type)]
         if self.type is not None and pa.types.is_struct(self.type):
-            found += [(name, self.type.field(name).type) for name in self.columns]
-        return found if self.by is None or self.by_type is None else [*found, (self.by, self.by_type)]
+            inputs += [(name, self.type.field(name).type) for name in self.columns]
+        return inputs if self.by is None or self.by_type is None else [*inputs, (self.by, self.by_type)]
 
 
 def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
-    found = _FUNCTION.fullmatch(function)
-    if found is None:
+    match = _FUNCTION.fullmatch(function)
+    if match is None:
         raise InvalidOperatorError(f"{function!r} is not an aggregate function; it must look like sum, or top_k(10).")
-    return found[1], tuple(found[2].split(",")) if found[2] else ()
+    return match[1], tuple(match[2].split(",")) if match[2] else ()
 
 
 OutputState: TypeAlias = list[pa.Array]
@@ -173,7 +173,6 @@ class StateColumn(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the column."""
         return f"{self.output}.{self.function}.{self.part}"
 
 
@@ -292,8 +291,8 @@ def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputSta
     if has_state.all():
         return user_merge(output.name, output.user, groups, state)
     present, ids = np.unique(groups.ids[has_state], return_inverse=True)
-    known = [column.filter(pa.array(has_state)) for column in state]
-    merged = user_merge(output.name, output.user, Groups(ids, len(present)), known) if len(present) else known
+    old_state = [column.filter(pa.array(has_state)) for column in state]
+    merged = user_merge(output.name, output.user, Groups(ids, len(present)), old_state) if len(present) else old_state
     rows = np.full(groups.num, -1, np.int64)
     rows[present] = np.arange(len(present))
     return [column.take(pa.array(rows, mask=rows < 0)) for column in merged]

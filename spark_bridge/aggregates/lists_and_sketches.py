@@ -16,31 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import (
-    Doubles,
-    Integers,
-    Mask,
-    binary_array,
-    binary_content,
-    fixed_array,
-    fixed_values,
-    list_array,
-    list_parts,
-    null_mask,
-    struct_array,
-)
+from backends.encoding import columns
 from backends.encoding.key_groups import spark_xxhash64
-from spark_bridge.aggregates.computation import (
-    Computation,
-    DroppedElements,
-    Groups,
-    Output,
-    OutputState,
-    input_column,
-    order_of,
-    split_function,
-    split_state_column,
-)
+from spark_bridge.aggregates import computation
 from spark_bridge.aggregates.row_groups import lexical_order, normalized, order_codes
 
 _ITEMS, _PAIRS = "items", "pairs"
@@ -61,7 +39,7 @@ class ListRule:
     keep_last: bool = False
     distinct: bool = False
     max_bytes: int = 0
-    dropped: DroppedElements | None = None
+    dropped: computation.DroppedElements | None = None
 
 
 class ListTooLarge(Exception):
@@ -79,7 +57,7 @@ def list_type(value: pa.DataType, by: pa.DataType | None) -> pa.DataType:
     return pa.list_(pa.field("element", pa.struct([pa.field("by", by), pa.field("value", value)])))
 
 
-def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> pa.Array:
+def lists_of_rows(groups: computation.Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> pa.Array:
     """Return a list for each group, of the group's rows."""
     value = normalized(value)
     rows, offsets = _ranked(groups, rule, value, by)
@@ -87,23 +65,23 @@ def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array 
     kind = list_type(value.type, None if by is None else by.type)
     elements = value.take(picked)
     if by is not None:
-        elements = struct_array([by.take(picked), elements], len(rows), None, kind.value_type)
-    return _checked(list_array(elements, offsets, None, kind), rule)
+        elements = columns.struct_array([by.take(picked), elements], len(rows), None, kind.value_type)
+    return _checked(columns.list_array(elements, offsets, None, kind), rule)
 
 
-def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_by: bool) -> pa.Array:
+def merged_lists(groups: computation.Groups, rule: ListRule, lists: pa.Array, *, is_ordered_by: bool) -> pa.Array:
     """Return a list for each group, of the elements of the group's lists."""
-    elements, offsets = list_parts(lists)
-    of_elements = Groups(np.repeat(groups.ids, np.diff(offsets)), groups.num)
+    elements, offsets = columns.list_parts(lists)
+    of_elements = computation.Groups(np.repeat(groups.ids, np.diff(offsets)), groups.num)
     by, value = elements.flatten() if is_ordered_by else (None, elements)
     rows, ends = _ranked(of_elements, rule, value, by)
-    return _checked(list_array(elements.take(pa.array(rows)), ends, None, lists.type), rule)
+    return _checked(columns.list_array(elements.take(pa.array(rows)), ends, None, lists.type), rule)
 
 
 def _checked(lists: pa.Array, rule: ListRule) -> pa.Array:
     """Return the lists of groups; raises ``ListTooLarge``."""
     if rule.limit is None and lists.nbytes > rule.max_bytes:
-        elements, offsets = list_parts(lists)
+        elements, offsets = columns.list_parts(lists)
         for group, (begin, end) in enumerate(pairwise(offsets.tolist())):
             num_bytes = elements.slice(begin, end - begin).nbytes
             if num_bytes > rule.max_bytes:
@@ -113,10 +91,10 @@ def _checked(lists: pa.Array, rule: ListRule) -> pa.Array:
 
 def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return the values without their order, as lists of type ``kind``; null lists stay null."""
-    elements, offsets = list_parts(lists)
+    elements, offsets = columns.list_parts(lists)
     if lists.type != kind:
         elements = elements.flatten()[1]
-    return list_array(elements, offsets, null_mask(lists), kind)
+    return columns.list_array(elements, offsets, columns.null_mask(lists), kind)
 
 
 def value_type(kind: pa.DataType, *, is_ordered_by: bool) -> pa.DataType:
@@ -124,7 +102,9 @@ def value_type(kind: pa.DataType, *, is_ordered_by: bool) -> pa.DataType:
     return list_type(kind.value_type.field("value").type, None) if is_ordered_by else kind
 
 
-def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> tuple[Integers, Integers]:
+def _ranked(
+    groups: computation.Groups, rule: ListRule, value: pa.Array, by: pa.Array | None
+) -> tuple[columns.Integers, columns.Integers]:
     """Return the rows to keep, group by group in their order, and where each group begins among them (n+1 offsets)."""
     codes = [_codes(column, rule.descending) for column in ([value] if by is None else [by, value])]
     order = lexical_order([groups.ids, *codes])
@@ -148,15 +128,15 @@ def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None
     return kept, offsets
 
 
-def _codes(column: pa.Array, descending: bool) -> Integers:
+def _codes(column: pa.Array, descending: bool) -> columns.Integers:
     """Return codes in the order that is asked for, a null being the least value."""
-    codes, mask = order_codes(column), null_mask(column)
+    codes, mask = order_codes(column), columns.null_mask(column)
     if mask is not None:
         codes = _below_all(codes, mask)
     return ~codes if descending else codes
 
 
-def _below_all(codes: Integers, mask: Mask) -> Integers:
+def _below_all(codes: columns.Integers, mask: columns.Mask) -> columns.Integers:
     least = int(codes[~mask].min(initial=0))
     if least > np.iinfo(np.int64).min:
         return np.where(mask, least - 1, codes)
@@ -164,8 +144,8 @@ def _below_all(codes: Integers, mask: Mask) -> Integers:
     return np.where(mask, 0, ranks)
 
 
-def _rule_of(output: Output) -> ListRule:
-    name, (limit, *options) = split_function(output.function)
+def _rule_of(output: computation.Output) -> ListRule:
+    name, (limit, *options) = computation.split_function(output.function)
     if name == "top_k":
         return ListRule(int(limit), descending="ascending" not in options)
     most = int(limit) if output.max_bytes is None else None
@@ -178,16 +158,16 @@ def _rule_of(output: Output) -> ListRule:
     )
 
 
-def counts_dropped(output: Output) -> bool:
+def counts_dropped(output: computation.Output) -> bool:
     """Return whether an output drops elements that people may want to know of: those of ``top_k`` are meant to go."""
     return output.max_bytes is None and output.function.startswith(("collect_list(", "collect_set("))
 
 
-def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
-    value = input_column(output, rows)
-    by = None if output.by is None else order_of(output, rows)
+def _list_rows(output: computation.Output, groups: computation.Groups, rows: pa.RecordBatch) -> computation.OutputState:
+    value = computation.input_column(output, rows)
+    by = None if output.by is None else computation.order_of(output, rows)
     # A list of values has no nulls. With ``top_k(by=...)`` null values count, and rows without an order do not.
-    mask = null_mask(by) if by is not None and _is_top_k(output) else null_mask(value)
+    mask = columns.null_mask(by) if by is not None and _is_top_k(output) else columns.null_mask(value)
     if mask is not None:
         keep = pa.array(~mask)
         groups, value = groups.where(~mask), value.filter(keep)
@@ -195,16 +175,16 @@ def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputSt
     return [lists_of_rows(groups, _rule_of(output), value, by)]
 
 
-def _is_top_k(output: Output) -> bool:
+def _is_top_k(output: computation.Output) -> bool:
     return output.function.startswith("top_k(")
 
 
 def _has_order(parts: list[pa.Field]) -> bool:
     """Return whether the elements of the lists are structs of a value and its order."""
-    return split_state_column(parts[0].name).part == _PAIRS
+    return computation.split_state_column(parts[0].name).part == _PAIRS
 
 
-LISTS = Computation(
+LISTS = computation.Computation(
     parts=lambda output: [(_ITEMS if output.by is None else _PAIRS, list_type(output.type, output.by_type))],
     of_rows=_list_rows,
     merge=lambda output, groups, state: [
@@ -235,10 +215,7 @@ RANK = (1 << RANK_BITS) - 1
 SPARSE = np.dtype("<u4")
 REGISTER_CHUNK_BYTES = 1 << 24
 """Bytes of registers that are spread out at once."""
-LINEAR_COUNTING_UP_TO = (
-    *(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500),
-    *(11500, 20000, 50000, 120000, 350000),
-)
+LINEAR_COUNTING_UP_TO = (*(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500), *(11500, 20000, 50000, 120000, 350000))
 """The greatest count for which linear counting is the better estimate, by precision from 4 on; from the paper."""
 
 
@@ -247,23 +224,23 @@ def precision_of(rsd: float) -> int:
     return math.ceil(2.0 * math.log(1.106 / rsd) / math.log(2.0))
 
 
-def sketches_of_rows(groups: Groups, precision: int, column: pa.Array) -> pa.Array:
+def sketches_of_rows(groups: computation.Groups, precision: int, column: pa.Array) -> pa.Array:
     """Return the sketch of the non-null values of each group."""
-    mask = null_mask(column)
+    mask = columns.null_mask(column)
     if mask is not None:
         groups, column = groups.where(~mask), column.drop_null()
     if not pa.types.is_nested(column.type):
         # Strings are hashed one by one: distinct ones only.
         encoded = column.dictionary_encode()
-        places, column = fixed_values(encoded.indices, np.dtype(np.int32)), encoded.dictionary
+        places, column = columns.fixed_values(encoded.indices, np.dtype(np.int32)), encoded.dictionary
     else:
         places = np.arange(len(column))
     return _encoded(_entries(groups.ids, precision, _marks(column, precision)[places]), groups.num, precision)
 
 
-def merged_sketches(groups: Groups, precision: int, sketches: pa.Array) -> pa.Array:
+def merged_sketches(groups: computation.Groups, precision: int, sketches: pa.Array) -> pa.Array:
     """Return one sketch for the sketches of each group."""
-    content, offsets = binary_content(sketches.fill_null(b"") if sketches.null_count else sketches)
+    content, offsets = columns.binary_content(sketches.fill_null(b"") if sketches.null_count else sketches)
     lengths = np.diff(offsets)
     registers = 1 << precision
     is_dense = lengths == registers
@@ -278,8 +255,8 @@ def merged_sketches(groups: Groups, precision: int, sketches: pa.Array) -> pa.Ar
 
 def estimates(precision: int, sketches: pa.Array) -> pa.Array:
     """Return how many distinct values each sketch has seen, as Spark estimates it; null for a null."""
-    mask = null_mask(sketches)
-    content, offsets = binary_content(sketches.fill_null(b"") if mask is not None else sketches)
+    mask = columns.null_mask(sketches)
+    content, offsets = columns.binary_content(sketches.fill_null(b"") if mask is not None else sketches)
     lengths = np.diff(offsets)
     registers = 1 << precision
     is_dense = lengths == registers
@@ -300,10 +277,10 @@ def estimates(precision: int, sketches: pa.Array) -> pa.Array:
         used[rows] = np.count_nonzero(part, axis=1)
         inverse_sum[rows] = (powers[part] * (part > 0)).sum(axis=1)
     counts = _cardinality(precision, registers - used, inverse_sum + (registers - used))
-    return fixed_array(counts, mask, pa.int64())
+    return columns.fixed_array(counts, mask, pa.int64())
 
 
-def _marks(column: pa.Array, precision: int) -> Integers:
+def _marks(column: pa.Array, precision: int) -> columns.Integers:
     """Return register and content of each value, as ``register << 6 | content``."""
     hashes = spark_xxhash64(pa.record_batch({"value": column})).view(np.uint64)
     register = (hashes >> np.uint64(64 - precision)).astype(np.int64)
@@ -313,20 +290,20 @@ def _marks(column: pa.Array, precision: int) -> Integers:
     lower = (rest & np.uint64(0xFFFFFFFF)).astype(np.float64)
     # frexp returns the number of bits of an integer, as a double holds these integers exactly.
     bits = np.where(upper > 0, np.frexp(upper)[1] + 32, np.frexp(lower)[1])
-    marks: Integers = (register << RANK_BITS) | (65 - bits)
+    marks: columns.Integers = (register << RANK_BITS) | (65 - bits)
     return marks
 
 
-def _entries(ids: Integers, precision: int, marks: Integers) -> Integers:
+def _entries(ids: columns.Integers, precision: int, marks: columns.Integers) -> columns.Integers:
     """Return group, register and content as one number, sorted; of each register only the greatest content."""
     entries = np.sort((ids << (precision + RANK_BITS)) | marks)
     is_last = np.ones(len(entries), np.bool_)
     is_last[:-1] = (entries[1:] >> RANK_BITS) != (entries[:-1] >> RANK_BITS)
-    greatest: Integers = entries[is_last]
+    greatest: columns.Integers = entries[is_last]
     return greatest
 
 
-def _encoded(entries: Integers, num: int, precision: int) -> pa.Array:
+def _encoded(entries: columns.Integers, num: int, precision: int) -> pa.Array:
     """Return the sketches of groups 0 to ``num`` - 1, from their registers in use."""
     ids = entries >> (precision + RANK_BITS)
     counts = np.bincount(ids, minlength=num)
@@ -335,14 +312,16 @@ def _encoded(entries: Integers, num: int, precision: int) -> pa.Array:
     return _sparse(entries, counts, precision)
 
 
-def _sparse(entries: Integers, counts: Integers, precision: int) -> pa.Array:
+def _sparse(entries: columns.Integers, counts: columns.Integers, precision: int) -> pa.Array:
     marks = (entries & ((1 << (precision + RANK_BITS)) - 1)).astype(SPARSE)
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts * SPARSE.itemsize, out=offsets[1:])
-    return binary_array(marks.view(np.uint8), offsets)
+    return columns.binary_array(marks.view(np.uint8), offsets)
 
 
-def _with_dense(entries: Integers, num: int, precision: int, dense_ids: Integers, dense: Registers) -> pa.Array:
+def _with_dense(
+    entries: columns.Integers, num: int, precision: int, dense_ids: columns.Integers, dense: Registers
+) -> pa.Array:
     """Return the sketches of groups; some have, or now get, a byte per register."""
     registers = 1 << precision
     ids = entries >> (precision + RANK_BITS)
@@ -362,12 +341,12 @@ def _with_dense(entries: Integers, num: int, precision: int, dense_ids: Integers
     more = entries[is_dense[ids]]
     at = place[more >> (precision + RANK_BITS)] * registers + ((more >> RANK_BITS) & (registers - 1))
     np.maximum.at(spread.reshape(-1), at, (more & RANK).astype(np.uint8))
-    full = binary_array(spread.reshape(-1), np.arange(len(groups) + 1, dtype=np.int64) * registers)
+    full = columns.binary_array(spread.reshape(-1), np.arange(len(groups) + 1, dtype=np.int64) * registers)
     rows = np.where(is_dense, num + place, np.arange(num))
     return pa.concat_arrays([sparse, full]).take(pa.array(rows))
 
 
-def _cardinality(precision: int, unused: Integers, inverse_sum: Doubles) -> Integers:
+def _cardinality(precision: int, unused: columns.Integers, inverse_sum: columns.Doubles) -> columns.Integers:
     registers = 1 << precision
     raw = _alpha(registers) * registers * registers / inverse_sum
     linear = registers * np.log(registers / np.maximum(unused, 1))
@@ -383,7 +362,7 @@ def _alpha(registers: int) -> float:
 
 
 @lru_cache
-def _bias_curve(precision: int) -> tuple[Doubles, Doubles]:
+def _bias_curve(precision: int) -> tuple[columns.Doubles, columns.Doubles]:
     """Return expected raw estimates, ascending, and the numbers of values that they belong to.
 
     Interpolation between them corrects the bias of a raw estimate. With n values and m registers, the content of a
@@ -403,13 +382,13 @@ def _bias_curve(precision: int) -> tuple[Doubles, Doubles]:
 
 
 def _precision(function: str) -> int:
-    return int(split_function(function)[1][0])
+    return int(computation.split_function(function)[1][0])
 
 
-SKETCH = Computation(
+SKETCH = computation.Computation(
     parts=lambda _: [("sketch", pa.binary())],
     of_rows=lambda output, groups, rows: [
-        sketches_of_rows(groups, _precision(output.function), input_column(output, rows))
+        sketches_of_rows(groups, _precision(output.function), computation.input_column(output, rows))
     ],
     merge=lambda output, groups, state: [merged_sketches(groups, _precision(output.function), state[0])],
     result_type=lambda *_: pa.int64(),

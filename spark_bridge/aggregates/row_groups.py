@@ -53,9 +53,9 @@ def normalized(column: pa.Array) -> pa.Array:
 
 
 def _normalized_floats(column: pa.Array) -> npt.NDArray[Any]:
-    given = fixed_values(column, np.dtype(f"f{column.type.bit_width // 8}"))
+    floats = fixed_values(column, np.dtype(f"f{column.type.bit_width // 8}"))
     with np.errstate(invalid="ignore"):
-        values: npt.NDArray[Any] = given + given.dtype.type(0)  # -0.0 becomes 0.0
+        values: npt.NDArray[Any] = floats + floats.dtype.type(0)  # -0.0 becomes 0.0
     values[np.isnan(values)] = np.nan
     return values
 
@@ -82,8 +82,8 @@ def order_codes(column: pa.Array) -> Integers:
     ranks[np.asarray(pc.sort_indices(encoded.dictionary))] = np.arange(len(ranks))
     if not len(ranks):
         return np.zeros(len(column), np.int64)
-    found: Integers = ranks[fixed_values(encoded.indices, np.dtype(np.int32))]
-    return found
+    ordered: Integers = ranks[fixed_values(encoded.indices, np.dtype(np.int32))]
+    return ordered
 
 
 def _decimal_codes(column: pa.Array) -> Integers:

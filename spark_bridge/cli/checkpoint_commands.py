@@ -22,34 +22,22 @@ from coordinator_actor.reading.stored_files import StoredFile, stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.cli import sources
 from spark_bridge.cli.output import DAMAGED, FOUND, AsJson, complain, errors_explained, filled, json_line, printer, show
-from spark_bridge.cli.sources import (
-    Address,
-    CheckpointOption,
-    CoordinatorName,
-    Namespace,
-    Option,
-    StateLocation,
-    joined_ray,
-    key_of_words,
-    options_of,
-    or_exit,
-    reachable_coordinator,
-)
 from spark_bridge.overview.model import number, size, to_plain
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_command(base: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+def list_command(base: str, storage_option: sources.Option = None, as_json: AsJson = False) -> None:
     """List the savepoints directly below the directory BASE.
 
     Example: statestore savepoint list s3://bucket/savepoints --json
     """
     from spark_bridge.session.savepoints import list_savepoints
 
-    savepoints = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
+    savepoints = sources.or_exit(lambda: list_savepoints(base, sources.options_of(storage_option)))
     if as_json:
         typer.echo(json_line([_plain(info) for info in savepoints]))
         return
@@ -72,7 +60,7 @@ def describe(
     check_files: Annotated[
         bool, typer.Option("--check-files", help="Read every file and compare it with its checksum.")
     ] = False,
-    storage_option: Option = None,
+    storage_option: sources.Option = None,
     as_json: AsJson = False,
 ) -> None:
     """Describe the savepoint at PATH: query, version, rows, operators. The exit code is 1 if it is damaged.
@@ -83,11 +71,11 @@ def describe(
 
     def described() -> SavepointInfo:
         try:
-            return describe_savepoint(path, options_of(storage_option), check_files=check_files)
+            return describe_savepoint(path, sources.options_of(storage_option), check_files=check_files)
         except DamagedFileError as error:
             return SavepointInfo(path, None, str(error))
 
-    info = or_exit(described)
+    info = sources.or_exit(described)
     metadata = info.metadata
     if as_json:
         typer.echo(json_line(_plain(info)))
@@ -116,14 +104,14 @@ def describe(
 
 
 @app.command()
-def delete(path: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+def delete(path: str, storage_option: sources.Option = None, as_json: AsJson = False) -> None:
     """Remove the savepoint at PATH.
 
     Example: statestore savepoint delete s3://bucket/savepoints/savepoint-clicks-7
     """
     from spark_bridge.session.savepoints import delete_savepoint
 
-    or_exit(lambda: delete_savepoint(path, options_of(storage_option)))
+    sources.or_exit(lambda: delete_savepoint(path, sources.options_of(storage_option)))
     if as_json:
         typer.echo(json_line({"removed": path}))
         return
@@ -138,7 +126,7 @@ def restore(
     backend: Annotated[str | None, typer.Option(help="rocksdb or file; default: as it was.")] = None,
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator. Repeatable.")] = None,
     state_only: Annotated[bool, typer.Option("--state-only", help="For a new query that starts with batch 0.")] = False,
-    storage_option: Option = None,
+    storage_option: sources.Option = None,
     as_json: AsJson = False,
 ) -> None:
     """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there continues after it.
@@ -148,7 +136,7 @@ def restore(
     from spark_bridge.session.savepoints import restore_savepoint
 
     console = Console()
-    restored = or_exit(
+    restored = sources.or_exit(
         lambda: restore_savepoint(
             path,
             checkpoint_location,
@@ -156,7 +144,7 @@ def restore(
             backend,
             operator,
             state_only=state_only,
-            storage_options=options_of(storage_option),
+            storage_options=sources.options_of(storage_option),
             progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
         )
     )
@@ -211,7 +199,10 @@ MovedStateLocation = Annotated[
 
 @checkpoint_app.command()
 def move(
-    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
+    checkpoint_location: str,
+    state_location: MovedStateLocation,
+    storage_option: sources.Option = None,
+    as_json: AsJson = False,
 ) -> None:
     """Bind the state to CHECKPOINT_LOCATION, the new location of its checkpoint.
 
@@ -219,7 +210,9 @@ def move(
     """
     from coordinator_actor.durable.moved_checkpoints import move_checkpoint
 
-    bound = or_exit(lambda: move_checkpoint(checkpoint_location, state_location, options_of(storage_option)))
+    bound = sources.or_exit(
+        lambda: move_checkpoint(checkpoint_location, state_location, sources.options_of(storage_option))
+    )
     if as_json:
         typer.echo(json_line(bound))
         return
@@ -231,7 +224,10 @@ def move(
 
 @checkpoint_app.command()
 def fork(
-    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
+    checkpoint_location: str,
+    state_location: MovedStateLocation,
+    storage_option: sources.Option = None,
+    as_json: AsJson = False,
 ) -> None:
     """Give the copy of a checkpoint at CHECKPOINT_LOCATION its own state; the original stays as it is.
 
@@ -240,11 +236,11 @@ def fork(
     from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 
     console = Console()
-    bound = or_exit(
+    bound = sources.or_exit(
         lambda: fork_checkpoint(
             checkpoint_location,
             state_location,
-            options_of(storage_option),
+            sources.options_of(storage_option),
             progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
         )
     )
@@ -273,8 +269,8 @@ VersionOption = Annotated[
 def files(
     checkpoint: CheckpointArgument,
     version: VersionOption = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
+    state_location: sources.StateLocation = None,
+    storage_option: sources.Option = None,
     as_json: AsJson = False,
 ) -> None:
     """Show every file of the state at CHECKPOINT: its kind, and the reason why it is kept.
@@ -284,7 +280,7 @@ def files(
     Examples: statestore files ck/; statestore files s3://bucket/ck --version 12 --json
     """
     with errors_explained():
-        place = find_state(checkpoint, state_location, options_of(storage_option))
+        place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         versions = StateVersions.look(place, passes_over_damage=True)
         files_in_use = stored_files(versions, version)
     show(lambda: to_plain(files_in_use), lambda: _files_view(files_in_use), as_json=as_json)
@@ -319,8 +315,8 @@ def verify(
     rows: Annotated[
         bool, typer.Option("--rows", help="Also load every partition, as a host would, and read all its rows.")
     ] = False,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
+    state_location: sources.StateLocation = None,
+    storage_option: sources.Option = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every file that a version of the state at CHECKPOINT can be loaded from, and name the damage.
@@ -331,7 +327,7 @@ def verify(
     Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
     """
     with errors_explained():
-        place = find_state(checkpoint, state_location, options_of(storage_option))
+        place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         try:
             versions = StateVersions.look(place, passes_over_damage=True)
         except (DamagedFileError, MissingFileError) as error:
@@ -425,16 +421,16 @@ def forget(
         typer.Option(metavar="FILE", help="A file with a key a line, written as KEY is; - is the standard input."),
     ] = None,
     query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
-    checkpoint: CheckpointOption = None,
+    checkpoint: sources.CheckpointOption = None,
     reference: Annotated[
         str | None, typer.Option(help="Recorded in the audit log, as the number of a request.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
+    state_location: sources.StateLocation = None,
+    storage_option: sources.Option = None,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
+    coordinator: sources.CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
     """Remove keys of OPERATOR from a query's state, and every trace of them from its checkpoint. They do not come back.
@@ -470,20 +466,20 @@ def forget(
         return forget_keys(
             where,
             operator,
-            lambda schema: [key_of_words([text], schema) for text in texts],
+            lambda schema: [sources.key_of_words([text], schema) for text in texts],
             reference=reference,
             state_location=state_location,
-            storage_options=options_of(storage_option),
+            storage_options=sources.options_of(storage_option),
             progress=progress,
             coordinator=port,
         )
 
     with errors_explained():
         if checkpoint is not None:
-            with reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
+            with sources.reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
                 report = run(port)
         else:
-            with joined_ray(address, namespace):
+            with sources.joined_ray(address, namespace):
                 report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
     show(lambda: to_plain(report), lambda: _report_view(report), as_json=as_json)
 
@@ -504,8 +500,8 @@ def _report_view(report: ForgottenReport) -> str:
 
 def audit(
     checkpoint: CheckpointArgument,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
+    state_location: sources.StateLocation = None,
+    storage_option: sources.Option = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the manual changes to the state at CHECKPOINT: when, by whom, and with which reference.
@@ -513,7 +509,7 @@ def audit(
     Example: statestore audit s3://bucket/ck --json
     """
     with errors_explained():
-        place = find_state(checkpoint, state_location, options_of(storage_option))
+        place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         records = AuditLog(CheckpointStorage.open(place.state_location, place.options)).read()
     show(lambda: to_plain(records), lambda: _audit_view(records), as_json=as_json)
 

@@ -26,28 +26,7 @@ from backends.storage.requests import Prices
 from coordinator_actor.access_tokens import IssuedToken
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.cli.output import (
-    FAILED,
-    FOUND,
-    AsJson,
-    PricesOption,
-    complain,
-    errors_explained,
-    json_line,
-    printer,
-    show,
-)
-from spark_bridge.cli.sources import (
-    Address,
-    CoordinatorName,
-    Namespace,
-    Option,
-    Source,
-    StateLocation,
-    joined_ray,
-    options_of,
-    with_state_source,
-)
+from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.grafana import config_map, dashboard, written
 
@@ -63,10 +42,10 @@ def drain(
     node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
     undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the node has no host.")] = 600.0,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
-    as_json: AsJson = False,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
+    coordinator: sources.CoordinatorName = COORDINATOR_NAME,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make the hosts of a node hand over their partitions while the streams run, and wait for that.
 
@@ -76,7 +55,7 @@ def drain(
     """
     from coordinator_actor.actor import ClusterStore
 
-    with errors_explained(), joined_ray(address, namespace):
+    with output.errors_explained(), sources.joined_ray(address, namespace):
         store, node_id = ClusterStore(namespace, coordinator), _named(node)
         if undo:
             store.keep(node_id)
@@ -87,15 +66,15 @@ def drain(
     plain = {"node_id": node_id, "drained": not remaining_hosts, "hosts_left": remaining_hosts}
     if remaining_hosts:
         _say(plain, f"{remaining_hosts} hosts are still on {node}; see statestore status.", as_json)
-        raise typer.Exit(FOUND)
+        raise typer.Exit(output.FOUND)
     _say(plain, f"No host is left on {node}; the machine may be removed.", as_json)
 
 
 def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json_line(plain))
+        typer.echo(output.json_line(plain))
     else:
-        printer().print(text, markup=False)
+        output.printer().print(text, markup=False)
 
 
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
@@ -176,10 +155,10 @@ def issue(
     admin: Annotated[
         bool, typer.Option("--admin", help="It may also act on the page, such as trigger a savepoint.")
     ] = False,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
-    as_json: AsJson = False,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
+    coordinator: sources.CoordinatorName = COORDINATOR_NAME,
+    as_json: output.AsJson = False,
 ) -> None:
     """Issue a token, read-only by default. It is printed alone, and cannot be shown again.
 
@@ -188,7 +167,7 @@ def issue(
     expires_in = None if expires is None else seconds_of(expires)
     more = {"admin": True} if admin else {}
     token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
-    typer.echo(json_line({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
+    typer.echo(output.json_line({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
     if as_json:
         return
     ends = "until it is revoked" if expires is None else f"for {expires}"
@@ -201,17 +180,17 @@ def issue(
 
 @app.command("list")
 def list_tokens(
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
-    as_json: AsJson = False,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
+    coordinator: sources.CoordinatorName = COORDINATOR_NAME,
+    as_json: output.AsJson = False,
 ) -> None:
     """List the read-only tokens that were issued: their names and ids, not the tokens themselves.
 
     Example: statestore token list --json
     """
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
-    show(
+    output.show(
         lambda: [msgspec.structs.asdict(token) for token in tokens],
         lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
         as_json=as_json,
@@ -221,10 +200,10 @@ def list_tokens(
 @app.command()
 def revoke(
     name_or_id: str,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
-    as_json: AsJson = False,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
+    coordinator: sources.CoordinatorName = COORDINATOR_NAME,
+    as_json: output.AsJson = False,
 ) -> None:
     """Revoke the token NAME_OR_ID permanently; hosts refuse it within about two seconds.
 
@@ -232,7 +211,7 @@ def revoke(
     """
     token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
     if as_json:
-        typer.echo(json_line({"name": token.name, "id": token.id, "revoked": token.revoked}))
+        typer.echo(output.json_line({"name": token.name, "id": token.id, "revoked": token.revoked}))
         return
     _explain(f"Revoked the token {token.name!r} ({token.id}).")
 
@@ -261,7 +240,7 @@ def _explain(text: str, style: str | None = None) -> None:
 def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
     """Send one message to the coordinator and return the answer; print an error on stderr and exit with 2."""
     try:
-        with joined_ray(address, namespace):
+        with sources.joined_ray(address, namespace):
             return _sent(namespace, coordinator, method, *args, **named)
     except (CoordinatorError, SparkBridgeError) as error:
         _explain(str(error), "red")
@@ -309,10 +288,10 @@ def serve(
     query_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Host i answers at this port + i; 0: at any free port.")
     ] = 0,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
+    state_location: sources.StateLocation = None,
+    storage_option: sources.Option = None,
+    address: sources.Address = None,
+    namespace: sources.Namespace = NAMESPACE,
 ) -> None:
     """Serve the state of a checkpoint or a savepoint from Ray actors, without Spark, until Ctrl-C or SIGTERM.
 
@@ -322,10 +301,10 @@ def serve(
     """
     from spark_bridge.serving import serve_state
 
-    out, ended = printer(), threading.Event()
+    out, ended = output.printer(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    with errors_explained():
+    with output.errors_explained():
         out.print(f"Starting to serve {location} ...", markup=False)
         with serve_state(
             location,
@@ -334,7 +313,7 @@ def serve(
             name=name,
             follow=follow,
             state_location=state_location,
-            storage_options=options_of(storage_option),
+            storage_options=sources.options_of(storage_option),
             scratch=scratch,
             ray_address=address,
             namespace=namespace,
@@ -361,14 +340,14 @@ UI_OVERVIEW_SECONDS = 3.0
 CLIENT_SECONDS = 10.0
 
 
-@with_state_source
+@sources.with_state_source
 def ui(
-    source: Source,
+    source: sources.Source,
     host: Annotated[str, typer.Option(help="The address to listen at. Others than the loopback need TLS before.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
-    prices: PricesOption = "",
+    prices: output.PricesOption = "",
     sql_memory: Annotated[
         int, typer.Option(min=64, metavar="MIB", help="Memory of all SQL statements together; four may run at once.")
     ] = 1024,
@@ -380,13 +359,13 @@ def ui(
 
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
     """
-    with errors_explained():
+    with output.errors_explained():
         place = _Place(host, port, Prices.parse(prices), sql_memory)
         _check_packages()
         if source.checkpoint is not None:
             _serve_checkpoint(source.checkpoint, source, place)
         else:
-            with joined_ray(source.address, source.namespace):
+            with sources.joined_ray(source.address, source.namespace):
                 _serve_cluster(source, place)
 
 
@@ -400,7 +379,7 @@ class _Place:
     sql_memory: int
 
 
-def _serve_checkpoint(location: str, source: Source, place: _Place) -> None:
+def _serve_checkpoint(location: str, source: sources.Source, place: _Place) -> None:
     from spark_bridge.ui.live import StoredSystem
     from spark_bridge.ui.requests import OwnToken
 
@@ -409,7 +388,7 @@ def _serve_checkpoint(location: str, source: Source, place: _Place) -> None:
     _run(system, OwnToken(None, admin=False), place)
 
 
-def _serve_cluster(source: Source, place: _Place) -> None:
+def _serve_cluster(source: sources.Source, place: _Place) -> None:
     from coordinator_actor.reference import RayCoordinatorPort
     from spark_bridge.overview.from_cluster import KnownCheckpoints, cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
@@ -476,7 +455,7 @@ def _tell(system: System, own: OwnToken, host: str, port: int) -> None:
     typer.echo(f"The page of {system.place} is at http://{shown}:{port}/signin?code={own.code}")
     typer.echo(f"That address signs in once. To sign in again, use the token {own.token}")
     if host not in LOOPBACK:
-        complain("The page's content and the tokens go over the network unencrypted: put TLS before it.")
+        output.complain("The page's content and the tokens go over the network unencrypted: put TLS before it.")
 
 
 def _check_packages() -> None:
@@ -501,7 +480,7 @@ def install(
         Path | None,
         typer.Argument(help=f"Where Grafana takes dashboards from. Default: the environment's {DIRECTORY_VARIABLE}."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Write the dashboard where Ray's Grafana set-up keeps its own; Grafana shows the file within seconds.
 
@@ -509,38 +488,40 @@ def install(
     """
     configured = os.environ.get(DIRECTORY_VARIABLE) if directory is None else str(directory)
     if not configured:
-        complain(
+        output.complain(
             f"Where does Grafana look? Name the directory, or set {DIRECTORY_VARIABLE} as for 'ray start': the "
             "directory must outlive Ray's session."
         )
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
     if not Path(configured).is_dir():
-        complain(f"{configured} is not a directory. Create it, and give it to Grafana's provisioning of dashboards.")
-        raise typer.Exit(FAILED)
+        output.complain(
+            f"{configured} is not a directory. Create it, and give it to Grafana's provisioning of dashboards."
+        )
+        raise typer.Exit(output.FAILED)
     try:
         path = written(Path(configured))
     except OSError as error:
-        complain(f"The dashboard could not be written to {configured}: {error}")
-        raise typer.Exit(FAILED) from error
-    typer.echo(json_line({"path": str(path)}) if as_json else f"Written: {path}")
+        output.complain(f"The dashboard could not be written to {configured}: {error}")
+        raise typer.Exit(output.FAILED) from error
+    typer.echo(output.json_line({"path": str(path)}) if as_json else f"Written: {path}")
 
 
 @grafana_app.command("show")
-def show_dashboard(as_json: AsJson = False) -> None:
+def show_dashboard(as_json: output.AsJson = False) -> None:
     """Print the dashboard, for a manual import: as JSON, with and without --json.
 
     Example: statestore grafana show > dashboard.json
     """
-    typer.echo(json_line(dashboard()))
+    typer.echo(output.json_line(dashboard()))
 
 
 @grafana_app.command("config-map")
 def show_config_map(
     namespace: Annotated[str | None, typer.Option(help="The namespace of the ConfigMap. Default: kubectl's.")] = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Print a ConfigMap with the dashboard, for Grafana on Kubernetes: as JSON, with and without --json.
 
     Example: statestore grafana config-map --namespace monitoring | kubectl apply -f -
     """
-    typer.echo(json_line(config_map(namespace)))
+    typer.echo(output.json_line(config_map(namespace)))

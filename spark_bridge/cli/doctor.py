@@ -140,12 +140,12 @@ def _asked_nodes() -> list[dict[str, Any]]:
             nodes_info.append({"ip": ip, "failure": f"no answer within {NODE_SECONDS:.0f} s"})
             continue
         try:
-            said = ray.get(answer)
+            facts = ray.get(answer)
         except ray.exceptions.RayError as error:
             nodes_info.append({"ip": ip, "failure": str(error).splitlines()[0]})
             continue
-        strategy = NodeAffinitySchedulingStrategy(said["node_id"], soft=False)
-        nodes_info.append({"ip": ip, **said, "skew": _skew(probe, strategy)})
+        strategy = NodeAffinitySchedulingStrategy(facts["node_id"], soft=False)
+        nodes_info.append({"ip": ip, **facts, "skew": _skew(probe, strategy)})
     return nodes_info
 
 

@@ -275,8 +275,8 @@ def why(run: JobRun | None) -> str:
         "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray has not started it in time",
         "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": "no node could take it",
     }.get(run.cause or "")
-    said = f" (Ray: {first_line})" if first_line else ""
-    return f"{reason or 'it failed'}{said}"
+    rays_message = f" (Ray: {first_line})" if first_line else ""
+    return f"{reason or 'it failed'}{rays_message}"
 
 
 def _lasted(seconds: float) -> str:

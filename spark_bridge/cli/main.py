@@ -68,7 +68,6 @@ for command in (
     state_commands.sql,
     state_commands.watch,
     state_commands.diff,
-    state_commands.take_over,
     checkpoint_commands.files,
     checkpoint_commands.verify,
     checkpoint_commands.forget,
@@ -82,6 +81,7 @@ for command in (
     cluster_commands.ui,
 ):
     app.command()(command)
+app.command("take-over")(state_commands.take_over_query)
 
 
 @app.command()

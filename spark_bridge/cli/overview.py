@@ -15,63 +15,34 @@ from rich.table import Table
 from rich.text import Text
 
 from backends.storage.requests import KINDS, MONTH_SECONDS, RECEIVED, SENT, STANDARD, Prices
-from spark_bridge.cli.output import (
-    FOUND,
-    AsJson,
-    PricesOption,
-    add_row,
-    errors_explained,
-    filled,
-    json_line,
-    printer,
-    show,
-    table,
-)
+from spark_bridge.cli import output
 from spark_bridge.cli.sources import Source, with_source
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.overview.model import (
-    CLUSTER,
-    ERROR,
-    RUNNING,
-    STORAGE,
-    Checkpoint,
-    Fault,
-    HostOverview,
-    Overview,
-    Query,
-    QueryPace,
-    duration,
-    moment,
-    number,
-    pace_of,
-    size,
-    to_plain,
-)
-from spark_bridge.overview.model import size as size_of
+from spark_bridge.overview import model
 
 # The overview as tables.
 
 
-def status_view(overview: Overview) -> RenderableType:
+def status_view(overview: model.Overview) -> RenderableType:
     """Return queries, hosts and faults."""
-    if overview.source == CLUSTER and overview.coordinator is None:
+    if overview.source == model.CLUSTER and overview.coordinator is None:
         return Text("No coordinator: no stream with state has run in this namespace of the cluster.")
     parts: list[RenderableType] = []
     if overview.coordinator is not None:
         of = overview.coordinator
         parts.append(Text(f"Coordinator on {of.node_ip}, pid {of.pid}, namespace {of.namespace}"))
     parts.append(queries_view(overview.queries))
-    if overview.source == CLUSTER:
+    if overview.source == model.CLUSTER:
         parts.append(hosts_view(overview.hosts))
     parts.append(faults_view(overview.faults))
-    if overview.source == STORAGE:
+    if overview.source == model.STORAGE:
         parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
     return Group(*parts)
 
 
-def queries_view(queries: Iterable[Query]) -> Table:
+def queries_view(queries: Iterable[model.Query]) -> Table:
     """Return a row per query."""
-    view = table(
+    view = output.table(
         "query",
         "run",
         "operators (partitions)",
@@ -85,24 +56,24 @@ def queries_view(queries: Iterable[Query]) -> Table:
     )
     for query in queries:
         last = query.checkpoints[-1] if query.checkpoints else None
-        add_row(
+        output.add_row(
             view,
             query.title,
-            query.run_id if query.status == RUNNING else f"{query.run_id} ({query.status})",
+            query.run_id if query.status == model.RUNNING else f"{query.run_id} ({query.status})",
             ", ".join(f"{o.name} ({o.num_partitions})" for o in query.operators),
             query.completed_version,
             query.prepared_version,
             query.oldest_version,
             f"{query.pending_partitions} partitions" if query.pending_partitions else "",
-            "" if last is None else moment(last.completed_ms or last.prepared_ms),
+            "" if last is None else model.moment(last.completed_ms or last.prepared_ms),
             query.epoch,
         )
     return view
 
 
-def hosts_view(hosts: Iterable[HostOverview]) -> Table:
+def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
     """Return a row per host."""
-    view = table(
+    view = output.table(
         "machine",
         "host",
         "query address",
@@ -118,35 +89,35 @@ def hosts_view(hosts: Iterable[HostOverview]) -> Table:
     for host in hosts:
         used_bytes = sum(n for name, n in host.memory.items() if name != "host_memory")
         budget = host.memory.get("host_memory")
-        add_row(
+        output.add_row(
             view,
             host.machine,
             host.host_id,
             host.query_address,
             host.pid,
             host.partitions if host.answered else "no answer",
-            f"{size(used_bytes)} of {size(budget)}" if budget else "",
-            number(host.counters.get("commits")),
+            f"{model.size(used_bytes)} of {model.size(budget)}" if budget else "",
+            model.number(host.counters.get("commits")),
             len(host.loading) or "",
-            "" if host.heartbeat_ms is None else f"{duration(host.heartbeat_ms)} ago",
-            duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
+            "" if host.heartbeat_ms is None else f"{model.duration(host.heartbeat_ms)} ago",
+            model.duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
         )
     return view
 
 
-def faults_view(faults: Iterable[Fault]) -> RenderableType:
+def faults_view(faults: Iterable[model.Fault]) -> RenderableType:
     """Return the faults with their remedies."""
     lines: list[RenderableType] = []
     for fault in faults:
-        style = "bold red" if fault.severity == ERROR else "yellow"
+        style = "bold red" if fault.severity == model.ERROR else "yellow"
         lines.append(Text(f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}", style=style))
         lines.append(Text(f"    {fault.remedy}"))
     return Group(*lines) if lines else Text("Nothing is wrong.")
 
 
-def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
+def checkpoints_view(query: model.Query, most: int, prices: Prices) -> RenderableType:
     """Return a row for each of the last checkpoints, the newest first, and the total cost of their requests."""
-    view = table(
+    view = output.table(
         "version",
         "batch",
         "id",
@@ -168,31 +139,31 @@ def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
     )
     shown = query.checkpoints[-most:]
     for one in reversed(shown):
-        add_row(view, *_cells(one))
+        output.add_row(view, *_cells(one))
     cost = cost_of(shown, prices)
     return view if cost is None else Group(view, Text(cost))
 
 
-def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
+def requests_view(query: model.Query, most: int, prices: Prices) -> RenderableType:
     """Return the requests of each of the last checkpoints to storage, the newest first, and their cost."""
     shown = query.checkpoints[-most:]
     rows = (
         (
             one.version,
-            moment(one.completed_ms or one.prepared_ms),
-            number(one.requests),
-            *(number(one.storage.get(kind, 0)) if one.storage else "" for kind in KINDS.values()),
-            *(size(one.storage.get(name, 0)) if one.storage else "" for name in (SENT, RECEIVED)),
+            model.moment(one.completed_ms or one.prepared_ms),
+            model.number(one.requests),
+            *(model.number(one.storage.get(kind, 0)) if one.storage else "" for kind in KINDS.values()),
+            *(model.size(one.storage.get(name, 0)) if one.storage else "" for name in (SENT, RECEIVED)),
             f"${prices.dollars(one.storage):.6f}" if one.storage else "",
         )
         for one in reversed(shown)
     )
     headings = ("version", "completed (UTC)", "requests", *KINDS.values(), "sent", "received", "cost")
-    view = filled(rows, *headings, title=f"Requests to storage of {query.title}")
+    view = output.filled(rows, *headings, title=f"Requests to storage of {query.title}")
     return Group(view, Text(cost_of(shown, prices) or "Nothing is known of these checkpoints' requests by kind."))
 
 
-def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
+def cost_of(checkpoints: Sequence[model.Checkpoint], prices: Prices) -> str | None:
     """Return the cost of the requests of checkpoints, in a sentence; None if they are not known."""
     with_storage = [one for one in checkpoints if one.storage]
     if not with_storage:
@@ -205,45 +176,45 @@ def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
     return f"Requests to storage cost about ${batch:.6f} a batch{pace}, at the prices {prices}{standard}."
 
 
-def _cells(one: Checkpoint) -> list[object]:
-    phases = [duration(one.phases.get(name)) for name in ("tasks", "acknowledge", "manifest", "commit")]
+def _cells(one: model.Checkpoint) -> list[object]:
+    phases = [model.duration(one.phases.get(name)) for name in ("tasks", "acknowledge", "manifest", "commit")]
     return [
         one.version,
         one.version - 1,
         one.id,
-        moment(one.completed_ms or one.prepared_ms),
-        duration(one.duration_ms),
+        model.moment(one.completed_ms or one.prepared_ms),
+        model.duration(one.duration_ms),
         *phases,
-        size(one.delta_bytes),
-        size(one.full_bytes),
-        number(one.rows),
-        number(one.late),
+        model.size(one.delta_bytes),
+        model.size(one.full_bytes),
+        model.number(one.rows),
+        model.number(one.late),
         one.duplicates or "",
         one.retried or "",
-        number(one.requests),
+        model.number(one.requests),
         one.status if one.status != "completed" else "kept" if one.is_kept else "",
     ]
 
 
-def partitions_view(query: Query, operator: str | None) -> RenderableType:
+def partitions_view(query: model.Query, operator: str | None) -> RenderableType:
     """Return a row per partition of the operators."""
     views = []
     for of in query.operators:
         if operator in (None, of.name):
             skew = "" if of.skew is None else f", the largest has {of.skew:.1f} times the keys of the median one"
             views.append(
-                filled(
+                output.filled(
                     (
                         (
                             p.partition,
                             p.owner,
                             p.version,
-                            number(p.keys),
-                            size(p.memory_bytes),
+                            model.number(p.keys),
+                            model.size(p.memory_bytes),
                             p.snapshot_version,
                             p.snapshot_lag,
-                            size(p.changelog_bytes),
-                            duration(sum(p.commit_ms.values()) if p.commit_ms else None),
+                            model.size(p.changelog_bytes),
+                            model.duration(sum(p.commit_ms.values()) if p.commit_ms else None),
                         )
                         for p in of.partitions
                     ),
@@ -266,30 +237,30 @@ QueryArgument = Annotated[str | None, typer.Argument(help="Name, query id or run
 
 
 @with_source
-def status(source: Source, as_json: AsJson = False) -> None:
+def status(source: Source, as_json: output.AsJson = False) -> None:
     """Show the queries and the hosts, the problems, and the remedies.
 
     The exit code is 1 if there is an error among the faults.
 
     Examples: statestore status; statestore status --checkpoint s3://bucket/ck --json
     """
-    with errors_explained():
+    with output.errors_explained():
         overview = source.looked_at()
     source.damages.clear()  # they are faults
-    show(lambda: to_plain(overview), lambda: status_view(overview), as_json=as_json)
-    if any(fault.severity == ERROR for fault in overview.faults):
-        raise typer.Exit(FOUND)
+    output.show(lambda: model.to_plain(overview), lambda: status_view(overview), as_json=as_json)
+    if any(fault.severity == model.ERROR for fault in overview.faults):
+        raise typer.Exit(output.FOUND)
 
 
 @with_source
-def queries(source: Source, as_json: AsJson = False) -> None:
+def queries(source: Source, as_json: output.AsJson = False) -> None:
     """List the running queries, with their operators and versions.
 
     Example: statestore queries --json
     """
-    with errors_explained():
+    with output.errors_explained():
         overview = source.looked_at()
-    show(lambda: to_plain(overview.queries), lambda: queries_view(overview.queries), as_json=as_json)
+    output.show(lambda: model.to_plain(overview.queries), lambda: queries_view(overview.queries), as_json=as_json)
 
 
 @with_source
@@ -300,8 +271,8 @@ def checkpoints(
     requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
         False
     ),
-    prices: PricesOption = "",
-    as_json: AsJson = False,
+    prices: output.PricesOption = "",
+    as_json: output.AsJson = False,
 ) -> None:
     """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests, cost.
 
@@ -313,12 +284,12 @@ def checkpoints(
     Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json; statestore
     checkpoints --requests --prices put=0.0054,get=0.00043
     """
-    with errors_explained():
+    with output.errors_explained():
         by = Prices.parse(prices)
         query_overview = source.looked_at().query(query)
-    show(
+    output.show(
         lambda: [
-            {**to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None}
+            {**model.to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None}
             for c in query_overview.checkpoints[-most:]
         ],
         lambda: (requests_view if requests else checkpoints_view)(query_overview, most, by),
@@ -331,7 +302,7 @@ def partitions(
     source: Source,
     query: QueryArgument = None,
     operator: Annotated[str | None, typer.Option(help="Only those of this operator.")] = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the partitions of a query: owner, version, keys, bytes, and how far snapshots are behind.
 
@@ -339,31 +310,31 @@ def partitions(
 
     Examples: statestore partitions clicks --operator user_totals; statestore partitions --checkpoint ck/
     """
-    with errors_explained():
+    with output.errors_explained():
         query_overview = source.looked_at().query(query)
         names = [o.name for o in query_overview.operators]
         if operator is not None and operator not in names:
             raise LookupError(
                 f"Query {query_overview.title} has no operator {operator!r}; it has {', '.join(names) or 'none'}."
             )
-    show(
-        lambda: to_plain([o for o in query_overview.operators if operator in (None, o.name)]),
+    output.show(
+        lambda: model.to_plain([o for o in query_overview.operators if operator in (None, o.name)]),
         lambda: partitions_view(query_overview, operator),
         as_json=as_json,
     )
 
 
 @with_source
-def hosts(source: Source, as_json: AsJson = False) -> None:
+def hosts(source: Source, as_json: output.AsJson = False) -> None:
     """Show the hosts of a cluster: addresses, partitions, memory, loads in progress, and their last heartbeats.
 
     Example: statestore hosts --json
     """
     if source.checkpoint is not None:
         raise typer.BadParameter("a checkpoint has no hosts; leave --checkpoint out to look at a cluster")
-    with errors_explained():
+    with output.errors_explained():
         overview = source.looked_at()
-    show(lambda: to_plain(overview.hosts), lambda: hosts_view(overview.hosts), as_json=as_json)
+    output.show(lambda: model.to_plain(overview.hosts), lambda: hosts_view(overview.hosts), as_json=as_json)
 
 
 # ``statestore top``: speed and delay of queries and hosts, live in the terminal, or once.
@@ -374,7 +345,7 @@ def top(
     source: Source,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, as into a pipe.")] = False,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show rows a second, freshness, batches, memory, the hottest partition and faults, live until Ctrl-C.
 
@@ -384,17 +355,17 @@ def top(
 
     Examples: statestore top; statestore top --interval 5; statestore top --once --checkpoint ck/; statestore top --json
     """
-    with errors_explained(), source.joined():
+    with output.errors_explained(), source.joined():
         if once or as_json or not sys.stdout.isatty():
             overview = source.overview()
             source.damages.clear()  # they are faults
             if as_json:
-                plain = {"taken_ms": overview.taken_ms, "queries": pace_of(overview), "faults": overview.faults}
-                typer.echo(json_line(to_plain(plain)))
+                plain = {"taken_ms": overview.taken_ms, "queries": model.pace_of(overview), "faults": overview.faults}
+                typer.echo(output.json_line(model.to_plain(plain)))
             else:
-                printer().print(top_view(overview), highlight=False)
-            if any(fault.severity == ERROR for fault in overview.faults):
-                raise typer.Exit(FOUND)
+                output.printer().print(top_view(overview), highlight=False)
+            if any(fault.severity == model.ERROR for fault in overview.faults):
+                raise typer.Exit(output.FOUND)
             return
         with suppress(KeyboardInterrupt):
             _live(source, interval)
@@ -414,34 +385,37 @@ def _live(source: Source, interval: float) -> None:
             time.sleep(interval)
 
 
-def top_view(overview: Overview) -> RenderableType:
+def top_view(overview: model.Overview) -> RenderableType:
     """Return the pace of each query, the hosts, and the faults."""
-    parts: list[RenderableType] = [Text(f"{moment(overview.taken_ms)} UTC", style="dim"), _paces(pace_of(overview))]
-    if overview.source == CLUSTER:
+    parts: list[RenderableType] = [
+        Text(f"{model.moment(overview.taken_ms)} UTC", style="dim"),
+        _paces(model.pace_of(overview)),
+    ]
+    if overview.source == model.CLUSTER:
         parts.append(hosts_view(overview.hosts))
     parts.append(faults_view(overview.faults))
     return Group(*parts)
 
 
-def _paces(paces: Sequence[QueryPace]) -> RenderableType:
+def _paces(paces: Sequence[model.QueryPace]) -> RenderableType:
     rows = (
         (
             of.query,
             of.status,
             of.version,
             "" if of.rows_per_second is None else f"{of.rows_per_second:,.0f}",
-            duration(of.freshness_ms),
-            duration(of.batch_ms),
-            duration(of.usual_ms),
-            duration(of.interval_ms),
-            size_of(None if of.bytes_per_checkpoint is None else int(of.bytes_per_checkpoint)),
-            number(of.keys),
-            size_of(of.memory_bytes),
-            "" if of.hottest is None else f"{of.hottest} ({duration(of.hottest_ms)})",
+            model.duration(of.freshness_ms),
+            model.duration(of.batch_ms),
+            model.duration(of.usual_ms),
+            model.duration(of.interval_ms),
+            model.size(None if of.bytes_per_checkpoint is None else int(of.bytes_per_checkpoint)),
+            model.number(of.keys),
+            model.size(of.memory_bytes),
+            "" if of.hottest is None else f"{of.hottest} ({model.duration(of.hottest_ms)})",
         )
         for of in paces
     )
-    return filled(
+    return output.filled(
         rows,
         "query",
         "status",

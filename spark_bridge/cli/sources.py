@@ -1,8 +1,4 @@
-"""The system that a command describes: a running cluster, or the checkpoint of a query without any cluster.
-
-The options for this are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
-its command line these options.
-"""
+"""The system that a command describes: a running cluster, or the checkpoint of a query without any cluster."""
 
 from __future__ import annotations
 
@@ -230,9 +226,9 @@ class Source:
         Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
         """
         if self.checkpoint is not None:
-            found = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
-            self.damages[:] = [what for query in found.queries for what in query.damages]
-            return found
+            overview = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
+            self.damages[:] = [what for query in overview.queries for what in query.damages]
+            return overview
         from spark_bridge.overview.from_cluster import cluster_overview
 
         return cluster_overview(self.namespace, self.coordinator, known=self.known)
@@ -306,13 +302,13 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "source"]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        named = {name: given.pop(name) for name in shared}
+    def run(**arguments: Any) -> None:
+        named = {name: arguments.pop(name) for name in shared}
         with errors_explained():
             source = make(**named)
         code = 0
         try:
-            command(source=source, **given)
+            command(source=source, **arguments)
         except typer.Exit as ended:
             code = ended.exit_code
         if source.damages and code != FAILED:  # else the error reports it

@@ -11,17 +11,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
-from spark_bridge.cli.output import (
-    FOUND,
-    AsJson,
-    PrintedForm,
-    cell,
-    complain,
-    errors_explained,
-    json_line,
-    print_rows,
-    printer,
-)
+from spark_bridge.cli import output
 from spark_bridge.cli.sources import (
     Option,
     Source,
@@ -45,7 +35,7 @@ StateName = Annotated[str | None, typer.Option("--state", help="The state variab
 AtVersion = Annotated[
     int | None, typer.Option("--version", min=0, help="A version that is kept; default: the last completed one.")
 ]
-FormOption = Annotated[PrintedForm, typer.Option("--format", help="How rows are printed.")]
+FormOption = Annotated[output.PrintedForm, typer.Option("--format", help="How rows are printed.")]
 KEY_HELP = "column=value for each column; or the values in order; or JSON."
 
 
@@ -60,34 +50,34 @@ def get(
     version: AtVersion = None,
     state: StateName = None,
     query: QueryName = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the state of one key. The exit code is 1 if it has none.
 
     Examples: statestore get user_totals 42; statestore get by_country country=de user=42 --version 17;
     statestore get by_country '["de", 42]' --checkpoint ck/ --json
     """
-    with errors_explained(), source.client() as client:
+    with output.errors_explained(), source.client() as client:
         asked = key_of_words(key, client.key_schema(operator, query, state))
         wanted = None if window is None else window_of_text(window)
         values = client.get(operator, asked, query, state, window=wanted, version=version)
     value = to_json(values)
     if as_json:
-        typer.echo(json_line({"operator": operator, "key": to_json(asked), "value": value}))
+        typer.echo(output.json_line({"operator": operator, "key": to_json(asked), "value": value}))
     elif values is None:
-        complain(f"Operator {operator} has nothing for this key.")
+        output.complain(f"Operator {operator} has nothing for this key.")
     else:
         for line in _lines(value):
-            printer().print(line, markup=False, highlight=False, soft_wrap=True)
+            output.printer().print(line, markup=False, highlight=False, soft_wrap=True)
     if values is None:
-        raise typer.Exit(FOUND)
+        raise typer.Exit(output.FOUND)
 
 
 def _lines(value: Any) -> list[str]:
     """Return a value for people: a line per column of a row, or per row."""
     if isinstance(value, dict):
-        return [f"{name}: {cell(one)}" for name, one in value.items()]
-    return [cell(one) for one in value] if isinstance(value, list) else [cell(value)]
+        return [f"{name}: {output.cell(one)}" for name, one in value.items()]
+    return [output.cell(one) for one in value] if isinstance(value, list) else [output.cell(value)]
 
 
 @with_state_source
@@ -105,15 +95,15 @@ def scan(
     version: AtVersion = None,
     state: StateName = None,
     query: QueryName = None,
-    form: FormOption = PrintedForm.table,
-    as_json: AsJson = False,
+    form: FormOption = output.PrintedForm.table,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the rows of an operator's state: one per key, list element, map entry, window, session or timer.
 
     Examples: statestore scan user_totals --where 'n > 10' --columns user,n; statestore scan user_totals --limit 0
     --format csv --checkpoint s3://bucket/ck; statestore scan by_country --prefix '["de"]' --json
     """
-    with errors_explained(), source.client() as client:
+    with output.errors_explained(), source.client() as client:
         schema = client.key_schema(operator, query, state)
         bounds = {
             name: bound_of_json(bound_of(text), schema, f"--{name}")
@@ -133,9 +123,9 @@ def scan(
         with rows:
             shown = _Limited(limit)
             about = {"operator": operator, "version": rows.version}
-            print_rows(rows.schema, map(shown.of, rows), PrintedForm.json if as_json else form, about)
+            output.print_rows(rows.schema, map(shown.of, rows), output.PrintedForm.json if as_json else form, about)
     if shown.is_cut:
-        complain(f"There are more than {limit} rows; --limit 0 shows all.")
+        output.complain(f"There are more than {limit} rows; --limit 0 shows all.")
 
 
 class _Limited:
@@ -149,9 +139,9 @@ class _Limited:
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         remaining = self._limit - self._given
         self.is_cut = bool(self._limit) and batch.num_rows > remaining
-        taken = batch.slice(0, remaining) if self._limit else batch
-        self._given += taken.num_rows
-        return taken
+        rows = batch.slice(0, remaining) if self._limit else batch
+        self._given += rows.num_rows
+        return rows
 
 
 @with_state_source
@@ -159,8 +149,8 @@ def sql(
     source: Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
     version: AtVersion = None,
-    form: FormOption = PrintedForm.table,
-    as_json: AsJson = False,
+    form: FormOption = output.PrintedForm.table,
+    as_json: output.AsJson = False,
     sql_memory: Annotated[
         int, typer.Option(min=16, metavar="MIB", help="Memory of the statement; beyond it, 8 GiB of temporary files.")
     ] = SqlLimits().memory_bytes >> 20,
@@ -172,10 +162,10 @@ def sql(
     """
     text = sys.stdin.read() if statement == "-" else statement
     limits = SqlLimits(memory_bytes=sql_memory << 20)
-    with errors_explained(), _sql_explained(limits), source.client() as client:
+    with output.errors_explained(), _sql_explained(limits), source.client() as client:
         result = client.sql(text, version=version, limits=limits)
         reader = result.to_arrow_reader()
-        print_rows(reader.schema, reader, PrintedForm.json if as_json else form)
+        output.print_rows(reader.schema, reader, output.PrintedForm.json if as_json else form)
 
 
 @contextmanager
@@ -212,7 +202,7 @@ def watch(
     ] = 30.0,
     state: StateName = None,
     query: QueryName = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the changes of each completed version to a key or to all keys, until Ctrl-C or the end of the query.
 
@@ -222,17 +212,17 @@ def watch(
     Examples: statestore watch user_totals 42; statestore watch user_totals --from-version 17 --json;
     statestore watch user_totals user=42 --changes 1 --checkpoint ck/
     """
-    with errors_explained(), source.client() as client:
+    with output.errors_explained(), source.client() as client:
         keys = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
         try:
             watched = client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
                 for number, row in enumerate(_changed(watched), 1):
-                    typer.echo(json_line(row) if as_json else _line(row))
+                    typer.echo(output.json_line(row) if as_json else _line(row))
                     if number == changes:
                         break
         except QueryEndedError as ended:
-            complain(str(ended))
+            output.complain(str(ended))
 
 
 def _changed(watched: Any) -> Iterator[dict[str, Any]]:
@@ -244,11 +234,15 @@ def _line(row: dict[str, Any]) -> str:
     """Return one change for people: its version, the key, and the columns that are other than before."""
     version, kind = row.pop("version"), row.pop(CHANGE_TYPE)
     before, after = row.pop(BEFORE, None), row.pop(AFTER, None)
-    key = " ".join(f"{name}={cell(value)}" for name, value in row.items())
+    key = " ".join(f"{name}={output.cell(value)}" for name, value in row.items())
     if before is None or after is None:
-        values = [f"{name}: {cell(value)}" for name, value in (after or before or {}).items()]
+        values = [f"{name}: {output.cell(value)}" for name, value in (after or before or {}).items()]
     else:
-        values = [f"{name}: {cell(old)} -> {cell(after[name])}" for name, old in before.items() if old != after[name]]
+        values = [
+            f"{name}: {output.cell(old)} -> {output.cell(after[name])}"
+            for name, old in before.items()
+            if old != after[name]
+        ]
     return f"version {version}  {CHANGE_WORDS[kind]}  {key}  {', '.join(values)}".rstrip()
 
 
@@ -261,8 +255,8 @@ def diff(
     state: StateName = None,
     query: QueryName = None,
     summary: Annotated[bool, typer.Option("--summary", help="Count only.")] = False,
-    form: FormOption = PrintedForm.table,
-    as_json: AsJson = False,
+    form: FormOption = output.PrintedForm.table,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the keys that were added, removed or changed from version V1 to V2. The exit code is 1 if there are any.
 
@@ -272,7 +266,7 @@ def diff(
     statestore diff user_totals 17 18 --checkpoint ck/ --format csv
     """
     with (
-        errors_explained(),
+        output.errors_explained(),
         source.client() as client,
         client.diff(operator, first, last, state=state, query=query) as rows,
     ):
@@ -290,24 +284,24 @@ def diff(
             for _ in counted():
                 pass
             if as_json:
-                typer.echo(json_line({**about, **counts}))
+                typer.echo(output.json_line({**about, **counts}))
         else:
-            print_rows(rows.schema, counted(), PrintedForm.json if as_json else form, about)
+            output.print_rows(rows.schema, counted(), output.PrintedForm.json if as_json else form, about)
     if not as_json:
         totals_text = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
         text = f"Keys of {operator} from version {about['from_version']} to {about['to_version']}: {totals_text}"
-        if form is PrintedForm.table:
-            printer().print(text, markup=False, highlight=False)
+        if form is output.PrintedForm.table:
+            output.printer().print(text, markup=False, highlight=False)
         else:
-            complain(text)
+            output.complain(text)
     if any(counts.values()):
-        raise typer.Exit(FOUND)
+        raise typer.Exit(output.FOUND)
 
 
 # ``statestore take-over``: the state of a stopped query of Spark, for a query of this project.
 
 
-def take_over(
+def take_over_query(
     spark_checkpoint: Annotated[
         str, typer.Argument(metavar="SPARK_CHECKPOINT", help="The checkpoint location of the stopped query of Spark.")
     ],
@@ -326,7 +320,7 @@ def take_over(
         bool, typer.Option("--dry-run", help="Convert everything, show samples, write nothing.")
     ] = False,
     storage_option: Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make the new CHECKPOINT, from which the query of MODULE:FUNCTION continues a stopped query of Spark.
 
@@ -349,21 +343,21 @@ def take_over(
             operators=numbers or None,
             dry_run=dry_run,
             storage_options=options_of(storage_option),
-            progress=lambda step: None if as_json else printer().print(step, soft_wrap=True, highlight=False),
+            progress=lambda step: None if as_json else output.printer().print(step, soft_wrap=True, highlight=False),
         )
     )
     if as_json:
         by_name = {f"{owner}/{variable}": rows for (owner, variable), rows in report.rows_written.items()}
         facts = {"checkpoint": report.checkpoint_location, "query_id": report.query_id, "batch_id": report.batch_id}
-        typer.echo(json_line({**facts, "rows_written": by_name, "dry_run": dry_run}))
+        typer.echo(output.json_line({**facts, "rows_written": by_name, "dry_run": dry_run}))
         return
     for (owner, variable), rows in report.rows_written.items():
-        printer().print(f"{owner}/{variable}: {rows:,} rows", highlight=False)
+        output.printer().print(f"{owner}/{variable}: {rows:,} rows", highlight=False)
         if dry_run and (sample := report.samples_after.get((owner, variable))) is not None:
-            print_rows(sample.schema, iter(sample.to_batches()), PrintedForm.table)
+            output.print_rows(sample.schema, iter(sample.to_batches()), output.PrintedForm.table)
     done = "nothing was written" if dry_run else f"{report.checkpoint_location} is ready"
     begins = f"the query begins with batch {(report.batch_id or 0) + 1}"
-    printer().print(f"{done}: {begins}. Do not start the old query again.", soft_wrap=True, highlight=False)
+    output.printer().print(f"{done}: {begins}. Do not start the old query again.", soft_wrap=True, highlight=False)
 
 
 def _operator_numbers(pairs: list[str]) -> dict[str, int]:

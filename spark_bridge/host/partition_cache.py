@@ -404,12 +404,12 @@ class PartitionCache:
             self._destroy(copy)
 
     def _take_out(self, copies: Iterator[Copy] | Sequence[Copy]) -> list[Copy]:
-        taken = list(copies)
-        for copy in taken:
+        removed = list(copies)
+        for copy in removed:
             copy.is_dropped = True
         for key in [key for key, copy in list(self._copies.items()) if copy.is_dropped]:
             self._copies.pop(key, None)
-        return taken
+        return removed
 
     @staticmethod
     def _destroy(copy: Copy) -> None:

@@ -11,24 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from backends import spans
+from coordinator_actor import exceptions, messages
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import (
-    InvalidRequestError,
-    ReplacedHostError,
-    StaleOwnerError,
-    UnknownHostError,
-    UnknownRunError,
-)
-from coordinator_actor.messages import (
-    NOBODY,
-    BatchGrant,
-    Completed,
-    HandOver,
-    HostInfo,
-    HostOrders,
-    OpenBatch,
-    OpenGrant,
-)
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.transport.protocol import TaskIdentity
 
@@ -83,7 +67,7 @@ class CompletedVersions:
         """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
         return next((c for c in self._runs.get(run_id, ()) if c.version == version), None)
 
-    def note(self, completed: Completed) -> CompletedVersion:
+    def note(self, completed: messages.Completed) -> CompletedVersion:
         """Record a version from the coordinator, which may be old or known; return the newest version of the run."""
         with self._changed:
             versions = {c.version: c for c in self._runs.get(completed.run_id, ())}
@@ -134,7 +118,7 @@ T = TypeVar("T")
 
 REGISTER_SECONDS = 1.0
 """The host registers again for readers, of any number, at most once in this many seconds."""
-_UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
+_UNKNOWN = (exceptions.UnknownRunError, exceptions.UnknownHostError, exceptions.StaleOwnerError)
 
 
 class HostRegistration:
@@ -147,7 +131,7 @@ class HostRegistration:
 
     def __init__(
         self,
-        info: HostInfo,
+        info: messages.HostInfo,
         coordinator: CoordinatorPort,
         cache: PartitionCache,
         completed: CompletedVersions,
@@ -163,7 +147,7 @@ class HostRegistration:
         self._lock = threading.Lock()
         self._registered_for_reader = -math.inf
         self._registered_at = -math.inf
-        self._lease_seconds = HostOrders(known=True).lease_seconds
+        self._lease_seconds = messages.HostOrders(known=True).lease_seconds
         self._leased_until = -math.inf
         self._registering: threading.Thread | None = None
 
@@ -179,13 +163,13 @@ class HostRegistration:
             with spans.alone("host.register", restart=self.info.restart):
                 self.coordinator.register_host(self.info, self._cache.report())
             self._leased_until = sent + self._lease_seconds
-        except ReplacedHostError as error:
+        except exceptions.ReplacedHostError as error:
             self.replaced = str(error)
             raise
         finally:
             self._registered_at = self._clock()
 
-    def renew(self, hand_over: HandOver) -> HostOrders:
+    def renew(self, hand_over: messages.HandOver) -> messages.HostOrders:
         """Send a heartbeat with the host's partitions, and return the answer. The lease counts from the sending."""
         sent = self._clock()
         versions = self._versions()
@@ -266,7 +250,7 @@ class HostRegistration:
             self._registered_for_reader = now
             return True
 
-    def owns(self, owner: HostInfo) -> bool:
+    def owns(self, owner: messages.HostInfo) -> bool:
         """Return whether ``owner`` is this very incarnation of this host."""
         return (owner.host_id, owner.incarnation) == (self.info.host_id, self.info.incarnation)
 
@@ -287,14 +271,14 @@ since.
 class _Granted:
     """The last answer of the coordinator about a run, and its time by the host's clock."""
 
-    grant: BatchGrant
+    grant: messages.BatchGrant
     at: float
-    hosts: tuple[HostInfo, ...]
+    hosts: tuple[messages.HostInfo, ...]
     owners: Mapping[str, list[int]]
 
     def lacks(self, operator: str, partition: int) -> bool:
         places = self.owners.get(operator, [])
-        return 0 <= partition < len(places) and places[partition] == NOBODY
+        return 0 <= partition < len(places) and places[partition] == messages.NOBODY
 
 
 class Grants:
@@ -306,10 +290,7 @@ class Grants:
     """
 
     def __init__(
-        self,
-        registration: HostRegistration,
-        completed: CompletedVersions,
-        clock: Callable[[], float] = time.monotonic,
+        self, registration: HostRegistration, completed: CompletedVersions, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._registration = registration
         self._completed = completed
@@ -319,7 +300,7 @@ class Grants:
         self._waiting: dict[str, set[tuple[str, int]]] = {}
         self._granting: dict[str, threading.Lock] = {}
 
-    def for_task(self, task: TaskIdentity) -> OpenGrant:
+    def for_task(self, task: TaskIdentity) -> messages.OpenGrant:
         """Return the owner of the task's partition, and its state, for the task's batch.
 
         Raises ``InvalidRequestError`` if the run does not have the partition, and the errors of the coordinator.
@@ -345,18 +326,18 @@ class Grants:
         grant = granted.grant
         owners = granted.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
-            raise InvalidRequestError(
+            raise exceptions.InvalidRequestError(
                 f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
                 f"{ {name: len(places) for name, places in granted.owners.items()} }."
             )
         if granted.lacks(*wanted):
-            raise UnknownRunError(
+            raise exceptions.UnknownRunError(
                 f"The coordinator was asked for the owner of {task.operator}/{task.partition} of run {task.run_id} "
                 "and named none; ask again."
             )
         head = grant.heads.get(task.operator, {}).get(task.partition)
         owner = granted.hosts[owners[task.partition]]
-        return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
+        return messages.OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
 
     def _ask(self, task: TaskIdentity, granted: _Granted | None, now: float) -> _Granted:
         info = self._registration.info
@@ -364,7 +345,7 @@ class Grants:
         with self._lock:
             # This one too: another attempt of the same task may have taken it out.
             waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
-        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
+        request = messages.OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
         grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
         if grant.hosts or granted is None:
             granted = _Granted(grant, now, grant.hosts, grant.owners)
@@ -373,10 +354,10 @@ class Grants:
             granted = _Granted(grant, now, granted.hosts, granted.owners)
         with self._lock:
             self._granted[task.run_id] = granted
-        self._completed.note(Completed(task.run_id, grant.version, grant.heads))
+        self._completed.note(messages.Completed(task.run_id, grant.version, grant.heads))
         return granted
 
-    def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+    def for_read(self, run_id: str, operator: str, partition: int) -> messages.OpenGrant:
         """Ask the coordinator for the owner of a partition, and for its last completed version."""
         return self._registration.call_about(
             run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)

@@ -20,22 +20,8 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window
+from spark_bridge.operators import columns
 from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
-from spark_bridge.operators.columns import (
-    NUMERIC,
-    arrow_type,
-    check_keys,
-    column_literal,
-    column_type,
-    event_time_of,
-    is_ordered,
-    microseconds,
-    session_event_time,
-    spark_struct,
-    watermark_columns,
-    watermark_lag_ms,
-    window_column,
-)
 from spark_bridge.operators.map_in_arrow import (
     KeyRouting,
     check_operator_name,
@@ -70,7 +56,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     elif function.column is None:
         return Output(name, function.name, None, None, None)
     else:
-        kind = column_type(schema, function.column, where)
+        kind = columns.column_type(schema, function.column, where)
     _check_input(function, kind, where)
     by, by_type = _order(schema, function, watermark_column, where)
     arguments = function.arguments
@@ -78,7 +64,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
         arguments = (str(kind.precision), str(kind.scale))
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
     # Rows can be counted for any type of the column.
-    arrow = pa.null() if function.name == "count" else arrow_type(kind)
+    arrow = pa.null() if function.name == "count" else columns.arrow_type(kind)
     return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
 
 
@@ -89,18 +75,18 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         case "count_if":
             is_fine = isinstance(kind, T.BooleanType)
         case "approx_count_distinct":
-            is_fine = is_ordered(kind)  # a map has no hash
+            is_fine = columns.is_ordered(kind)  # a map has no hash
         case n if n in OF_NUMBERS:
-            is_fine = isinstance(kind, NUMERIC)
+            is_fine = isinstance(kind, columns.NUMERIC)
         case _:
-            is_fine = is_ordered(kind)
+            is_fine = columns.is_ordered(kind)
     if not is_fine:
         column = function.column if function.column is not None else ", ".join(function.columns)
         remedy = ""
         if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
             # Spark casts, and counts strings that are not numbers as null, or fails on them in ANSI mode: the user must
             # choose.
-            cast = f'.withColumn({column!r}, F.col({column_literal(column)}).cast("double"))'
+            cast = f'.withColumn({column!r}, F.col({columns.column_literal(column)}).cast("double"))'
             remedy = f" Say what is meant: {cast} is what Spark does."
         raise InvalidOperatorError(
             f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"
@@ -119,16 +105,16 @@ def _order(
                 f"{where}which event time? Give by=<column>, or put withWatermark on the DataFrame first."
             )
         return None, None
-    kind = column_type(schema, by, f"{where}by=")
-    if not is_ordered(kind):
+    kind = columns.column_type(schema, by, f"{where}by=")
+    if not columns.is_ordered(kind):
         raise InvalidOperatorError(f"{where}by={by!r} has type {kind.simpleString()}, which has no order.")
-    return by, arrow_type(kind)
+    return by, columns.arrow_type(kind)
 
 
 def _struct_type(schema: T.StructType, function: AggregateFunction, where: str) -> T.StructType:
     if len(set(function.columns)) != len(function.columns):
         raise InvalidOperatorError(f"{where}a column is named twice in {', '.join(function.columns)}.")
-    return T.StructType([T.StructField(c, column_type(schema, c, where)) for c in function.columns])
+    return T.StructType([T.StructField(c, columns.column_type(schema, c, where)) for c in function.columns])
 
 
 def _user_output(
@@ -149,35 +135,35 @@ def _user_output(
     return Output(name, function.name, None, None, None, columns=function.columns, user=declared)
 
 
-def _state_schema(given: Any, where: str) -> pa.Schema:
+def _state_schema(schema: Any, where: str) -> pa.Schema:
     try:
-        if isinstance(given, str):
-            given = T._parse_datatype_string(given)
-        if isinstance(given, T.StructType):
-            fields = [pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in given.fields]
+        if isinstance(schema, str):
+            schema = T._parse_datatype_string(schema)
+        if isinstance(schema, T.StructType):
+            fields = [pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields]
             return StateSchema(pa.schema([]), pa.schema(fields)).value
-        if isinstance(given, pa.Schema):
-            return StateSchema(pa.schema([]), pa.schema([pa.field(f.name, f.type) for f in given])).value
+        if isinstance(schema, pa.Schema):
+            return StateSchema(pa.schema([]), pa.schema([pa.field(f.name, f.type) for f in schema])).value
     except StateStoreError as error:
-        raise InvalidOperatorError(f"{where}state={given!r}: {error}") from error
+        raise InvalidOperatorError(f"{where}state={schema!r}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
+        f"{where}state={schema!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
         '"total double, n long".'
     )
 
 
-def _any_type(given: Any, where: str) -> pa.DataType:
-    if isinstance(given, str):
-        given = T._parse_datatype_string(given)
-    if isinstance(given, T.DataType):
-        return arrow_type(given)
-    if isinstance(given, pa.DataType):
+def _any_type(kind: Any, where: str) -> pa.DataType:
+    if isinstance(kind, str):
+        kind = T._parse_datatype_string(kind)
+    if isinstance(kind, T.DataType):
+        return columns.arrow_type(kind)
+    if isinstance(kind, pa.DataType):
         try:
-            return normalized_type("result", given)
+            return normalized_type("result", kind)
         except StateStoreError as error:
-            raise InvalidOperatorError(f"{where}{given}: {error}") from error
+            raise InvalidOperatorError(f"{where}{kind}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}{given!r} is not a type; give an Arrow or Spark type, or a string such as 'double'."
+        f"{where}{kind!r} is not a type; give an Arrow or Spark type, or a string such as 'double'."
     )
 
 
@@ -230,7 +216,7 @@ def aggregate(
         num_partitions = _one_partition(num_partitions)
         partial_aggregation = partial_aggregation is not False
     partitions = partition_count(df, num_partitions, key_groups)
-    marked = watermark_columns(df.schema)
+    marked = columns.watermark_columns(df.schema)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
     aggregator = Aggregator(outputs)
     _check_keys(df, keys, aggregator)
@@ -257,7 +243,7 @@ def aggregate(
         logic = replace(logic, is_partial=True)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
     output = T.StructType(
-        [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
+        [*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
     routing = KeyRouting(stored, partitions, key_groups)
     return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
@@ -298,24 +284,26 @@ class _Declared:
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
-    given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
-    if not given:
+    keys = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    if not keys:
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
-    windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
+    windows = [k for k in keys if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
         raise InvalidOperatorError(f"by= has {len(windows)} windows; there can be one: put one operator after another.")
-    for key in given:
+    for key in keys:
         if not isinstance(key, (str, Window, SessionWindow)):
             raise InvalidOperatorError(
                 f"by={key!r} is not a key; give column names, S.window(...) or S.session_window(...) of "
                 "spark_bridge.functions."
             )
-    return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+    return _Keys(tuple(k if isinstance(k, str) else k.name for k in keys), windows[0] if windows else None)
 
 
-def _one_partition(given: int | None) -> int:
-    if given not in (None, 1):
-        raise InvalidOperatorError(f"num_partitions={given!r}: by=[] makes one row of all, which is in one partition.")
+def _one_partition(num_partitions: int | None) -> int:
+    if num_partitions not in (None, 1):
+        raise InvalidOperatorError(
+            f"num_partitions={num_partitions!r}: by=[] makes one row of all, which is in one partition."
+        )
     return 1
 
 
@@ -346,7 +334,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
             f"{ALL_ROWS_KEY!r} is the key column of by=[] and an input as well: rename the input."
         )
     if not keys.is_global and (keys.columns or keys.window is None):
-        check_keys(df.schema, keys.columns)
+        columns.check_keys(df.schema, keys.columns)
     for output in aggregator.outputs:
         if output.name in keys.names:
             raise InvalidOperatorError(f"Output {output.name!r} has the name of a key column; choose another name.")
@@ -363,19 +351,19 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     """Return the needed columns, and the window of each row: a row for each window that contains it."""
-    rows, columns = columns_by_name(df)
+    rows, by_name = columns_by_name(df)
     if keys.is_global:
-        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name].alias(name) for name in aggregator.inputs))
-    inputs = [columns[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
+        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(by_name[name].alias(name) for name in aggregator.inputs))
+    inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
     if keys.window is None:
         return rows.select(*inputs)
-    return rows.select(window_column(keys.window, columns[keys.window.time_column]), *inputs)
+    return rows.select(columns.window_column(keys.window, by_name[keys.window.time_column]), *inputs)
 
 
 def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
-    types = {name: arrow_type(rows.schema[name].dataType) for name in keys.names}
+    types = {name: columns.arrow_type(rows.schema[name].dataType) for name in keys.names}
     output = pa.schema([*(pa.field(n, types[n]) for n in keys.emitted), *aggregator.result_fields])
-    event_time = event_time_of(rows.schema, keys.names)
+    event_time = columns.event_time_of(rows.schema, keys.names)
     if output_mode == "append" and event_time is None:
         raise InvalidOperatorError(
             'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put '
@@ -385,12 +373,12 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
         window = keys.window.name
         by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
         schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema, aggregator.zeros)
-        event_time = session_event_time(rows.schema, keys.names, window, output_mode)
+        event_time = columns.session_event_time(rows.schema, keys.names, window, output_mode)
         logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
-        lag_ms = watermark_lag_ms(rows.schema, event_time)
+        lag_ms = columns.watermark_lag_ms(rows.schema, event_time)
         return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None, lag_ms)
     if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
-        event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
+        event_time = replace(event_time, window_us=columns.microseconds(rows.sparkSession, keys.window.duration))
     stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
     by_key = pa.schema([pa.field(n, types[n]) for n in stored])
     state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
@@ -399,5 +387,5 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     # The functions of a user's own aggregate need not handle empty input.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
     rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
-    lag_ms = watermark_lag_ms(rows.schema, event_time)
+    lag_ms = columns.watermark_lag_ms(rows.schema, event_time)
     return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time, lag_ms)

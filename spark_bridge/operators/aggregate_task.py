@@ -75,7 +75,6 @@ class AggregateLogic:
                 yield from spool.batches()
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """Return the states of the rows of each key."""
         groups = group_rows(rows, self.schema.key, num_key_groups)
         if self.is_partial:
             rows = rows.select(self.aggregator.state_schema.names)

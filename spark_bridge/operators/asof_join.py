@@ -16,9 +16,9 @@ import pyarrow as pa
 from backends.encoding.columns import Integers, Mask, null_mask
 from backends.encoding.keys import decode_keys
 from spark_bridge.aggregates.row_groups import order_codes, plain
-from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, NO_TIME, RIGHT_ROW, SIDE, Bounds
+from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, RIGHT_ROW, SIDE, Bounds
 from spark_bridge.operators.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
-from spark_bridge.state_format.layouts import LEFT, RIGHT, join_schema
+from spark_bridge.state_format.layouts import LEFT, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.keyed_rows import KeyedRows, Spool
 from spark_bridge.task.state_task import Times
@@ -72,12 +72,12 @@ class SortedRows:
 
     def number_before(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
         """Return how many rows come before each time of a key, or at that time, and those of lesser keys."""
-        found: Integers = np.searchsorted(
+        numbers: Integers = np.searchsorted(
             self._places,
             ids * self._span + np.searchsorted(self._distinct, times, "right" if or_at else "left"),
             "left",
         )
-        return found
+        return numbers
 
     def last_before(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
         """Return the place of the last row of a key before each time, ``NO_ROW`` if there is none."""
@@ -147,7 +147,6 @@ class AsofLogic(JoinLogic):
     asof: Asof = field(default_factory=Asof)
 
     def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
-        """Return the work on one batch."""
         return _AsofBatch(self, store, timer)
 
 
@@ -227,10 +226,10 @@ class _AsofBatch(JoinBatch):
         if asof.direction == BACKWARD:
             return times
         # A row that comes in a later batch is later than the watermark: after the row that was found, or farther away.
-        found: Times = np.where(places == NO_ROW, NO_TIME, times + np.where(places == NO_ROW, 0, distances))
+        final_times: Times = np.where(places == NO_ROW, NO_TIME, times + np.where(places == NO_ROW, 0, distances))
         if asof.tolerance_us is not None:
-            found = np.minimum(found, times + asof.tolerance_us)
-        return np.maximum(found, times)
+            final_times = np.minimum(final_times, times + asof.tolerance_us)
+        return np.maximum(final_times, times)
 
     def _emit_matches(
         self,

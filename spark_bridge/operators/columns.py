@@ -21,15 +21,7 @@ from spark_bridge.task.state_task import WATERMARK_METADATA, EventTime
 
 
 NUMERIC = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.FloatType, T.DoubleType, T.DecimalType)
-ORDERED = (
-    *NUMERIC,
-    T.BooleanType,
-    T.StringType,
-    T.BinaryType,
-    T.DateType,
-    T.TimestampType,
-    T.TimestampNTZType,
-)
+ORDERED = (*NUMERIC, T.BooleanType, T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
 def is_ordered(kind: T.DataType) -> bool:

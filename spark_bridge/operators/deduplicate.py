@@ -18,14 +18,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.messages import DUPLICATES, OperatorFigures, OperatorSpec
 from spark_bridge.aggregates.row_groups import group_rows, order_codes, plain
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.columns import (
-    arrow_type,
-    check_keys,
-    event_time_of,
-    is_ordered,
-    microseconds,
-    watermark_lag_ms,
-)
+from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
     KeyRouting,
     check_operator_name,
@@ -247,13 +240,13 @@ def deduplicate(
             "deduplicate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
             "df.dropDuplicates(...)."
         )
-    check_keys(df.schema, keys)
+    columns.check_keys(df.schema, keys)
     if len(set(df.columns)) != len(df.columns):
         raise InvalidOperatorError(f"The DataFrame has two columns of one name: {', '.join(df.columns)}.")
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
     partitions = partition_count(df, num_partitions, key_groups)
-    event_time = event_time_of(df.schema, df.columns)
+    event_time = columns.event_time_of(df.schema, df.columns)
     expiry, within_us = None, None
     if within is not None:
         if event_time is None or event_time.is_window:
@@ -261,21 +254,21 @@ def deduplicate(
                 f"within={within!r} counts from the event time of a key's first row: put withWatermark on a time "
                 "column first."
             )
-        within_us = microseconds(df.sparkSession, within)
+        within_us = columns.microseconds(df.sparkSession, within)
         if within_us < 0:
             raise InvalidOperatorError(f"within={within!r} is negative; give a duration such as '10 minutes'.")
-        expiry = arrow_type(df.schema[event_time.column].dataType)
+        expiry = columns.arrow_type(df.schema[event_time.column].dataType)
     key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
     stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)
-    key_schema = pa.schema([pa.field(n, arrow_type(df.schema[n].dataType)) for n in stored])
+    key_schema = pa.schema([pa.field(n, columns.arrow_type(df.schema[n].dataType)) for n in stored])
     try:
         schema = deduplicate_schema(key_schema, tuple(keys), expiry)
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
     uses_time = event_time is not None
     spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
-    compared = tuple(f.name for f in df.schema.fields if f.name not in keys and is_ordered(f.dataType))
+    compared = tuple(f.name for f in df.schema.fields if f.name not in keys and columns.is_ordered(f.dataType))
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
-    lag_ms = watermark_lag_ms(df.schema, event_time)
+    lag_ms = columns.watermark_lag_ms(df.schema, event_time)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time, lag_ms)
     return map_in_arrow(df, task.run, declare(spec), df.schema, KeyRouting(stored, partitions, key_groups))

@@ -14,34 +14,8 @@ from pyspark.sql import types as T
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.operators import columns, join_sides
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
-from spark_bridge.operators.columns import (
-    arrow_type,
-    check_keys,
-    column_literal,
-    column_type,
-    event_time_of,
-    microseconds,
-    other_case,
-    watermark_columns,
-    watermark_lag_ms,
-    with_event_time,
-    without_event_time,
-)
-from spark_bridge.operators.join_sides import (
-    ANTI,
-    FULL,
-    INNER,
-    JOIN_TYPES,
-    LEFT_OUTER,
-    LEFT_ROW,
-    RIGHT_OUTER,
-    RIGHT_ROW,
-    SEMI,
-    SIDE,
-    Bounds,
-    slot_name,
-)
 from spark_bridge.operators.join_task import Apply, JoinLogic, join_logic
 from spark_bridge.operators.map_in_arrow import (
     KeyRouting,
@@ -86,10 +60,10 @@ def joined_stream(
     keys: list[str],
     others: list[list[T.StructField]],
     logic: JoinLogic,
-    given: T.StructType,
+    output: T.StructType,
     placing: Placing,
 ) -> DataFrame:
-    """Return the output of the work ``logic`` over both sides: the columns ``given``."""
+    """Return the output of the work ``logic`` over both sides: the columns ``output``."""
     uses_time = logic.bounds.uses_time
     spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
     both = _both(left, right, keys, others, logic)
@@ -97,7 +71,8 @@ def joined_stream(
         both = with_ticks(both, placing.operator)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    return map_in_arrow(both, task.run, declare(spec), given, KeyRouting(keys, n, groups))
+    sides = logic.sides if type(logic) is JoinLogic else ()
+    return map_in_arrow(both, task.run, declare(spec, sides=sides), output, KeyRouting(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -113,14 +88,14 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
             )
         if len(set(df.columns)) != len(df.columns):
             raise InvalidOperatorError(f"{name}= has two columns of one name: {', '.join(df.columns)}.")
-    if how not in JOIN_TYPES:
-        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, JOIN_TYPES))}.")
+    if how not in join_sides.JOIN_TYPES:
+        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, join_sides.JOIN_TYPES))}.")
     if (apply is None) != (output is None):
         raise InvalidOperatorError(
             "apply= and output= go together: apply returns rows, and output declares their columns, such as "
             'output="user long, amount double".'
         )
-    if apply is not None and how in (SEMI, ANTI):
+    if apply is not None and how in (join_sides.SEMI, join_sides.ANTI):
         raise InvalidOperatorError(
             f"apply= takes matching rows, and how={how!r} emits rows of the left side alone: use mapInArrow after it."
         )
@@ -130,7 +105,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
     """Raise ``InvalidOperatorError`` for keys that the sides do not share, and other columns of one name."""
     for name, df in ((LEFT, left), (RIGHT, right)):
         try:
-            check_keys(df.schema, keys)
+            columns.check_keys(df.schema, keys)
         except InvalidOperatorError as error:
             raise InvalidOperatorError(f"on={keys!r}, {name}=: {error}") from error
     for key in keys:
@@ -140,7 +115,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
                 f"Key column {key!r} has type {of_left.simpleString()} on the left side and {of_right.simpleString()} "
                 "on the right side: cast one of them."
             )
-    if how in (SEMI, ANTI):
+    if how in (join_sides.SEMI, join_sides.ANTI):
         return
     both = [c for c in right.columns if c not in keys and c in left.columns]
     if both:
@@ -152,7 +127,10 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
 
 def refuse_or_warn(sides: Sequence[str], operator: str, how: str) -> None:
     """Refuse a join whose unmatched rows would never be emitted; warn of the sides that keep all rows."""
-    needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}
+    needed = {
+        LEFT: (join_sides.LEFT_OUTER, join_sides.FULL, join_sides.SEMI, join_sides.ANTI),
+        RIGHT: (join_sides.RIGHT_OUTER, join_sides.FULL),
+    }
     bounds = {LEFT: "upper", RIGHT: "lower"}
     for side in sides:
         if how in needed[side]:
@@ -179,7 +157,7 @@ def bounds_of(
     within: tuple[str | None, str | None] | None,
     left_time: str | None,
     right_time: str | None,
-) -> Bounds:
+) -> join_sides.Bounds:
     """Return the times that decide matches and lateness; raises ``InvalidOperatorError`` if they are not known."""
     late = event_times(left, right, left_time, right_time)
     in_key = next((t for t in late if t is not None and t.column in keys), None)
@@ -187,9 +165,9 @@ def bounds_of(
         if left_time is not None or right_time is not None:
             raise InvalidOperatorError("left_time= and right_time= are what within= is about: give within= as well.")
         if in_key is None:
-            return Bounds(None, None, late[0], late[1])
+            return join_sides.Bounds(None, None, late[0], late[1])
         # The times of matching rows are equal.
-        return Bounds(in_key, in_key, late[0], late[1], in_key=True)
+        return join_sides.Bounds(in_key, in_key, late[0], late[1], in_key=True)
     if in_key is not None:
         raise InvalidOperatorError(
             f"The key {in_key.column!r} has the watermark, so that rows match at equal times only, and within= says "
@@ -197,7 +175,7 @@ def bounds_of(
         )
     lower, upper = _durations(left, within)
     of_left, of_right = times_of_both(left, right, late, f"within={within!r}")
-    return Bounds(of_left, of_right, of_left, of_right, lower, upper)
+    return join_sides.Bounds(of_left, of_right, of_left, of_right, lower, upper)
 
 
 def event_times(
@@ -228,17 +206,17 @@ def times_of_both(
     return times[0], times[1]
 
 
-def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None:
+def _event_time(df: DataFrame, side: str, column: str | None) -> EventTime | None:
     """Return the column of a side that has the watermark: the given one of several."""
-    if given is None:
-        return event_time_of(df.schema, df.columns)
-    column_type(df.schema, given, f"{side}_time=")
-    if given not in watermark_columns(df.schema):
+    if column is None:
+        return columns.event_time_of(df.schema, df.columns)
+    columns.column_type(df.schema, column, f"{side}_time=")
+    if column not in columns.watermark_columns(df.schema):
         raise InvalidOperatorError(
-            f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark({column_literal(given)}, "10 minutes") on it.'
+            f"{side}_time={column!r} has no watermark, so that no row would ever leave the state: put "
+            f'{side}.withWatermark({columns.column_literal(column)}, "10 minutes") on it.'
         )
-    return event_time_of(df.schema, [given])
+    return columns.event_time_of(df.schema, [column])
 
 
 def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[int | None, int | None]:
@@ -248,15 +226,18 @@ def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[in
     )
     if isinstance(within, str) or len(within) != 2 or all(d is None for d in within):
         raise InvalidOperatorError(wrong)
-    lower, upper = (None if d is None else microseconds(df.sparkSession, d) for d in within)
+    lower, upper = (None if d is None else columns.microseconds(df.sparkSession, d) for d in within)
     if lower is not None and upper is not None and lower > upper:
         raise InvalidOperatorError(f"{wrong} The first is greater than the second, so that nothing would match.")
     return lower, upper
 
 
-def lag_of(left: DataFrame, right: DataFrame, bounds: Bounds) -> int:
+def lag_of(left: DataFrame, right: DataFrame, bounds: join_sides.Bounds) -> int:
     """Return how far behind the watermark of the query rows of the sides may be, in ms; both sides wait for it."""
-    return max(watermark_lag_ms(left.schema, bounds.left_late), watermark_lag_ms(right.schema, bounds.right_late))
+    return max(
+        columns.watermark_lag_ms(left.schema, bounds.left_late),
+        columns.watermark_lag_ms(right.schema, bounds.right_late),
+    )
 
 
 # -- columns -----------------------------------------------------------------------------------
@@ -275,27 +256,31 @@ def _both(
     for fields, side in zip(others, logic.sides, strict=True):
         types.update((slot, f.dataType) for f, slot in zip(fields, side.slots, strict=True) if slot not in types)
     frames = []
-    for df, code, fields, side in zip((left, right), (LEFT_ROW, RIGHT_ROW), others, logic.sides, strict=True):
+    for df, code, fields, side in zip(
+        (left, right), (join_sides.LEFT_ROW, join_sides.RIGHT_ROW), others, logic.sides, strict=True
+    ):
         rows, by_name = columns_by_name(df)
         own: dict[int, Column] = {
             slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
-        columns = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
+        slots = [own.get(i, F.lit(None).cast(types[i])).alias(join_sides.slot_name(i)) for i in range(len(types))]
         frames.append(
-            rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key].alias(key) for key in keys), *columns)
+            rows.select(
+                F.lit(code).cast("byte").alias(join_sides.SIDE), *(by_name[key].alias(key) for key in keys), *slots
+            )
         )
     return frames[0].union(frames[1])
 
 
 def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
     """Return the columns as Arrow has them."""
-    return pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in fields])
+    return pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in fields])
 
 
 def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> T.StructType:
     """Return the columns of the output, all nullable, and without the watermarks of the sides."""
     fields = [left.schema[k] for k in keys] + [f for f in left.schema.fields if f.name not in keys]
-    if how not in (SEMI, ANTI):
+    if how not in (join_sides.SEMI, join_sides.ANTI):
         fields += [f for f in right.schema.fields if f.name not in keys]
     return T.StructType([T.StructField(f.name, f.dataType) for f in fields])
 
@@ -330,7 +315,7 @@ class SideTime:
     waits_ms: int | None
 
 
-def side_times(left: DataFrame, right: DataFrame, bounds: Bounds) -> list[SideTime]:
+def side_times(left: DataFrame, right: DataFrame, bounds: join_sides.Bounds) -> list[SideTime]:
     """Return the times of both sides of a ``join``; none if it has no bounds."""
     if bounds.left is None or bounds.right is None:
         return []
@@ -338,7 +323,7 @@ def side_times(left: DataFrame, right: DataFrame, bounds: Bounds) -> list[SideTi
     return [SideTime(field, wait) for field, wait in zip(fields, bounds.waits_ms, strict=True)]
 
 
-def asof_times(left: DataFrame, right: DataFrame, bounds: Bounds, asof: Asof) -> list[SideTime]:
+def asof_times(left: DataFrame, right: DataFrame, bounds: join_sides.Bounds, asof: Asof) -> list[SideTime]:
     """Return the times of both sides of a ``join_asof``."""
     assert bounds.left is not None and bounds.right is not None
     fields = (left.schema[bounds.left.column], right.schema[bounds.right.column])
@@ -353,14 +338,14 @@ def timed_output(
     With ``made_by_apply``, any column of the type of the times may be the event time, and has values of one of the
     sides. Raises ``InvalidOperatorError`` for a column that has no event time.
     """
-    output = T.StructType([without_event_time(f) for f in output.fields])
+    output = T.StructType([columns.without_event_time(f) for f in output.fields])
     if column is None:
         return output
     named = f"event_time_column={column!r}"
     if column not in output.names:
         raise InvalidOperatorError(
             f"{named}: the output has no such column; it has {', '.join(output.names)}."
-            f"{other_case([column], output.names)}"
+            f"{columns.other_case([column], output.names)}"
         )
     if not times:
         raise InvalidOperatorError(
@@ -389,7 +374,7 @@ def timed_output(
         )
     source = sources[0].field
     return T.StructType(
-        [with_event_time(f, source, lag_ms + max(waits)) if f.name == column else f for f in output.fields]
+        [columns.with_event_time(f, source, lag_ms + max(waits)) if f.name == column else f for f in output.fields]
     )
 
 
@@ -399,7 +384,7 @@ def join(
     *,
     on: str | Sequence[str],
     operator: str,
-    how: str = INNER,
+    how: str = join_sides.INNER,
     within: tuple[str | None, str | None] | None = None,
     left_time: str | None = None,
     right_time: str | None = None,
@@ -452,12 +437,12 @@ def join(
         refuse_or_warn(kept, operator, how)
 
     others = other_fields(left, right, keys)
-    if how in (SEMI, ANTI):
+    if how in (join_sides.SEMI, join_sides.ANTI):
         times = [t.column for t in (bounds.right, bounds.right_late) if t is not None]
         others[1] = [f for f in others[1] if f.name in times] or [ONLY]
-    given = output_struct(left, right, keys, how) if output is None else struct_of_output(output)
-    given = timed_output(
-        given,
+    output_schema = output_struct(left, right, keys, how) if output is None else struct_of_output(output)
+    output_schema = timed_output(
+        output_schema,
         event_time_column,
         side_times(left, right, bounds),
         lag_of(left, right, bounds),
@@ -469,13 +454,13 @@ def join(
             (arrow_schema(others[0]), arrow_schema(others[1])),
             how,
             bounds,
-            arrow_schema(given.fields),
+            arrow_schema(output_schema.fields),
             apply,
             (tuple(left.columns), tuple(right.columns)),
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, output_schema, placing)
 
 
 def join_asof(
@@ -521,12 +506,12 @@ def join_asof(
     Raises ``InvalidOperatorError`` for every mistake that the DataFrames and the arguments show.
     """
     keys = [on] if isinstance(on, str) else list(on)
-    check_frames(left, right, LEFT_OUTER, None, None)
+    check_frames(left, right, join_sides.LEFT_OUTER, None, None)
     if direction not in DIRECTIONS:
         raise InvalidOperatorError(f"direction={direction!r} is none of {', '.join(map(repr, DIRECTIONS))}.")
-    check_columns(left, right, keys, LEFT_OUTER)
+    check_columns(left, right, keys, join_sides.LEFT_OUTER)
     placing = placing_of(left, right, operator, num_partitions)
-    tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
+    tolerance_us = None if tolerance is None else columns.microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
         raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")
     late = event_times(left, right, left_time, right_time)
@@ -537,17 +522,22 @@ def join_asof(
             )
     of_left, of_right = times_of_both(left, right, late, "join_asof")
     others = other_fields(left, right, keys)
-    given = output_struct(left, right, keys, LEFT_OUTER)
-    bounds, asof = Bounds(of_left, of_right, of_left, of_right), Asof(direction, tolerance_us, allow_exact_matches)
-    given = timed_output(given, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds))
+    output_schema = output_struct(left, right, keys, join_sides.LEFT_OUTER)
+    bounds, asof = (
+        join_sides.Bounds(of_left, of_right, of_left, of_right),
+        Asof(direction, tolerance_us, allow_exact_matches),
+    )
+    output_schema = timed_output(
+        output_schema, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds)
+    )
     try:
         logic = asof_logic(
             arrow_schema([left.schema[key] for key in keys]),
             (arrow_schema(others[0]), arrow_schema(others[1])),
             bounds,
-            arrow_schema(given.fields),
+            arrow_schema(output_schema.fields),
             asof,
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, output_schema, placing)

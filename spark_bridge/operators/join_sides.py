@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import Integers, Mask
+from spark_bridge.state_format.layouts import NO_TIME
 from spark_bridge.task.state_task import EventTime, Times
 
 INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI = "inner", "left", "right", "full", "left_semi", "left_anti"
@@ -20,8 +21,6 @@ SIDE = "__statestore_side"
 SLOT = "__statestore_slot"
 """Prefix of the names of shared columns. A column of each side shares one if both have the same type."""
 LEFT_ROW, RIGHT_ROW = 0, 1
-NO_TIME = np.iinfo(np.int64).max
-"""The time of a row that has none, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class JoinSide:
     leaves_once_matched: bool = False
     flag: str | None = None
 
-    def rows(self, given: pa.RecordBatch) -> pa.RecordBatch:
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return rows that came in shared columns in the columns of this side."""
-        columns = [_as_type(given.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
+        columns = [_as_type(batch.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
         return pa.RecordBatch.from_arrays(columns, schema=self.columns)
 
     def times(self, keys: pa.RecordBatch, ids: npt.NDArray[np.int64], rows: pa.RecordBatch) -> Times:
@@ -70,15 +69,26 @@ class JoinSide:
         expired: Mask = (times <= watermark_ms * 1000 - self.expires_after_us) | (times == NO_TIME)
         return expired
 
-    def is_late(self, given: pa.RecordBatch, watermark_ms: int) -> Mask:
-        """Return which rows are late; ``given`` has the key columns and the shared columns."""
+    def is_late(self, batch: pa.RecordBatch, watermark_ms: int) -> Mask:
+        """Return which rows are late; ``batch`` has the key columns and the shared columns."""
         if self.late is None:
-            return np.zeros(given.num_rows, np.bool_)
+            return np.zeros(batch.num_rows, np.bool_)
         name = self.late.column
         if name in self.columns.names:
             name = slot_name(self.slots[self.columns.get_field_index(name)])
-        column = given.column(name)
+        column = batch.column(name)
         return self.late.is_done(pa.RecordBatch.from_arrays([column], names=[self.late.column]), watermark_ms)
+
+
+@dataclass(frozen=True)
+class SideTimes:
+    """Returns the times of rows that have the key's columns and those of the side, in microseconds since 1970."""
+
+    side: JoinSide
+
+    def __call__(self, rows: pa.RecordBatch) -> Times:
+        """Return a time for each row."""
+        return self.side.times(rows, np.arange(rows.num_rows), rows)
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,6 @@ class RowsToMatch:
     numbers: Integers
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> RowsToMatch:
-        """Return some of the rows."""
         return RowsToMatch(self.ids[chosen], self.times[chosen], self.numbers[chosen])
 
 

@@ -22,26 +22,9 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.operators.join_sides import (
-    ANTI,
-    FULL,
-    LEFT_OUTER,
-    LEFT_ROW,
-    NO_TIME,
-    PAIRS_AT_ONCE,
-    RIGHT_OUTER,
-    RIGHT_ROW,
-    SEMI,
-    SIDE,
-    Bounds,
-    JoinSide,
-    RowsToMatch,
-    matches,
-    shared_slots,
-    slot_name,
-)
+from spark_bridge.operators import join_sides
 from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
-from spark_bridge.state_format.layouts import LEFT, MATCHED, RIGHT, join_schema
+from spark_bridge.state_format.layouts import LEFT, MATCHED, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, one_batch, parts_of
@@ -70,14 +53,14 @@ class SideRows:
     rows: pa.RecordBatch
     can_match: Mask
 
-    def matchable(self, *, new: bool, old: bool) -> RowsToMatch:
+    def matchable(self, *, new: bool, old: bool) -> join_sides.RowsToMatch:
         """Return the new rows, the waiting rows, or both, as far as they can match."""
         chosen = self.can_match.copy()
         if not new:
             chosen[: self.num_new] = False
         if not old:
             chosen[self.num_new :] = False
-        return RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
+        return join_sides.RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
 @dataclass(frozen=True)
@@ -85,10 +68,10 @@ class JoinOutput:
     """Makes the rows of the output; the fields are those of ``JoinLogic``."""
 
     keys: pa.Schema
-    sides: tuple[JoinSide, JoinSide]
+    sides: tuple[join_sides.JoinSide, join_sides.JoinSide]
     output: pa.Schema
     apply: Apply | None
-    given: tuple[tuple[str, ...], tuple[str, ...]]
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]]
 
     def emit(
         self,
@@ -102,8 +85,8 @@ class JoinOutput:
         """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
         rows = ((left, of_left), (right, of_right))
         num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
-        for first in range(0, num_rows, PAIRS_AT_ONCE):
-            part = slice(first, first + PAIRS_AT_ONCE)
+        for first in range(0, num_rows, join_sides.PAIRS_AT_ONCE):
+            part = slice(first, first + join_sides.PAIRS_AT_ONCE)
             spool.add(self._output(keys, [(side, None if n is None else n[part]) for side, n in rows]))
 
     def _output(self, keys: pa.RecordBatch, rows: Sequence[tuple[SideRows | None, Ids | None]]) -> pa.RecordBatch:
@@ -131,25 +114,25 @@ class JoinOutput:
         """Return the output of the user's function for rows of both sides."""
         assert self.apply is not None
         tables = []
-        for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.given, strict=True):
+        for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.table_columns, strict=True):
             of_key = [pa.nulls(n, f.type) for f in self.keys] if of_keys is None else of_keys.columns
             named = {
                 **dict(zip(self.keys.names, of_key, strict=True)),
                 **dict(zip(side.columns.names, arrays, strict=True)),
             }
             tables.append(pa.table({name: named[name] for name in names}))
-        made = self.apply(tables[0], tables[1])
-        if not isinstance(made, (pa.Table, pa.RecordBatch)):
+        result = self.apply(tables[0], tables[1])
+        if not isinstance(result, (pa.Table, pa.RecordBatch)):
             raise StatefulProcessorError(
-                f"apply= of a join returned {type(made).__name__}: it must return a pyarrow.Table or RecordBatch."
+                f"apply= of a join returned {type(result).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
-        missing = [name for name in self.output.names if made.schema.names.count(name) != 1]
+        missing = [name for name in self.output.names if result.schema.names.count(name) != 1]
         if missing:
             raise StatefulProcessorError(
-                f"apply= of a join returned the columns {', '.join(made.schema.names) or 'none'}; output= declares "
+                f"apply= of a join returned the columns {', '.join(result.schema.names) or 'none'}; output= declares "
                 f"one each of {', '.join(self.output.names)}."
             )
-        table = pa.table(made.select(self.output.names)) if isinstance(made, pa.RecordBatch) else made
+        table = pa.table(result.select(self.output.names)) if isinstance(result, pa.RecordBatch) else result
         return one_batch(table.select(self.output.names).cast(self.output).to_batches() or [empty(self.output)])
 
 
@@ -157,7 +140,7 @@ JOIN_KEYS_PER_STEP = 1 << 14
 """Keys whose waiting rows are read and written at once, to begin with."""
 _CHUNK = "__statestore_chunk"
 """The number of a chunk that is due, in a placeholder row; such rows are of ``DUE_SIDES``."""
-DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
+DUE_SIDES = (join_sides.LEFT_ROW + 2, join_sides.RIGHT_ROW + 2)
 
 
 @dataclass(frozen=True)
@@ -167,34 +150,32 @@ class JoinLogic:
     ``keys`` are the key columns as stored. ``slots`` are the types of the shared columns that hold the rows of both
     sides. ``bounds`` decide which of these rows match. ``output`` are the columns of the output: the keys, those of
     the left side, and those of the right side unless ``how`` emits left rows only. With ``apply``, they are the columns
-    that it returns; ``given`` are the columns of the two tables that it takes.
+    that it returns; ``table_columns`` are the columns of the two tables that it takes.
     """
 
     schema: OperatorSchema
     keys: pa.Schema
     slots: tuple[pa.DataType, ...]
-    left: JoinSide
-    right: JoinSide
+    left: join_sides.JoinSide
+    right: join_sides.JoinSide
     how: str
-    bounds: Bounds
+    bounds: join_sides.Bounds
     output: pa.Schema
     apply: Apply | None = None
-    given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     limits: Limits | None = None
 
     @property
-    def sides(self) -> tuple[JoinSide, JoinSide]:
-        """Return both sides."""
+    def sides(self) -> tuple[join_sides.JoinSide, join_sides.JoinSide]:
         return self.left, self.right
 
     @property
     def row_schema(self) -> pa.Schema:
         """Return the columns of rows that are sorted by key: side, chunk number and shared columns."""
-        slots = (pa.field(slot_name(i), kind) for i, kind in enumerate(self.slots))
-        return pa.schema([pa.field(SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
+        slots = (pa.field(join_sides.slot_name(i), kind) for i, kind in enumerate(self.slots))
+        return pa.schema([pa.field(join_sides.SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 
     def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
-        """Return the work on one batch."""
         return JoinBatch(self, store, timer)
 
     def process(
@@ -225,20 +206,23 @@ def join_logic(
     keys: pa.Schema,
     columns: tuple[pa.Schema, pa.Schema],
     how: str,
-    bounds: Bounds,
+    bounds: join_sides.Bounds,
     output: pa.Schema,
     apply: Apply | None = None,
-    given: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+    table_columns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> JoinLogic:
     """Return the work of a join; ``columns`` are those that are stored of both sides, without the keys.
 
     Raises ``StateStoreError`` for types that cannot be kept.
     """
-    slots, numbers = shared_slots(columns[0].types, columns[1].types)
+    slots, numbers = join_sides.shared_slots(columns[0].types, columns[1].types)
     flag = distinct_names([MATCHED], [*keys.names, *columns[0].names, *columns[1].names])[0]
-    keeping = (how in (LEFT_OUTER, FULL, ANTI), how in (RIGHT_OUTER, FULL))
+    keeping = (
+        how in (join_sides.LEFT_OUTER, join_sides.FULL, join_sides.ANTI),
+        how in (join_sides.RIGHT_OUTER, join_sides.FULL),
+    )
     left, right = (
-        JoinSide(
+        join_sides.JoinSide(
             (LEFT, RIGHT)[i],
             columns[i],
             numbers[i],
@@ -246,8 +230,8 @@ def join_logic(
             (bounds.left_late, bounds.right_late)[i],
             bounds.expires_after_us[i],
             keeps_unmatched=keeping[i],
-            leaves_once_matched=i == 0 and how in (SEMI, ANTI),
-            flag=flag if keeping[i] and how != ANTI else None,
+            leaves_once_matched=i == 0 and how in (join_sides.SEMI, join_sides.ANTI),
+            flag=flag if keeping[i] and how != join_sides.ANTI else None,
         )
         for i in (0, 1)
     )
@@ -258,7 +242,7 @@ def join_logic(
         [s.name for s in (left, right) if s.expires_after_us is not None],
         {"how": how, "within": bounds.in_words},
     )
-    return JoinLogic(schema, keys, slots, left, right, how, bounds, output, apply, given)
+    return JoinLogic(schema, keys, slots, left, right, how, bounds, output, apply, table_columns)
 
 
 def _sorted(ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
@@ -274,7 +258,7 @@ class JoinBatch:
         self._store = store
         self._timer = timer
         self._watermark = store.times.watermark_ms if logic.bounds.uses_time else 0
-        self.output = JoinOutput(logic.keys, logic.sides, logic.output, logic.apply, logic.given)
+        self.output = JoinOutput(logic.keys, logic.sides, logic.output, logic.apply, logic.table_columns)
         self._state = [WaitingRows(side, store, self._due_until(side)) for side in logic.sides]
         self._rows = self._late = self._updated = self._removed = 0
 
@@ -282,7 +266,7 @@ class JoinBatch:
         """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
-    def _due_until(self, side: JoinSide) -> int | None:
+    def _due_until(self, side: join_sides.JoinSide) -> int | None:
         """Return the time up to which chunks of a side are due; None if the last batch has handled all of them."""
         if side.expires_after_us is None or self._watermark <= self._store.times.late_watermark_ms:
             return None
@@ -291,7 +275,7 @@ class JoinBatch:
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
         """Keep the rows that are not late."""
         logic = self._logic
-        is_right = np.asarray(rows.column(SIDE)) == RIGHT_ROW
+        is_right = np.asarray(rows.column(join_sides.SIDE)) == join_sides.RIGHT_ROW
         if logic.bounds.uses_time:
             late_watermark = self._store.times.late_watermark_ms
             late = np.where(
@@ -304,12 +288,12 @@ class JoinBatch:
         if not rows.num_rows:
             return
         groups = group_rows(rows, logic.keys, self._store.num_key_groups)
-        columns = [rows.column(SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
+        columns = [rows.column(join_sides.SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
         for i, kind in enumerate(logic.slots):
-            column = rows.column(slot_name(i))
+            column = rows.column(join_sides.slot_name(i))
             columns.append(column if column.type == kind else column.cast(kind))
-        ids, given = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
-        reducer.add(KeyedRows(groups.keys, ids, given))
+        ids, sorted_rows = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
+        reducer.add(KeyedRows(groups.keys, ids, sorted_rows))
 
     def add_due(self, reducer: RowReducer) -> None:
         """Add the chunks that the watermark has reached, as rows of separate sides."""
@@ -326,22 +310,22 @@ class JoinBatch:
         logic = self._logic
         keys = decode_keys(part.keys, logic.keys)
         no_nulls = self.no_nulls(keys, len(part.keys))
-        codes = np.asarray(part.rows.column(SIDE))
+        codes = np.asarray(part.rows.column(join_sides.SIDE))
         sides = []
-        for i in (LEFT_ROW, RIGHT_ROW):
+        for i in (join_sides.LEFT_ROW, join_sides.RIGHT_ROW):
             probed = np.zeros(len(part.keys), np.bool_)
             probed[part.ids[codes == 1 - i]] = True
             sides.append(self.side(i, part, keys, no_nulls, probed & no_nulls, codes))
         left, right = sides
         self._timer.step("get_ms")
-        found = [
-            matches(
+        matches = [
+            join_sides.matches(
                 left.matchable(new=True, old=False),
                 right.matchable(new=True, old=True),
                 logic.bounds.lower_us,
                 logic.bounds.upper_us,
             ),
-            matches(
+            join_sides.matches(
                 left.matchable(new=False, old=True),
                 right.matchable(new=True, old=False),
                 logic.bounds.lower_us,
@@ -349,13 +333,13 @@ class JoinBatch:
             ),
         ]
         matched = [np.zeros(len(side.ids), np.bool_) for side in (left, right)]
-        for one in found:
+        for one in matches:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
-        if logic.how == SEMI:
+        if logic.how == join_sides.SEMI:
             self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
-        elif logic.how != ANTI:
-            for one in found:
+        elif logic.how != join_sides.ANTI:
+            for one in matches:
                 for of_left, of_right in one.pairs():
                     self.output.emit(keys, left, of_left, right, of_right, spool)
         self._settle(0, part, keys, no_nulls, left, matched[0], spool)
@@ -364,7 +348,6 @@ class JoinBatch:
 
     @staticmethod
     def no_nulls(keys: pa.RecordBatch, num_keys: int) -> Mask:
-        """Return which keys have no null in them."""
         no_nulls = np.ones(num_keys, np.bool_)
         for column in keys.columns:
             no_nulls &= np.asarray(column.is_valid())

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql import types as T
 
+    from spark_bridge.operators.join_sides import JoinSide
+
 # Sending each row to the state partition that owns the key group of the row's key.
 #
 # Every partition owns one contiguous range of key groups (Flink's key groups on Spark's shuffle). Spark offers only
@@ -73,20 +75,20 @@ def partition_targets(num_partitions: int) -> tuple[int, ...]:
     while len(targets) < num_partitions:
         candidates = np.arange(start, start + size, dtype=np.int32)
         places = np.mod(murmur3_int(candidates).astype(np.int64), num_partitions)
-        found, first = np.unique(places, return_index=True)
-        for place, index in zip(found.tolist(), first.tolist(), strict=True):
+        places_in_use, first = np.unique(places, return_index=True)
+        for place, index in zip(places_in_use.tolist(), first.tolist(), strict=True):
             targets.setdefault(place, int(candidates[index]))
         start += size
     return tuple(targets[p] for p in range(num_partitions))
 
 
-def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np.int32]:
+def murmur3_int(values: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
     with np.errstate(over="ignore"):
         k = values.astype(np.uint32) * np.uint32(0xCC9E2D51)
         k = (k << np.uint32(15)) | (k >> np.uint32(17))
         k = k * np.uint32(0x1B873593)
-        h = np.uint32(seed) ^ k
+        h = np.uint32(SPARK_SEED) ^ k
         h = (h << np.uint32(13)) | (h >> np.uint32(19))
         h = h * np.uint32(5) + np.uint32(0xE6546B64)
         h = h ^ np.uint32(4)
@@ -294,9 +296,9 @@ def make_initial_states(
                 raise other_key_groups(spec.name, routing.key_groups, registration.key_groups)
             times = BatchTimes(timestamp_ms=timestamp_ms)
             task = InitialStateTask(registration, spec, tuple(routing.keys), initial.logic, times, conf)
-            made = map_in_arrow(initial.rows, task.run, "statestore_initial_state", _RESULT, routing).collect()
+            results = map_in_arrow(initial.rows, task.run, "statestore_initial_state", _RESULT, routing).collect()
             entries[spec.name] = {
-                row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in made
+                row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in results
             }
     return entries
 
@@ -312,11 +314,12 @@ FUNCTION_PREFIX = "statestore_"
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver; its initial state, and how its rows are aggregated, if it has and does that."""
+    """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any."""
 
     spec: OperatorSpec
     initial: InitialState | None = None
     aggregator: Aggregator | None = None
+    sides: tuple[JoinSide, ...] = ()
 
 
 _declared: dict[str, DeclaredOperator] = {}
@@ -324,24 +327,29 @@ _lock = threading.Lock()
 """Guards ``_declared``."""
 
 
-def declare(spec: OperatorSpec, initial: InitialState | None = None, aggregator: Aggregator | None = None) -> str:
+def declare(
+    spec: OperatorSpec,
+    initial: InitialState | None = None,
+    aggregator: Aggregator | None = None,
+    sides: tuple[JoinSide, ...] = (),
+) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial, aggregator)
+        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides)
     return name
 
 
 def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
     """Return the operators of a JVM logical plan, in no particular order, one entry per occurrence."""
-    found = []
+    operators = []
     for node in nodes(plan):
         if node.nodeName() in ("MapInArrow", "PythonMapInArrow"):
             name = node.functionExpr().name() if hasattr(node.functionExpr(), "name") else ""
             if name.startswith(FUNCTION_PREFIX):
                 with _lock:
-                    found.append(_declared[name])
-    return found
+                    operators.append(_declared[name])
+    return operators
 
 
 def nodes(plan: Any) -> Iterator[Any]:
@@ -426,14 +434,18 @@ def key_group_count(df: DataFrame) -> int:
     return key_groups
 
 
-def partition_count(df: DataFrame, given: int | None, key_groups: int) -> int:
-    """Return the number of state partitions: ``given``, or that of the session's shuffles.
+def partition_count(df: DataFrame, num_partitions: int | None, key_groups: int) -> int:
+    """Return the number of state partitions: ``num_partitions``, or that of the session's shuffles.
 
     Raises ``InvalidOperatorError``.
     """
-    n = given if given is not None else int(df.sparkSession.conf.get(SHUFFLE_PARTITIONS_CONF, "200") or 200)
+    n = (
+        num_partitions
+        if num_partitions is not None
+        else int(df.sparkSession.conf.get(SHUFFLE_PARTITIONS_CONF, "200") or 200)
+    )
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InvalidOperatorError(f"num_partitions={given!r} must be a positive integer.")
+        raise InvalidOperatorError(f"num_partitions={num_partitions!r} must be a positive integer.")
     if n > key_groups:
         raise InvalidOperatorError(
             f"num_partitions={n} is greater than the number of key groups, {key_groups}; lower it, or start a new "

@@ -27,19 +27,9 @@ from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
+from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import (
-    Ids,
-    KeyedRows,
-    RowReducer,
-    Spool,
-    StepSize,
-    empty,
-    one_batch,
-    parts_of,
-    scanned,
-)
 from spark_bridge.task.state_task import EventTime, Times, all_keys, between, late_rows_removed
 from spark_bridge.task.task_store import StateAccess
 
@@ -49,7 +39,9 @@ from spark_bridge.task.task_store import StateAccess
 # aggregator. Stored are all sessions of a key in one array, in order; see ``state_format.layouts.session_schema``.
 
 
-def joined_sessions(ids: Ids, starts: Times, ends: Times) -> tuple[Ids, Ids, Times, Times]:
+def joined_sessions(
+    ids: keyed_rows.Ids, starts: Times, ends: Times
+) -> tuple[keyed_rows.Ids, keyed_rows.Ids, Times, Times]:
     """Join the sessions of each key whose times touch, as Spark's ``MergingSessionsExec`` does.
 
     ``ids`` are the numbers of the rows' keys. Returns for each row the number of its session, and for each session its
@@ -86,7 +78,6 @@ class SessionColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the columns of sessions in a task."""
         return pa.schema([pa.field(START, pa.int64()), pa.field(END, pa.int64()), *self.states])
 
     def rows(self, starts: Times, ends: Times, states: pa.RecordBatch) -> pa.RecordBatch:
@@ -99,10 +90,9 @@ class SessionColumns:
         return struct_array([starts, ends], sessions.num_rows, None, kind)
 
     def states_of(self, sessions: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the state columns of sessions."""
         return pa.RecordBatch.from_arrays(sessions.columns[2:], schema=self.states)
 
-    def decoded(self, values: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch, pa.Array]:
+    def decoded(self, values: pa.RecordBatch) -> tuple[keyed_rows.Ids, pa.RecordBatch, pa.Array]:
         """Return the sessions of stored rows with the numbers of their keys, and the due time of each key."""
         elements, offsets = list_parts(values.column(0))
         ids = np.repeat(np.arange(values.num_rows, dtype=np.int64), np.diff(offsets))
@@ -150,7 +140,6 @@ class SessionLogic:
 
     @cached_property
     def columns(self) -> SessionColumns:
-        """Return the columns of sessions."""
         return SessionColumns(self.aggregator.state_schema, self.schema.families[DEFAULT_FAMILY].value)
 
     def process(
@@ -159,27 +148,28 @@ class SessionLogic:
         """Make sessions of the rows, merge them with the keys' stored sessions, commit, and yield the results."""
         counting = replace(self, aggregator=self.aggregator.counting())
         work = _SessionBatch(counting, store, timer)
-        sessions = empty(self.columns.schema)
-        with RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits) as reducer:
-            for rows in parts_of(batches, timer, "aggregate_ms"):
+        sessions = keyed_rows.empty(self.columns.schema)
+        with keyed_rows.RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits) as reducer:
+            for rows in keyed_rows.parts_of(batches, timer, "aggregate_ms"):
                 work.add(rows, reducer)
             work.add_due_keys(reducer)
-            with Spool(self.output) as spool:
+            with keyed_rows.Spool(self.output) as spool:
                 work.merge(reducer, spool)
                 timer.step("merge_ms")
                 store.commit(work.figures(), timer.milliseconds)
                 yield from spool.batches()
 
-    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """Return the sessions of rows by key."""
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> keyed_rows.KeyedRows:
         groups = group_rows(rows, self.keys, num_key_groups)
         windows = rows.column(self.window)
         starts, ends = (pc.struct_field(windows, [i]).cast(pa.int64()).to_numpy() for i in (0, 1))
         of_rows, ids, first_starts, last_ends = joined_sessions(groups.ids, starts, ends)
         states = self.aggregator.partial(of_rows, len(ids), rows)
-        return KeyedRows(groups.keys, ids, self.columns.rows(first_starts, last_ends, states))
+        return keyed_rows.KeyedRows(groups.keys, ids, self.columns.rows(first_starts, last_ends, states))
 
-    def merged(self, ids: Ids, num_keys: int, sessions: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
+    def merged(
+        self, ids: keyed_rows.Ids, num_keys: int, sessions: pa.RecordBatch
+    ) -> tuple[keyed_rows.Ids, pa.RecordBatch]:
         """Return the sessions of keys, with those that touch made one, and the numbers of their keys."""
         starts, ends = (sessions.column(i).to_numpy() for i in (0, 1))
         of_rows, ids, first_starts, last_ends = joined_sessions(ids, starts, ends)
@@ -210,7 +200,7 @@ class _SessionBatch:
         custom = self._logic.aggregator.figures()
         return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 
-    def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
+    def add(self, rows: pa.RecordBatch, reducer: keyed_rows.RowReducer) -> None:
         """Make sessions of the rows that are not late."""
         if self._logic.evicts:
             window = EventTime(self._logic.window, is_window=True)
@@ -220,19 +210,19 @@ class _SessionBatch:
         if rows.num_rows:
             reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
-    def add_due_keys(self, reducer: RowReducer) -> None:
+    def add_due_keys(self, reducer: keyed_rows.RowReducer) -> None:
         """Add the keys that may have sessions which have ended, so that ``merge`` visits them."""
         if not self._removes or self._store.times.watermark_ms <= self._store.times.late_watermark_ms:
             return  # the last batch has removed the sessions that this watermark ends
         ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._store.times.watermark_ms)
-        without = empty(self._columns.schema)
-        for pairs in scanned(self._store, ranges, ENDS_FAMILY):
+        without = keyed_rows.empty(self._columns.schema)
+        for pairs in keyed_rows.scanned(self._store, ranges, ENDS_FAMILY):
             keys = without_expiry(pairs.column(0))
-            reducer.add(KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), without))
+            reducer.add(keyed_rows.KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), without))
 
-    def merge(self, reducer: RowReducer, spool: Spool) -> None:
+    def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
         """Merge the new sessions into the state, and put the sessions to emit into the spool."""
-        size = StepSize(SESSION_KEYS_PER_STEP)
+        size = keyed_rows.StepSize(SESSION_KEYS_PER_STEP)
         is_complete = self._logic.output_mode == "complete"
         behind = None
         for part in reducer.steps():
@@ -248,7 +238,7 @@ class _SessionBatch:
         if is_complete:
             self._emit_others(behind, None, pa.array([], pa.binary()), spool)
 
-    def _merge_step(self, new: KeyedRows, spool: Spool) -> int:
+    def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
         """Merge the new sessions of some keys; return the bytes that they and the stored values take."""
         logic, store = self._logic, self._store
         self._timer.step("merge_ms")
@@ -257,7 +247,7 @@ class _SessionBatch:
         present = np.asarray(stored.is_valid())
         old_ids, old, due = self._columns.decoded(self._schema.decode_values(stored))
         both_ids = np.concatenate([old_ids, new.ids])
-        both = one_batch([old, new.rows])
+        both = keyed_rows.one_batch([old, new.rows])
         starts, ends = (both.column(i).to_numpy() for i in (0, 1))
         of_rows, ids, first_starts, last_ends = joined_sessions(both_ids, starts, ends)
         touched = np.zeros(len(ids), np.bool_)
@@ -278,7 +268,9 @@ class _SessionBatch:
         self._stage(new.keys, present, due, ids[stays], sessions.filter(pa.array(stays)))
         return int(stored.nbytes + both.nbytes)
 
-    def _stage(self, keys: pa.BinaryArray, present: Mask, due: pa.Array, ids: Ids, sessions: pa.RecordBatch) -> None:
+    def _stage(
+        self, keys: pa.BinaryArray, present: Mask, due: pa.Array, ids: keyed_rows.Ids, sessions: pa.RecordBatch
+    ) -> None:
         """Stage the sessions that stay; ``present`` and ``due`` describe the stored rows of each key."""
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
@@ -307,15 +299,17 @@ class _SessionBatch:
         values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
         self._store.stage(by_due, values, ENDS_FAMILY)
 
-    def _emit_others(self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: Spool) -> None:
+    def _emit_others(
+        self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: keyed_rows.Spool
+    ) -> None:
         """Emit the sessions of the stored keys in a range that are not among ``touched``."""
-        for pairs in scanned(self._store, between(all_keys(self._store.key_groups), behind, up_to)):
+        for pairs in keyed_rows.scanned(self._store, between(all_keys(self._store.key_groups), behind, up_to)):
             others = pairs.filter(pc.invert(pc.is_in(pairs.column(0), touched)))
             values = self._schema.decode_values(others.column(1))
             ids, sessions, _ = self._columns.decoded(values)
             spool.add(self._output(others.column(0), ids, sessions))
 
-    def _output(self, keys: pa.BinaryArray, ids: Ids, sessions: pa.RecordBatch) -> pa.RecordBatch:
+    def _output(self, keys: pa.BinaryArray, ids: keyed_rows.Ids, sessions: pa.RecordBatch) -> pa.RecordBatch:
         logic = self._logic
         key_columns = decode_keys(keys, logic.keys).take(pa.array(ids))
         columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))

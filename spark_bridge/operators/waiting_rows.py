@@ -20,28 +20,10 @@ import pyarrow as pa
 
 from backends.encoding.columns import Mask, list_parts
 from spark_bridge.aggregates.row_groups import merge_keys
-from spark_bridge.operators.join_sides import NO_TIME, JoinSide
-from spark_bridge.state_format.layouts import (
-    CHUNKS,
-    CHUNKS_BY_TIME,
-    DUE,
-    ELEMENTS,
-    LENGTH,
-    NUM_CHUNKS,
-    TAIL,
-    TAIL_NUMBER,
-    family_of,
-    is_present,
-)
+from spark_bridge.operators.join_sides import JoinSide
+from spark_bridge.state_format import layouts, stored_rows
+from spark_bridge.state_format.layouts import NO_TIME
 from spark_bridge.state_format.partition_rows import flat_ranges, offsets_of, pick, rows_of_structs
-from spark_bridge.state_format.stored_rows import (
-    by_expiry,
-    last_longs,
-    longs_of_key,
-    with_more,
-    without_expiry,
-    without_last_long,
-)
 from spark_bridge.task.keyed_rows import Ids, one_batch, scanned
 from spark_bridge.task.state_task import EventTime, Times
 from spark_bridge.task.task_store import StateAccess
@@ -90,11 +72,11 @@ class WaitingRows:
         self._store = store
         self._due_until_ms = due_until_ms
         variable = store.schema.variable(side.name)
-        self._family, self._heads = family_of(variable)
-        self._chunk_family, self._chunks = family_of(variable, CHUNKS)
-        self._lists = self._heads.value.field(TAIL).type
-        has_times = any(family.startswith(self._family + CHUNKS_BY_TIME) for family in variable.families)
-        self._by_time = family_of(variable, CHUNKS_BY_TIME) if has_times else None
+        self._family, self._heads = layouts.family_of(variable)
+        self._chunk_family, self._chunks = layouts.family_of(variable, layouts.CHUNKS)
+        self._lists = self._heads.value.field(layouts.TAIL).type
+        has_times = any(family.startswith(self._family + layouts.CHUNKS_BY_TIME) for family in variable.families)
+        self._by_time = layouts.family_of(variable, layouts.CHUNKS_BY_TIME) if has_times else None
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -103,37 +85,39 @@ class WaitingRows:
         if self._by_time is None or self._due_until_ms is None:
             return
         family, _ = self._by_time
-        ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._due_until_ms)
+        ranges = EventTime(layouts.DUE).done_ranges(self._store.key_groups, self._due_until_ms)
         for pairs in scanned(self._store, ranges, family):
             entries = pairs.column(0)
             self._store.stage(entries, pa.nulls(len(entries), pa.binary()), family)
-            keys, ids, _ = merge_keys([without_last_long(without_expiry(entries))])
+            keys, ids, _ = merge_keys([stored_rows.without_last_long(stored_rows.without_expiry(entries))])
             order = np.argsort(ids, kind="stable")
-            yield keys, Due(ids[order], last_longs(entries)[order])
+            yield keys, Due(ids[order], stored_rows.last_longs(entries)[order])
 
     def read(self, keys: pa.BinaryArray, probed: Mask, due: Due) -> Waiting:
         """Read the last rows of all keys, all chunks of the keys that are ``probed``, and the chunks that are due."""
         stored = self._store.get_many(keys, self._family)
         heads = self._heads.decode_values(stored)
-        lengths = heads.column(LENGTH).fill_null(0).to_numpy()
-        chunks = heads.column(NUM_CHUNKS).fill_null(0).to_numpy()
-        tails, offsets = list_parts(heads.column(TAIL))
+        lengths = heads.column(layouts.LENGTH).fill_null(0).to_numpy()
+        chunks = heads.column(layouts.NUM_CHUNKS).fill_null(0).to_numpy()
+        tails, offsets = list_parts(heads.column(layouts.TAIL))
         ids = np.repeat(np.arange(len(keys)), np.diff(offsets))
-        parts, of_keys, of_chunks = [rows_of_structs(tails)], [ids], [np.full(len(ids), TAIL_NUMBER)]
+        parts, of_keys, of_chunks = [rows_of_structs(tails)], [ids], [np.full(len(ids), layouts.TAIL_NUMBER)]
         rebuilt, nbytes = np.zeros(len(keys), np.bool_), stored.nbytes
         wanted, numbers = self._wanted(chunks, probed, due)
         if len(wanted):
-            found = self._store.get_many(_chunk_keys(keys, wanted, numbers), self._chunk_family)
-            is_there = np.asarray(found.is_valid())
+            stored_chunks = self._store.get_many(_chunk_keys(keys, wanted, numbers), self._chunk_family)
+            is_there = np.asarray(stored_chunks.is_valid())
             wanted, numbers = wanted[is_there], numbers[is_there]
-            elements, offsets = list_parts(self._chunks.decode_values(found.drop_null()).column(ELEMENTS))
+            elements, offsets = list_parts(
+                self._chunks.decode_values(stored_chunks.drop_null()).column(layouts.ELEMENTS)
+            )
             counts = np.diff(offsets)
             parts.insert(0, rows_of_structs(elements))
             of_keys.insert(0, np.repeat(wanted, counts))
             of_chunks.insert(0, np.repeat(numbers, counts))
             alive = np.bincount(wanted, minlength=len(keys))
             rebuilt = probed & (chunks - alive > alive + _FEW_HOLES)
-            nbytes += found.nbytes
+            nbytes += stored_chunks.nbytes
         rows = one_batch(parts)
         all_ids = np.concatenate(of_keys)
         order = np.argsort(all_ids, kind="stable")
@@ -150,7 +134,7 @@ class WaitingRows:
         """Return the chunks to be read, ascending: the places of their keys, and their numbers."""
         counts = np.where(probed, chunks, 0)
         ids, numbers = np.repeat(np.arange(len(chunks)), counts), flat_ranges(np.zeros(len(chunks), np.int64), counts)
-        alone = (due.numbers != TAIL_NUMBER) & ~probed[due.ids]
+        alone = (due.numbers != layouts.TAIL_NUMBER) & ~probed[due.ids]
         if alone.any():
             # An entry too early and the one at its time may both be due.
             pairs = np.unique(np.column_stack([due.ids[alone], due.numbers[alone]]), axis=0)
@@ -187,9 +171,9 @@ class WaitingRows:
             return
         old = self._with_flags(waiting.rows, matched)
         changed = ~kept | (matched & ~waiting.matched)
-        is_tail = waiting.numbers == TAIL_NUMBER
+        is_tail = waiting.numbers == layouts.TAIL_NUMBER
         due_tails = np.zeros(num_keys, np.bool_)
-        due_tails[due.ids[due.numbers == TAIL_NUMBER]] = True
+        due_tails[due.ids[due.numbers == layouts.TAIL_NUMBER]] = True
         pooled = waiting.rebuilt | due_tails
         pooled[waiting.ids[changed & is_tail]] = pooled[waiting.ids[~kept]] = pooled[new_ids] = True
 
@@ -219,18 +203,18 @@ class WaitingRows:
 
     def new_rows(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
         """Return rows of the side in their stored columns."""
-        given = dict(zip(rows.schema.names, rows.columns, strict=True))
+        by_name = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._side.flag is not None:
-            given[self._side.flag] = pa.array(matched)
+            by_name[self._side.flag] = pa.array(matched)
         kind = self._lists.value_type
         stored = [kind.field(i) for i in range(kind.num_fields)]
         # The state may have columns that the program no longer has.
-        arrays = [given[f.name] if f.name in given else pa.nulls(rows.num_rows, f.type) for f in stored]
+        arrays = [by_name[f.name] if f.name in by_name else pa.nulls(rows.num_rows, f.type) for f in stored]
         return pa.RecordBatch.from_arrays(arrays, names=[f.name for f in stored])
 
     def _remove_chunks(self, keys: pa.BinaryArray, waiting: Waiting) -> None:
         """Stage the removal of all chunks of the keys that are rebuilt."""
-        ids, numbers = _runs(waiting, waiting.rebuilt[waiting.ids] & (waiting.numbers != TAIL_NUMBER))[:2]
+        ids, numbers = _runs(waiting, waiting.rebuilt[waiting.ids] & (waiting.numbers != layouts.TAIL_NUMBER))[:2]
         self._stage(_chunk_keys(keys, ids, numbers), None, self._chunk_family)
 
     def _write_chunks(
@@ -300,7 +284,7 @@ class WaitingRows:
         gone = np.flatnonzero(pooled & (lengths == 0))
         self._stage(keys.take(pa.array(gone)), None, self._family)
         with_rows = np.flatnonzero(pooled & (size > 0))
-        tails = np.full(len(with_rows), TAIL_NUMBER)
+        tails = np.full(len(with_rows), layouts.TAIL_NUMBER)
         self._stage_entries(keys, with_rows, tails, due_at, first[with_rows], size[with_rows], has_entry[with_rows])
 
     def _stage_chunks(self, keys: pa.BinaryArray, rows: pa.RecordBatch, starts: Ids, counts: Ids) -> None:
@@ -327,8 +311,10 @@ class WaitingRows:
         least = np.minimum.reduceat(due_at[flat_ranges(starts, counts)], offsets_of(counts)[:-1])
         entered = least < NO_TIME if has_entry is None else least < has_entry
         ids, numbers, least = ids[entered], numbers[entered], least[entered]
-        entries = with_more(by_expiry(keys.take(pa.array(ids)), least), longs_of_key(numbers))
-        self._stage(entries, schema.encode_values(is_present(len(entries))), family)
+        entries = stored_rows.with_more(
+            stored_rows.by_expiry(keys.take(pa.array(ids)), least), stored_rows.longs_of_key(numbers)
+        )
+        self._stage(entries, schema.encode_values(layouts.is_present(len(entries))), family)
 
     def _stage(self, keys: pa.BinaryArray, values: pa.BinaryArray | None, family: str) -> None:
         if len(keys):
@@ -349,8 +335,8 @@ def _contains(due: Due, ids: Ids, numbers: Ids) -> Mask:
     if not len(due.ids):
         return np.zeros(len(ids), np.bool_)
     span = int(max(numbers.max(), due.numbers.max())) + 2
-    found: Mask = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
-    return found
+    is_due: Mask = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
+    return is_due
 
 
 def _structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.StructArray:
@@ -359,4 +345,4 @@ def _structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.StructArray:
 
 
 def _chunk_keys(keys: pa.BinaryArray, ids: Ids, numbers: Ids) -> pa.BinaryArray:
-    return with_more(keys.take(pa.array(ids)), longs_of_key(numbers))
+    return stored_rows.with_more(keys.take(pa.array(ids)), stored_rows.longs_of_key(numbers))

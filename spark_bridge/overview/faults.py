@@ -1,7 +1,4 @@
-"""Faults of a system: rules over the overview, each with its remedy.
-
-The limits are those of the alerts that operators of streams usually set.
-"""
+"""Faults of a system: rules over the overview, each with its remedy."""
 
 from __future__ import annotations
 
@@ -131,13 +128,16 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
             "A host registers within seconds; if it stays so, look at its actor's log.",
         )
     yield from _restarted(subject, host, "Its partitions are loaded again, and batches continue")
-    budget, held = host.memory.get("host_memory"), sum(n for name, n in host.memory.items() if name != "host_memory")
-    if budget and held > budget:
+    budget, used_bytes = (
+        host.memory.get("host_memory"),
+        sum(n for name, n in host.memory.items() if name != "host_memory"),
+    )
+    if budget and used_bytes > budget:
         yield Fault(
             WARNING,
             "host-memory",
             subject,
-            f"It holds {held:,} bytes of its {budget:,}.",
+            f"It holds {used_bytes:,} bytes of its {budget:,}.",
             "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
         )
 
@@ -294,13 +294,13 @@ RECENT_MS = 600_000
 
 def faults_of(overview: Overview) -> tuple[Fault, ...]:
     """Return the faults of a system, errors first."""
-    found = [*process_faults(overview)]
+    faults = [*process_faults(overview)]
     for query in overview.queries:
-        found += _of_query(overview, query)
+        faults += _of_query(overview, query)
         if query.status in AT_WORK:
             for operator in query.operators:
-                found += _of_operator(query, operator)
-    return tuple(sorted(found, key=lambda fault: fault.severity != ERROR))
+                faults += _of_operator(query, operator)
+    return tuple(sorted(faults, key=lambda fault: fault.severity != ERROR))
 
 
 def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
@@ -404,15 +404,15 @@ def _damaged(query: Query, subject: str) -> Fault:
 
 
 def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]:
-    known = [
+    durations = [
         (c.steps[CHANGELOG_STEP].max_ms, c.phases.get(MANIFEST_PHASE, 0), c.duration_ms)
         for c in recent
         if c.duration_ms and CHANGELOG_STEP in c.steps
     ]
-    if len(known) < 3:
+    if len(durations) < 3:
         return
-    changelog, manifest = median(c for c, _, _ in known), median(m for _, m, _ in known)
-    share = median((c + m) / whole for c, m, whole in known)
+    changelog, manifest = median(c for c, _, _ in durations), median(m for _, m, _ in durations)
+    share = median((c + m) / whole for c, m, whole in durations)
     if changelog + manifest > SLOW_STORAGE_MS and share > 0.5:
         yield Fault(
             WARNING,

@@ -21,30 +21,11 @@ from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host.instances import INSTANCE_COLUMNS
+from spark_bridge.overview import model
 from spark_bridge.overview.faults import COORDINATOR_PROCESS, faults_of
-from spark_bridge.overview.model import (
-    CLUSTER,
-    ENDED,
-    RETIRED,
-    RUNNING,
-    Checkpoint,
-    CoordinatorInfo,
-    GivenUp,
-    HostOverview,
-    LocationTrouble,
-    LoopFailures,
-    LostDriver,
-    Operator,
-    Overview,
-    Partition,
-    Query,
-    SchemaUse,
-    Variable,
-    variables_in_use,
-)
 
 Description = Mapping[str, Any]
-_RECORDED = Checkpoint.__struct_fields__
+_RECORDED = model.Checkpoint.__struct_fields__
 MAX_SCHEMAS = 1_000
 """The variables of at most this many schemas are kept from one look to the next."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
@@ -56,8 +37,8 @@ class _OfRun:
 
     mark: str = ""
     kept: range = range(0)
-    by_id: dict[int, Checkpoint] = field(default_factory=dict)
-    checkpoints: tuple[Checkpoint, ...] = ()
+    by_id: dict[int, model.Checkpoint] = field(default_factory=dict)
+    checkpoints: tuple[model.Checkpoint, ...] = ()
 
 
 class KnownCheckpoints:
@@ -71,33 +52,33 @@ class KnownCheckpoints:
 
     def mark(self, run_id: str) -> str:
         """Return the ``history_since`` to ask ``checkpoint_stats`` with."""
-        known = self._of_runs.get(run_id)
-        return "" if known is None else known.mark
+        of_run = self._of_runs.get(run_id)
+        return "" if of_run is None else of_run.mark
 
-    def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
+    def of(self, query: Description, stats: Description) -> tuple[model.Checkpoint, ...]:
         """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
         ``checkpoint_stats``. {} means no answer in time.
         """
-        known = self._of_runs.setdefault(query["run_id"], _OfRun())
+        of_run = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
         is_all = stats.get("history_is_all", False)
-        known.mark = stats.get("history_mark", known.mark)
+        of_run.mark = stats.get("history_mark", of_run.mark)
         kept = range(query["oldest_version"], query["completed_version"] + 1)
-        if told or is_all or kept != known.kept:
-            by_id = {} if is_all else known.by_id
+        if told or is_all or kept != of_run.kept:
+            by_id = {} if is_all else of_run.by_id
             by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in told}}
-            known.by_id = {
+            of_run.by_id = {
                 i: by_id[i] if by_id[i].is_kept == (by_id[i].version in kept) else _kept_or_not(by_id[i])
                 for i in sorted(by_id)
                 if first is None or i >= first
             }
-            known.kept = kept
-            known.checkpoints = tuple(known.by_id.values())
-        return known.checkpoints
+            of_run.kept = kept
+            of_run.checkpoints = tuple(of_run.by_id.values())
+        return of_run.checkpoints
 
     def forget_all_but(self, runs: Container[str]) -> None:
         """Forget the runs that are not there any more."""
-        self._of_runs = {run: known for run, known in self._of_runs.items() if run in runs}
+        self._of_runs = {run: of_run for run, of_run in self._of_runs.items() if run in runs}
 
 
 def overview_of_cluster(
@@ -108,7 +89,7 @@ def overview_of_cluster(
     silent: Sequence[Description] = (),
     known: KnownCheckpoints | None = None,
     now_ms: int,
-) -> Overview:
+) -> model.Overview:
     """Return the overview.
 
     ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are those to
@@ -118,15 +99,15 @@ def overview_of_cluster(
     """
     known = known or KnownCheckpoints()
     if coordinator is None:
-        return Overview(CLUSTER, now_ms)
-    held: dict[tuple[str, str], list[Partition]] = {}
+        return model.Overview(model.CLUSTER, now_ms)
+    partitions: dict[tuple[str, str], list[model.Partition]] = {}
     for host in hosts:
         for run_id, partition in _partitions(host):
-            held.setdefault((run_id, partition.operator), []).append(partition)
-    made = Overview(
-        CLUSTER,
+            partitions.setdefault((run_id, partition.operator), []).append(partition)
+    overview = model.Overview(
+        model.CLUSTER,
         now_ms,
-        CoordinatorInfo(
+        model.CoordinatorInfo(
             coordinator["coordinator_id"],
             coordinator["namespace"],
             coordinator.get("node_ip"),
@@ -137,7 +118,7 @@ def overview_of_cluster(
             _ms(coordinator.get("up_seconds")),
             _trouble(coordinator),
             tuple(
-                LostDriver(
+                model.LostDriver(
                     lost["query"],
                     lost["run_id"],
                     lost["checkpoint_location"],
@@ -157,28 +138,34 @@ def overview_of_cluster(
             ),
         ),
         tuple(
-            _query(query, held, (stats or {}).get(query["run_id"], {}), known, now_ms)
+            _query(query, partitions, (stats or {}).get(query["run_id"], {}), known, now_ms)
             for query in coordinator["queries"]
         ),
         tuple(_hosts(coordinator, hosts, silent, now_ms)),
     )
-    known.forget_all_but({query.run_id for query in made.queries})
-    return replace(made, faults=faults_of(made))
+    known.forget_all_but({query.run_id for query in overview.queries})
+    return replace(overview, faults=faults_of(overview))
 
 
 def _query(
     query: Description,
-    held: Mapping[tuple[str, str], Sequence[Partition]],
+    partitions: Mapping[tuple[str, str], Sequence[model.Partition]],
     stats: Description,
     known: KnownCheckpoints,
     now_ms: int,
-) -> Query:
+) -> model.Query:
     run_id, completed = query["run_id"], query["completed_version"]
-    status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
+    status = (
+        model.RETIRED
+        if query["retired_by"] is not None
+        else model.RUNNING
+        if query["ended_at"] is None
+        else model.ENDED
+    )
     # The batch in which a query was stopped is no longer running.
-    begun = query.get("batch_begun_ms") if status == RUNNING else None
+    begun = query.get("batch_begun_ms") if status == model.RUNNING else None
     times = query.get("batch_times") or {}
-    return Query(
+    return model.Query(
         query_id=query["query_id"],
         run_id=run_id,
         name=query["name"],
@@ -190,10 +177,10 @@ def _query(
         prepared_version=query["prepared_version"],
         oldest_version=query["oldest_version"],
         operators=tuple(
-            _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
+            _operator(name, n, partitions.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
         checkpoints=known.of(query, stats),
-        pending_partitions=query["pending_partitions"] if status == RUNNING else 0,
+        pending_partitions=query["pending_partitions"] if status == model.RUNNING else 0,
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
         counts=dict(query["checkpoints"]),
@@ -206,37 +193,39 @@ def _query(
         watermark_rose_ms=_ms(query.get("watermark_rose_at")),
         input=None if query.get("input") is None else InputPace(**query["input"]),
         given_up=tuple(
-            GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
+            model.GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())
         ),
     )
 
 
-def _kept_or_not(checkpoint: Checkpoint) -> Checkpoint:
+def _kept_or_not(checkpoint: model.Checkpoint) -> model.Checkpoint:
     return structs.replace(checkpoint, is_kept=not checkpoint.is_kept)
 
 
-def _checkpoint(record: Description, is_kept: bool) -> Checkpoint:
+def _checkpoint(record: Description, is_kept: bool) -> model.Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: StepTime(**step) for name, step in record["steps"].items()}
-    return Checkpoint(**plain, is_kept=is_kept)
+    return model.Checkpoint(**plain, is_kept=is_kept)
 
 
-def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: Description) -> Operator:
+def _operator(
+    name: str, num_partitions: int, own_partitions: Sequence[model.Partition], query: Description
+) -> model.Operator:
     # A partition that has moved may be held by its last host as well: the newer version counts.
-    newest: dict[int, Partition] = {}
-    for one in sorted(held, key=lambda p: p.version or 0):
+    newest: dict[int, model.Partition] = {}
+    for one in sorted(own_partitions, key=lambda p: p.version or 0):
         newest[one.partition] = one
-    partitions = tuple(newest.get(p, Partition(name, p)) for p in range(num_partitions))
+    partitions = tuple(newest.get(p, model.Partition(name, p)) for p in range(num_partitions))
     keys = [p.keys for p in partitions if p.keys is not None]
     dropped = [p.dropped_elements for p in partitions if p.dropped_elements is not None]
     middle = median(keys) if keys else 0
     schema = query.get("schemas", {}).get(name)
     variables = () if schema is None else _variables(schema)
-    used = [SchemaUse(i, first, last) for i, first, last in query.get("schema_history", {}).get(name, ())]
+    used = [model.SchemaUse(i, first, last) for i, first, last in query.get("schema_history", {}).get(name, ())]
     if used:
         used[-1] = replace(used[-1], variables=variables)
-    return Operator(
+    return model.Operator(
         name,
         num_partitions,
         query.get("backends", {}).get(name),
@@ -251,7 +240,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
     )
 
 
-def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
+def _partitions(host: Description) -> Iterator[tuple[str, model.Partition]]:
     """Yield the partitions of a host, each with its run id."""
     columns, owner = host["partitions"], host["host_id"]
     names = tuple(columns["steps"])
@@ -262,7 +251,7 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
     ):
         yield (
             run_id,
-            Partition(
+            model.Partition(
                 operator,
                 partition,
                 version=version,
@@ -279,16 +268,16 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
 
 
 @lru_cache(maxsize=MAX_SCHEMAS)
-def _variables(schema: str) -> tuple[Variable, ...]:
-    return variables_in_use(OperatorSchema.from_json(schema))
+def _variables(schema: str) -> tuple[model.Variable, ...]:
+    return model.variables_in_use(OperatorSchema.from_json(schema))
 
 
 def _hosts(
     coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description], now_ms: int
-) -> list[HostOverview]:
+) -> list[model.HostOverview]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
-    found = [
-        HostOverview(
+    overviews = [
+        model.HostOverview(
             host["host_id"],
             host["address"],
             host.get("node_id"),
@@ -311,10 +300,10 @@ def _hosts(
         for host in hosts
     ]
     actors = {actor["host_id"]: actor for actor in silent}
-    for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
+    for host_id in sorted({*leases, *actors} - {host.host_id for host in overviews}):
         lease, actor = leases.get(host_id), actors.get(host_id, {})
-        found.append(
-            HostOverview(
+        overviews.append(
+            model.HostOverview(
                 host_id,
                 f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
                 actor.get("node_id") if lease is None else lease["node_id"],
@@ -325,7 +314,7 @@ def _hosts(
                 actor_state=actor.get("state"),
             )
         )
-    return sorted(found, key=lambda host: (host.machine, host.host_id))
+    return sorted(overviews, key=lambda host: (host.machine, host.host_id))
 
 
 def _heartbeat(lease: Description | None) -> int | None:
@@ -336,9 +325,9 @@ def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds * 1000)
 
 
-def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[LoopFailures, ...]:
+def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[model.LoopFailures, ...]:
     return tuple(
-        LoopFailures(
+        model.LoopFailures(
             process,
             loop["what"],
             max(0, now_ms - int(loop["since"] * 1000)),
@@ -350,9 +339,9 @@ def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[L
     )
 
 
-def _trouble(process: Description) -> tuple[LocationTrouble, ...]:
+def _trouble(process: Description) -> tuple[model.LocationTrouble, ...]:
     return tuple(
-        LocationTrouble(
+        model.LocationTrouble(
             told["location"],
             told["failures"],
             told["error"],
@@ -380,7 +369,7 @@ def cluster_overview(
     coordinator_name: str = COORDINATOR_NAME,
     timeout: float = RAY_ANSWER_SECONDS,
     known: KnownCheckpoints | None = None,
-) -> Overview:
+) -> model.Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
 
     A caller that looks repeatedly passes ``known`` to each look, so that only changes are sent and built.
@@ -423,13 +412,13 @@ def cluster_overview(
 
 def _actor(name: str, namespace: str) -> dict[str, Any]:
     """Return Ray's record of a host that has not answered."""
-    known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
+    description: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
     with suppress(ValueError, KeyError):  # it has ended since
-        found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
-        address = found["Address"]
-        known |= {"state": found["State"], "pid": found["Pid"], "restarts": int(found["NumRestarts"])}
-        known |= {"node_ip": address["IPAddress"], "node_id": address["NodeID"]}
-    return known
+        actor = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
+        address = actor["Address"]
+        description |= {"state": actor["State"], "pid": actor["Pid"], "restarts": int(actor["NumRestarts"])}
+        description |= {"node_ip": address["IPAddress"], "node_id": address["NodeID"]}
+    return description
 
 
 def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
@@ -437,13 +426,13 @@ def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
     ready, _ = (
         ray.wait(asked, num_returns=len(asked), timeout=max(0.0, deadline - time.monotonic())) if asked else ([], [])
     )
-    found = {}
+    answers = {}
     for answer in ready:
         try:
-            found[answer] = ray.get(answer)
+            answers[answer] = ray.get(answer)
         except RayError:
             continue
-    return found
+    return answers
 
 
 def _now() -> int:

@@ -19,19 +19,8 @@ from coordinator_actor.durable.records import CheckpointRecord, CheckpointRecord
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.messages import BatchTimes
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state, spans
+from spark_bridge.overview import model
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import (
-    STORAGE,
-    STORED,
-    Checkpoint,
-    Operator,
-    Overview,
-    Partition,
-    Query,
-    Savepoint,
-    SchemaUse,
-    variables_in_use,
-)
 
 
 def overview_of_checkpoint(
@@ -41,7 +30,7 @@ def overview_of_checkpoint(
     *,
     open_storage: OpenStorage = CheckpointStorage.open,
     now_ms: int | None = None,
-) -> Overview:
+) -> model.Overview:
     """Describe the query of a checkpoint, running or not, from storage alone. Nothing is written or locked.
 
     Older damaged manifests are skipped, and named. Raises ``MissingFileError`` if the checkpoint has no state,
@@ -50,12 +39,12 @@ def overview_of_checkpoint(
     place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
     versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     query = stored_query(place, versions, open_storage)
-    taken = int(time.time() * 1000) if now_ms is None else now_ms
-    made = Overview(STORAGE, taken, queries=(query,))
-    return replace(made, faults=faults_of(made))
+    taken_ms = int(time.time() * 1000) if now_ms is None else now_ms
+    overview = model.Overview(model.STORAGE, taken_ms, queries=(query,))
+    return replace(overview, faults=faults_of(overview))
 
 
-def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenStorage) -> Query:
+def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenStorage) -> model.Query:
     """Return the description of a query from its storage."""
     storage = open_storage(place.state_location, place.options)
     files = RecordFiles(storage)
@@ -64,11 +53,11 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
     readable = versions.readable
     prepared = max(versions.chain, default=0)
     times = _times(SparkCommits(open_storage(place.checkpoint_location, place.options)))
-    return Query(
+    return model.Query(
         query_id=query_id_of(open_storage(place.checkpoint_location, place.options)),
         run_id="" if newest is None else newest.run_id,
         name=None,
-        status=STORED,
+        status=model.STORED,
         checkpoint_location=place.checkpoint_location,
         state_location=place.state_location,
         epoch=0 if newest is None else newest.epoch,
@@ -78,7 +67,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
         operators=tuple(_operators(versions)),
         checkpoints=checkpoints_of(records, versions),
         savepoints=tuple(
-            Savepoint(r.checkpoint_id, r.version, r.location, r.created_ms, r.run_id, r.stop)
+            model.Savepoint(r.checkpoint_id, r.version, r.location, r.created_ms, r.run_id, r.stop)
             for r in versions.log.savepoints.all()
         ),
         watermark_ms=times.watermark_ms or None,
@@ -101,18 +90,18 @@ def _times(commits: SparkCommits) -> BatchTimes:
 
 def checkpoints_of(
     records: Iterable[CheckpointRecord], versions: StateVersions | None = None
-) -> tuple[Checkpoint, ...]:
+) -> tuple[model.Checkpoint, ...]:
     """Return the history by ascending id, with the versions that only manifests describe."""
-    found = {record.id: _recorded(record) for record in records}
+    by_id = {record.id: _recorded(record) for record in records}
     for version, manifest in ({} if versions is None else versions.chain).items():
         assert versions is not None
-        known = found.get(manifest.id)
+        recorded = by_id.get(manifest.id)
         is_completed = version <= versions.completed
-        if known is None:
+        if recorded is None:
             # A manifest may be written again, under another id, to name snapshots: the record has the first id.
-            known = next((c for c in found.values() if (c.version, c.run_id) == (version, manifest.run_id)), None)
-        if known is None:
-            known = Checkpoint(
+            recorded = next((c for c in by_id.values() if (c.version, c.run_id) == (version, manifest.run_id)), None)
+        if recorded is None:
+            recorded = model.Checkpoint(
                 manifest.id,
                 version,
                 manifest.epoch,
@@ -122,12 +111,12 @@ def checkpoints_of(
                 partitions=sum(len(o.partitions) for o in manifest.operators.values()),
                 delta_bytes=delta_bytes(manifest),
             )
-        found[known.id] = structs.replace(known, is_kept=version in versions.readable)
-    return tuple(found[i] for i in sorted(found))
+        by_id[recorded.id] = structs.replace(recorded, is_kept=version in versions.readable)
+    return tuple(by_id[i] for i in sorted(by_id))
 
 
-def _recorded(record: CheckpointRecord) -> Checkpoint:
-    return Checkpoint(
+def _recorded(record: CheckpointRecord) -> model.Checkpoint:
+    return model.Checkpoint(
         record.id,
         record.version,
         record.epoch,
@@ -152,36 +141,36 @@ def _recorded(record: CheckpointRecord) -> Checkpoint:
     )
 
 
-def _operators(versions: StateVersions) -> Iterable[Operator]:
+def _operators(versions: StateVersions) -> Iterable[model.Operator]:
     chain = {v: m for v, m in versions.chain.items() if v <= versions.completed}
     if not chain:
         return
     newest = max(chain)
     for name, entry in sorted(chain[newest].operators.items()):
-        (held, *_) = chains.segments(chain, name)
-        refs = {p: found[-1] for p, found in chains.snapshots(chain, held).items()}
+        (segment, *_) = chains.segments(chain, name)
+        refs = {p: snapshots[-1] for p, snapshots in chains.snapshots(chain, segment).items()}
         behind = dict.fromkeys(range(entry.num_partitions), 0)
-        for version in (v for v in chain if held.first <= v <= held.last):
+        for version in (v for v in chain if segment.first <= v <= segment.last):
             stored = chain[version].operators[name].partitions
             for p, size in zip(stored, stored.stored.size, strict=True):
                 if p not in refs or refs[p].version < version:
                     behind[p] += size
         partitions = tuple(
-            Partition(
+            model.Partition(
                 name,
                 p,
                 version=newest,
                 snapshot_version=refs[p].version if p in refs else 0,
-                snapshot_lag=newest - (refs[p].version if p in refs else held.first - 1),
+                snapshot_lag=newest - (refs[p].version if p in refs else segment.first - 1),
                 changelog_bytes=behind[p],
             )
             for p in range(entry.num_partitions)
         )
         used = [
-            SchemaUse(i, first, last, variables_in_use(OperatorSchema.from_json(versions.log.schema(i))))
+            model.SchemaUse(i, first, last, model.variables_in_use(OperatorSchema.from_json(versions.log.schema(i))))
             for i, first, last in schema_history(chain, name)
         ]
-        yield Operator(
+        yield model.Operator(
             name,
             entry.num_partitions,
             entry.backend,

@@ -371,14 +371,14 @@ class Overview:
 
         If several match, as earlier runs of a query, and one of them runs, it is that one.
         """
-        found = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
-        running = [q for q in found if q.status == RUNNING]
-        found = running if len(running) == 1 else found
-        if len(found) != 1:
-            there = ", ".join(f"{q.title} ({q.query_id})" for q in self.queries) or "none"
-            asked = "A query must be named" if named is None and found else f"No single query is named {named!r}"
-            raise LookupError(f"{asked}; there are: {there}." if self.queries else "There is no query.")
-        return found[0]
+        queries = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
+        running = [q for q in queries if q.status == RUNNING]
+        queries = running if len(running) == 1 else queries
+        if len(queries) != 1:
+            names = ", ".join(f"{q.title} ({q.query_id})" for q in self.queries) or "none"
+            asked = "A query must be named" if named is None and queries else f"No single query is named {named!r}"
+            raise LookupError(f"{asked}; there are: {names}." if self.queries else "There is no query.")
+        return queries[0]
 
 
 def to_plain(described: Any) -> Any:
@@ -541,9 +541,9 @@ def query_pace(query: Query, now_ms: int) -> QueryPace:
 
 
 def _backlog(query: Query, is_idle: bool) -> int | None:
-    known = None if query.input is None else query.input.backlog_rows
+    backlog = None if query.input is None else query.input.backlog_rows
     # With rows in its sources Spark would have begun a batch.
-    return known if known is None or not is_idle else 0
+    return backlog if backlog is None or not is_idle else 0
 
 
 def _since(moment_ms: int | None, now_ms: int) -> int | None:
@@ -566,5 +566,5 @@ def _hottest(operators: Sequence[Operator]) -> tuple[float, str] | None:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if values and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if values and len(numbers) == len(values) else None

@@ -149,10 +149,10 @@ class ClientConnection:
             self._receive_all(memoryview(early)[self._end - begin :], deadline)
             header, content = bytes(early), self._end
         body = memoryview(pa.allocate_buffer(length - header_length)).cast("B")
-        there = self._end - content
-        body[:there] = self._view[content : self._end]
+        num_received = self._end - content
+        body[:num_received] = self._view[content : self._end]
         self._start = self._end = 0
-        self._receive_all(body[there:], deadline)
+        self._receive_all(body[num_received:], deadline)
         return header, body
 
     def _receive_all(self, into: memoryview, deadline: float) -> None:

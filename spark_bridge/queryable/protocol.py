@@ -4,9 +4,6 @@ A frame has two lengths (uint32 each, little-endian), a header and a body. The f
 together, the second that of the header. A header is a msgpack array, checked by msgspec. A body is keys or values
 (``byte_arrays``), or Arrow IPC. The first message of a client is ``Hello``. A request is answered by one frame, a scan
 by ``RowsReply`` frames and an ``EndOfRows``, a failed request by a ``Failure``.
-
-Arrow Flight was tried first. In a trial of bare servers over a dict, one client made 3,000 lookups a second with
-Flight, 10,400 with Redis, and 15,500 with frames like these.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ended queries of one session that can still be read: renews the leases of their last runs, and ends these runs in
-time.
+"""Renews the leases of the last runs of ended queries, which can still be read, and ends these runs in time.
 
 A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver keeps renewing
 the lease of the query's last run, and hosts keep answering from the last completed version.

@@ -61,14 +61,16 @@ def await_executors(spark: SparkSession, count: int) -> None:
     is_told = False
     while True:
         active = store.executorList(True)
-        there = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
-        if there >= count:
+        num_executors_up = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
+        if num_executors_up >= count:
             return
         if not is_told and time.monotonic() - began > WAIT_NOTICE_SECONDS:
-            log.warning("Of %d executors, %d are there. %s", count, there, cpus_in_words())
+            log.warning("Of %d executors, %d are there. %s", count, num_executors_up, cpus_in_words())
             is_told = True
         if time.monotonic() > deadline:
-            log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, there)
+            log.warning(
+                "Of %d executors, %d are there; hosts follow the others when they come", count, num_executors_up
+            )
             return
         time.sleep(EXECUTOR_POLL_SECONDS)
 
@@ -111,8 +113,8 @@ def cpus_in_words() -> str:
     import ray
 
     resources, available = ray.cluster_resources(), ray.available_resources()
-    total, free = (found.get("CPU", 0.0) for found in (resources, available))
-    memory, free_memory = (mib(found.get("memory", 0.0)) for found in (resources, available))
+    total, free = (of_cluster.get("CPU", 0.0) for of_cluster in (resources, available))
+    memory, free_memory = (mib(of_cluster.get("memory", 0.0)) for of_cluster in (resources, available))
     holders = _actors_with_cpus()
     others = total - free - sum(cpus for cpus, _ in holders)
     told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MAX_HOLDERS]]
@@ -120,9 +122,9 @@ def cpus_in_words() -> str:
         told.append(f"{sum(c for c, _ in sorted(holders, reverse=True)[MAX_HOLDERS:]):g} by further actors")
     if others > 0:
         told.append(f"{others:g} by tasks and placement groups")
-    held = f" Held are {', '.join(told)}." if told else ""
+    in_words = f" Held are {', '.join(told)}." if told else ""
     return (
-        f"The Ray cluster has {total:g} CPUs; {free:g} are free.{held} Of {memory} of memory, {free_memory} "
+        f"The Ray cluster has {total:g} CPUs; {free:g} are free.{in_words} Of {memory} of memory, {free_memory} "
         "are free. Executors start when enough CPUs and memory are free: end the holders, add a node, or ask for "
         "fewer executors, fewer cores or less executor_memory."
     )
@@ -139,7 +141,7 @@ def _actors_with_cpus() -> list[tuple[float, str]]:
 
     accessor = ray._private.state.state._connect_and_get_accessor()
     entrypoints = {job["JobID"]: job.get("Entrypoint", "") for job in ray._private.state.jobs()}
-    found = []
+    actors = []
     for serialized in accessor.get_actor_table(None, None):
         actor = ActorTableData.FromString(serialized)
         cpus = actor.required_resources.get("CPU", 0.0)
@@ -147,8 +149,8 @@ def _actors_with_cpus() -> list[tuple[float, str]]:
             job = actor.job_id.hex()
             program = entrypoints.get(job)
             name = f" {actor.name!r}" if actor.name else ""
-            found.append((cpus, f"actor {actor.class_name}{name} of job {job}{f' ({program})' if program else ''}"))
-    return found
+            actors.append((cpus, f"actor {actor.class_name}{name} of job {job}{f' ({program})' if program else ''}"))
+    return actors
 
 
 def machine_of(host_port: str) -> str:
@@ -315,13 +317,13 @@ stop.
 """
 
 
-def master_on_head(given: Mapping[str, str]) -> dict[str, str]:
+def master_on_head(resources: Mapping[str, str]) -> dict[str, str]:
     """Return settings that put RayDP's two master actors on Ray's head, unless the user has placed them.
 
     By default they request no resources, and Ray puts them on any node. Lost executors do not come back without
     them, so the loss of one machine could end the session.
     """
-    if any(name.startswith(("spark.ray.raydp_spark_master.resource.", MASTER_RESOURCES)) for name in given):
+    if any(name.startswith(("spark.ray.raydp_spark_master.resource.", MASTER_RESOURCES)) for name in resources):
         return {}
     return {f"{MASTER_RESOURCES}CPU": "0", f"{MASTER_RESOURCES}{HEAD_NODE}": "0.001"}
 

@@ -17,17 +17,9 @@ from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
 from spark_bridge.operators.map_in_arrow import CONNECT_REMEDY, is_connect
 from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.session import ray_cluster
 from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
-from spark_bridge.session.ray_cluster import (
-    ensure_java,
-    join_or_start_ray,
-    keep_ray_stopped,
-    require_cores,
-    stop_ray,
-    stop_raydp,
-    stop_raydp_at_exit,
-)
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -101,14 +93,14 @@ def init_spark(
         query_port=query_port,
         request_limits=request_limits or RequestLimits(),
     )
-    ensure_java()
+    ray_cluster.ensure_java()
     _check_pair()
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    started_ray = join_or_start_ray(ray_address, num_executors * executor_cores)
+    started_ray = ray_cluster.join_or_start_ray(ray_address, num_executors * executor_cores)
     import raydp
 
-    stop_raydp_at_exit()
+    ray_cluster.stop_raydp_at_exit()
     group: PlacementGroup | None = None
     try:
         strategy = raydp_options.pop("placement_group_strategy", None)
@@ -128,9 +120,9 @@ def init_spark(
         await_executors(spark, num_executors)
         _join(spark, options, raydp_app=app_name, started_ray=started_ray, group=group)
     except BaseException:
-        stop_raydp(group)
+        ray_cluster.stop_raydp(group)
         if started_ray:
-            stop_ray()
+            ray_cluster.stop_ray()
         raise
     return spark
 
@@ -175,13 +167,13 @@ def attach(
     )
     if is_connect(spark):
         raise SessionError(CONNECT_REMEDY)
-    require_cores(spark)
-    started_ray = join_or_start_ray(ray_address, 1)
+    ray_cluster.require_cores(spark)
+    started_ray = ray_cluster.join_or_start_ray(ray_address, 1)
     try:
         _join(spark, options, raydp_app=None, started_ray=started_ray)
     except BaseException:
         if started_ray:
-            stop_ray()
+            ray_cluster.stop_ray()
         raise
     return spark
 
@@ -239,7 +231,7 @@ def _join(
     lost_executors = LostExecutors(spark, shutdown, by_raydp=raydp_app is not None)
     master = SparkMasterWatch(spark, raydp_app, shutdown) if raydp_app is not None else None
 
-    let_ray_start = keep_ray_stopped()
+    let_ray_start = ray_cluster.keep_ray_stopped()
 
     def stop() -> None:
         lost_executors.close()
@@ -256,9 +248,9 @@ def _join(
             shutdown.begin()
             let_ray_start()
             if raydp_app is not None:
-                stop_raydp(group)
+                ray_cluster.stop_raydp(group)
             if started_ray:
-                stop_ray()
+                ray_cluster.stop_ray()
 
     begin_session(Session(spark, cluster, stop))
 
@@ -269,19 +261,19 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
     log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
 
 
-def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+def _spark_configs(user_configs: dict[str, str] | None, cores: int) -> dict[str, str]:
     from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
-        **master_on_head(given or {}),
+        **master_on_head(user_configs or {}),
         **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = MasterSettings({**ours, **(given or {})})
+    configs = MasterSettings({**ours, **(user_configs or {})})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

@@ -35,15 +35,8 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import WIRE_VERSION, QueryRegistration
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.operators.map_in_arrow import (
-    InitialEntries,
-    InitialState,
-    configured_key_groups,
-    duplicate_names,
-    make_initial_states,
-    nodes,
-    operators_in_plan,
-)
+from spark_bridge.operators import map_in_arrow
+from spark_bridge.session import settings
 from spark_bridge.session.ended_queries import DriverHeartbeats, EndedQueries, failure_text
 from spark_bridge.session.progress import (
     BatchTraces,
@@ -54,14 +47,6 @@ from spark_bridge.session.progress import (
     prices_of,
     progress_of_batch,
     tell_listeners,
-)
-from spark_bridge.session.settings import (
-    MIN_BATCHES_CONF,
-    SHARED_FILES_CONF,
-    STATE_LOCATION_CONF,
-    STORAGE_PRICES_CONF,
-    storage_settings,
-    unsafe_settings,
 )
 from spark_bridge.session.state_cluster import StateCluster
 from spark_bridge.task import executor as properties
@@ -104,21 +89,23 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
     the cause, and it gives the offset of a source to whichever source now has the place. Reads the names of
     ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
-    there = SparkCommits(checkpoint).sources()
-    if there is None:
+    stored = SparkCommits(checkpoint).sources()
+    if stored is None:
         return None
-    here = [node for node in nodes(execution.analyzedPlan()) if node.nodeName().startswith("StreamingRelation")]
+    here = [
+        node for node in map_in_arrow.nodes(execution.analyzedPlan()) if node.nodeName().startswith("StreamingRelation")
+    ]
     rates = {place for place, node in enumerate(here) if node.sourceName() == RATE}
-    has_as_many = there.num_sources in (None, len(here))
-    if has_as_many and there.rates <= rates <= there.numbered:
+    has_as_many = stored.num_sources in (None, len(here))
+    if has_as_many and stored.rates <= rates <= stored.numbered:
         return None
     if has_as_many:
         differs = (
             f"sources that make batches without input at {_places(rates)} among its sources now, and the "
-            f"checkpoint {checkpoint.location} has them at {_places(there.rates)}"
+            f"checkpoint {checkpoint.location} has them at {_places(stored.rates)}"
         )
     else:
-        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {there.num_sources}"
+        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {stored.num_sources}"
     return (
         f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
         '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
@@ -221,31 +208,31 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.exception("Query %s is refused by its first tasks", event.runId)
 
     def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
-        declared = operators_in_plan(execution.analyzedPlan())
+        declared = map_in_arrow.operators_in_plan(execution.analyzedPlan())
         if not declared:
             return None
         operators = [o.spec for o in declared]
-        refusal = self._refuse(execution, [o.name for o in operators], duplicate_names(operators))
+        refusal = self._refuse(execution, [o.name for o in operators], map_in_arrow.duplicate_names(operators))
         if refusal is not None:
             return refusal
         checkpoint = str(execution.resolvedCheckpointRoot())
         state = self._state_location(checkpoint, str(event.id))
         own = f"{checkpoint.rstrip('/')}/statestore"
-        options = {**storage_settings(self._spark), **self._cluster.conf.storage_options}
+        options = {**settings.storage_settings(self._spark), **self._cluster.conf.storage_options}
         if state != own and CheckpointStorage.open(own, options).exists("query.json"):
             return (
-                f"{checkpoint} already holds state ({own}), but {STATE_LOCATION_CONF} points to {state}: "
-                f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
+                f"{checkpoint} already holds state ({own}), but {settings.STATE_LOCATION_CONF} points to {state}: "
+                f"the query would begin without it. Unset {settings.STATE_LOCATION_CONF}, or move the state there."
             )
         machines = self._cluster.machines()
-        shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
+        shared = str(self._spark.conf.get(settings.SHARED_FILES_CONF, "false")).lower() == "true"
         for location in (checkpoint, state):
             if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
                 return (
                     f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
                     f"({', '.join(machines)}): each would see only its own files. Use a checkpoint location on S3, "
                     "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
-                    f"share that directory, set {SHARED_FILES_CONF}=true."
+                    f"share that directory, set {settings.SHARED_FILES_CONF}=true."
                 )
         registration = QueryRegistration(
             query_id=str(event.id),
@@ -258,11 +245,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 msgspec.structs.replace(o, backend=self._cluster.conf.provider)
                 for o in sorted(operators, key=lambda o: o.name)
             ),
-            key_groups=configured_key_groups(self._spark),
+            key_groups=map_in_arrow.configured_key_groups(self._spark),
             storage_options=options,
             # A user may go back to any batch that Spark retains, so its state must be there.
             min_versions_to_retain=max(
-                self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)
+                self._cluster.conf.min_versions_to_retain,
+                int(self._spark.conf.get(settings.MIN_BATCHES_CONF, "100") or 100),
             ),
             maintenance_interval=self._cluster.conf.maintenance_interval,
         )
@@ -297,17 +285,17 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return None
 
     def _initial_states(
-        self, registration: QueryRegistration, states: Mapping[str, InitialState]
-    ) -> InitialEntries | None:
+        self, registration: QueryRegistration, states: Mapping[str, map_in_arrow.InitialState]
+    ) -> map_in_arrow.InitialEntries | None:
         """Make version 0 of a query that has no state yet; return None if it has state, or no initial state."""
         storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
         if not states or next(iter(storage.list("manifests/")), None) is not None:
             return None
         started = time.time()
         log.info("Making the initial state of %s", ", ".join(sorted(states)))
-        made = make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
+        states_made = map_in_arrow.make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
         log.info("Made the initial state of %s in %.1f s", ", ".join(sorted(states)), time.time() - started)
-        return made
+        return states_made
 
     def publish_endpoints(self) -> None:
         """Send the hosts' addresses to the jobs that this thread starts."""
@@ -328,7 +316,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             of_query.setProperty(properties.ADDRESSES, json.dumps(list(addresses)))
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
-        base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
+        base = self._spark.conf.get(settings.STATE_LOCATION_CONF, "") or ""
         return f"{base.rstrip('/')}/{query_id}" if base else f"{checkpoint.rstrip('/')}/statestore"
 
     def _refuse(self, execution: Any, names: list[str], duplicates: list[str]) -> str | None:
@@ -365,8 +353,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         try:
             prices_of(self._spark.conf)
         except InvalidStateStoreArgument as error:
-            return f"{STORAGE_PRICES_CONF}: {error}"
-        return unsafe_settings(self._spark)
+            return f"{settings.STORAGE_PRICES_CONF}: {error}"
+        return settings.unsafe_settings(self._spark)
 
     def _set(self, key: str, value: str | None) -> None:
         # setLocalProperty(key, None) removes the property.
@@ -387,8 +375,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     def batch_committed(self, run_id: str, batch_id: int, progress_json: Callable[[], str]) -> None:
         """Report a batch of any query of the session; those without stateful operators are passed over."""
         with self._lock:
-            known = run_id in self._registrations
-        if known and not self._stopping.is_set():
+            is_registered = run_id in self._registrations
+        if is_registered and not self._stopping.is_set():
             progress = progress_json()
             self._metrics.batch(run_id, progress)
             self._traces.batch(run_id, batch_id, progress)
@@ -413,14 +401,14 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Report that a run has ended: hosts answer from its last version for ``keep_serving``."""
         run_id = str(event.runId)
         with self._lock:
-            known = self._registrations.pop(run_id, None)
+            registration = self._registrations.pop(run_id, None)
             self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
         self._metrics.remove(run_id)
         self._traces.end(run_id, event.exception)
-        if known is not None and not self._stopping.is_set():
+        if registration is not None and not self._stopping.is_set():
             try:
-                self._ended.ended(known, failure_text(event.exception))
+                self._ended.ended(registration, failure_text(event.exception))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)

@@ -126,12 +126,12 @@ def tell_listeners(
     """Call all listeners for a batch; ``checkpoint`` is called if one of them wants checkpoints."""
     with _lock:
         listeners = list(_listeners)
-    found = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
+    progress_now = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
     for listener in listeners:
         try:
             listener.on_state_operator_progress(run_id, progress)
-            if found is not None and isinstance(listener, CheckpointListener):
-                listener.on_checkpoint_progress(run_id, found)
+            if progress_now is not None and isinstance(listener, CheckpointListener):
+                listener.on_checkpoint_progress(run_id, progress_now)
         except Exception:  # the other listeners must still be called
             log.exception("A state operator listener failed at run %s", run_id)
 
@@ -166,11 +166,11 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
         version = 0 if run is None else wanted(run["completed_version"])
         if run is None or not version:
             return []
-        held = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
-        if all(_has_applied(i, version) for i in held):
-            return [_sum(name, version, n, held) for name, n in run["operators"].items()]
+        instances = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
+        if all(_has_applied(i, version) for i in instances):
+            return [_sum(name, version, n, instances) for name, n in run["operators"].items()]
         if time.monotonic() > deadline:
-            behind = sorted({i["version"] for i in held if i["version"] < version})
+            behind = sorted({i["version"] for i in instances if i["version"] < version})
             raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
         time.sleep(PROGRESS_POLL_SECONDS)
 
@@ -240,7 +240,6 @@ class CheckpointProgress:
 
     @property
     def json(self) -> str:
-        """The figures as JSON."""
         return dumps(asdict(self), separators=(",", ":"))
 
 
@@ -313,12 +312,12 @@ class BatchTraces:
         began = _ns(str(told["timestamp"]))
         ended = began + took.get("triggerExecution", sum(took.values())) * 1_000_000
         with self._lock:
-            known = self._runs.get(run_id)
-            if known is None:
+            of_run = self._runs.get(run_id)
+            if of_run is None:
                 return
-            self._runs[run_id] = known[0], version + 1, ended
+            self._runs[run_id] = of_run[0], version + 1, ended
         trace = spans.batch(run_id, version)
-        _root(known[0], trace, began, ended, rows=int(told.get("numInputRows") or 0))
+        _root(of_run[0], trace, began, ended, rows=int(told.get("numInputRows") or 0))
         first, last = began, ended
         for step in (s for s in FIRST_STEPS if s in took):
             spans.finished(f"spark.{step}", trace, first, first + took[step] * 1_000_000)
@@ -330,10 +329,10 @@ class BatchTraces:
     def end(self, run_id: str, exception: str | None) -> None:
         """Remove a run. ``exception`` is the error of its last batch, which has a root, too."""
         with self._lock:
-            known = self._runs.pop(run_id, None)
-        if known is None or exception is None:
+            of_run = self._runs.pop(run_id, None)
+        if of_run is None or exception is None:
             return
-        registration, version, since = known
+        registration, version, since = of_run
         failure = exception.partition(":")[0].rpartition(".")[2].strip() or "StreamingQueryException"
         _root(registration, spans.batch(run_id, version), since, 0, failure=failure)
 
@@ -433,8 +432,8 @@ class StreamMetrics:
             if title is None:
                 return
             rates = _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond"))
-            made = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
-            self._publish_batch(title, made)
+            figures = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
+            self._publish_batch(title, figures)
 
     def pace(self, run_id: str) -> InputPace | None:
         """Return the pace of the input in the last batch of a run; None before its first batch."""
@@ -469,13 +468,13 @@ class StreamMetrics:
                 self._publish_batch(titles[run_id], batch)
         for run_id, title in titles.items():
             try:
-                found = self._progress_of(run_id)
+                progress = self._progress_of(run_id)
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:
                 if run_id in self._titles:  # otherwise it has ended since
-                    for one in found:
+                    for one in progress:
                         self._publish(title, one)
 
     def _publish(self, title: str, one: StateOperatorProgress) -> None:
@@ -494,13 +493,13 @@ def backlog_rows(progress: Mapping[str, Any]) -> int | None:
 
     Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
     """
-    known = [
+    offsets = [
         sum(max(0, offset - ended[topic][partition]) for topic, partition, offset in _offsets(latest))
         for source in progress.get("sources") or ()
         if (ended := _by_partition(source.get("endOffset"))) and (latest := _by_partition(source.get("latestOffset")))
         if all(partition in ended.get(topic, {}) for topic, partition, _ in _offsets(latest))
     ]
-    return sum(known) if known else None
+    return sum(offsets) if offsets else None
 
 
 def _by_partition(offsets: Any) -> dict[str, dict[str, int]]:

@@ -71,8 +71,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
             return False
         except ConnectionError:
             log.warning(
-                "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
-                running,
+                "The Ray cluster at %s, which this machine remembers, does not answer; starting another", running
             )
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
@@ -313,11 +312,11 @@ def require_cores(spark: SparkSession, more: int = 0) -> None:
 
 def too_few_cores(use: CoreUse, more: int, task_cpus: int) -> str | None:
     """Return why Ray's workers would leave streams waiting for ever, or None if they would not."""
-    taken = use.of_ray + more
-    if not taken or use.all - taken >= task_cpus:
+    cores = use.of_ray + more
+    if not cores or use.all - cores >= task_cpus:
         return None
     return (
-        f"Ray's workers take {taken} of the {use.all} cores that Spark's executors have, and so the tasks of streams, "
+        f"Ray's workers take {cores} of the {use.all} cores that Spark's executors have, and so the tasks of streams, "
         f"which need {task_cpus} each, would wait for ever. Give Ray fewer workers or fewer CPUs each "
         "(max_worker_nodes, num_cpus_worker_node), or Spark more executors."
     )
@@ -461,5 +460,5 @@ def _version(home: Path) -> int | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)
-    return int(found.group(1)) if found and answer.returncode == 0 else None
+    match = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)
+    return int(match.group(1)) if match and answer.returncode == 0 else None

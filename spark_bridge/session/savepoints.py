@@ -63,13 +63,13 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
         run_id = str(running.runId) if stop and running is not None else ""
         cluster.stopping.add(run_id)
         try:
-            made = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
+            savepoint = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
             if stop and running is not None:
                 running.stop()
         except Exception as error:  # noqa: BLE001 - the caller gets it from the future
             future.set_exception(error)
         else:
-            future.set_result(made)
+            future.set_result(savepoint)
         finally:
             cluster.stopping.discard(run_id)
 
@@ -187,10 +187,10 @@ def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None
     savepoint_format.remove_stored_savepoint(_absolute(path), _options(storage_options))
 
 
-def _options(given: Mapping[str, str] | None) -> dict[str, str]:
+def _options(options: Mapping[str, str] | None) -> dict[str, str]:
     """Return the storage settings of the Spark session, if there is one, with those that were given."""
     spark = current_spark()
-    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
+    return {**({} if spark is None else storage_settings(spark)), **(options or {})}
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:

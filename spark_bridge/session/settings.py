@@ -1,7 +1,5 @@
 """Spark settings that stateful operators need, and those that the state store reads.
 
-The options of ``init_spark`` and ``attach`` are in ``spark_bridge/host_actor.py``.
-
 Spark takes a query with these operators for stateless. It drops operators that it thinks empty and still commits the
 batch, so that their tasks would not run and their state would have no commit.
 """

@@ -239,9 +239,9 @@ class HostPlacement:
     def _publish(self, leaving: Collection[str]) -> None:
         """Publish the hosts that stay to tasks of later batches. Only then do the others leave."""
         staying = [host for host in self.hosts if host.host_id not in leaving]
-        there, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
+        ready, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
         addresses = []
-        for answer in there:
+        for answer in ready:
             with suppress(RayError):  # it has died, which the next look finds
                 addresses.append(str(ray.get(answer)))
         if addresses and addresses != self._published:
@@ -301,8 +301,8 @@ class HostPlacement:
                     self._start_one(node_id)
 
     def _start_one(self, node_id: str) -> None:
-        taken = {host.port_number for host in self.hosts}
-        port_number = next(i for i in range(len(taken) + 1) if i not in taken)
+        numbers = {host.port_number for host in self.hosts}
+        port_number = next(i for i in range(len(numbers) + 1) if i not in numbers)
         query_port = self._options.query_port and self._options.query_port + port_number
         number, self._started = self._started, self._started + 1
         actor = start_host(self._options, self._token, number, query_port, node_id)
@@ -418,14 +418,14 @@ class StateCluster:
         if not answers:
             return []
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
-        said = []
+        replies = []
         for answer in ready:
             try:
-                said.append(ray.get(answer))
+                replies.append(ray.get(answer))
             except RayError as error:
                 host = answers.index(answer)
                 log.log(self.shutdown.log_level, "State store host %d does not answer now: %s", host, error)
-        return said
+        return replies
 
     @staticmethod
     def machines() -> list[str]:
@@ -446,7 +446,6 @@ class StateCluster:
                 ) from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """Return the description of each host."""
         described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
         return described
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql import datasource
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions
@@ -30,17 +20,23 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 FILTERING_WORKER = "pyspark.sql.worker.data_source_pushdown_filters"
-_COMPARISONS: dict[type, str] = {
-    EqualTo: "=",
-    In: "in",
-    LessThan: "<",
-    LessThanOrEqual: "<=",
-    GreaterThan: ">",
-    GreaterThanOrEqual: ">=",
+_SIGNS = {
+    "EqualTo": "=",
+    "In": "in",
+    "LessThan": "<",
+    "LessThanOrEqual": "<=",
+    "GreaterThan": ">",
+    "GreaterThanOrEqual": ">=",
 }
+_COMPARISONS: dict[type, str] = {
+    getattr(datasource, name): sign for name, sign in _SIGNS.items() if hasattr(datasource, name)
+}
+"""PySpark's filters and their signs; none on Spark 4.0, which asks no reader to filter."""
+HAS_LIMITS = hasattr(datasource.DataSourceStreamReader, "getDefaultReadLimit")
+"""Whether Spark takes the limit of a batch from a stream's reader: since 4.2."""
 
 
-class StatePartition(InputPartition):  # type: ignore[misc]
+class StatePartition(datasource.InputPartition):  # type: ignore[misc]
     """One partition of the state, packed; of a stream with the source that reads it."""
 
     def __init__(self, piece: bytes, source: StateSource | None = None) -> None:
@@ -49,7 +45,7 @@ class StatePartition(InputPartition):  # type: ignore[misc]
         self.source = source
 
 
-class StateReader(DataSourceReader):  # type: ignore[misc]
+class StateReader(datasource.DataSourceReader):  # type: ignore[misc]
     """Reads a table, a partition of the state in each of Spark's partitions."""
 
     def __init__(self, source: StateSource, schema: pa.Schema) -> None:
@@ -63,7 +59,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
             return [StatePartition(p) for p in packed]
         return [StatePartition(p) for p in packed if self._source.may_have(unpacked_piece(p))]
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: datasource.InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition, on an executor.
 
         If there is nothing to read, PySpark replaces our empty list by one partition.
@@ -75,7 +71,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
 class FilteringStateReader(StateReader):
     """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them again."""
 
-    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
+    def pushFilters(self, filters: list[datasource.Filter]) -> Iterator[datasource.Filter]:
         """Accept the conditions on key columns, and return all for Spark to apply.
 
         A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
@@ -115,10 +111,15 @@ def _main_module() -> str | None:
 
 
 def reader_schema(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark wants of a data source's batches."""
+    """Return the Arrow schema that Spark wants of a data source's batches.
+
+    Spark 4.0 and 4.1 always take UTC; later lines must be told so.
+    """
     from pyspark.sql.pandas.types import to_arrow_schema
 
-    return to_arrow_schema(schema, timezone="UTC")
+    if "timezone" in inspect.signature(to_arrow_schema).parameters:
+        return to_arrow_schema(schema, timezone="UTC")
+    return to_arrow_schema(schema)
 
 
 def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -131,7 +132,7 @@ def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _condition(spark_filter: Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
+def _condition(spark_filter: datasource.Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
     comparison = _COMPARISONS.get(type(spark_filter))
     if comparison is None or len(spark_filter.attribute) != 1 or spark_filter.attribute[0] not in key:
         return None
@@ -149,7 +150,7 @@ BEFORE_STATE = -1
 """The offset before the state itself: the first batch of the stream has all rows as inserted."""
 
 
-class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
+class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
 
     ``startingVersion`` is the start of a new stream: "state" (the default) with all rows of the version that is
@@ -199,10 +200,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         if newest < begin:
             if self._target is not None:
                 return {OFFSET_FIELD: begin}
-            raise VersionNotFoundError(
-                f"The query at {self._options.place.checkpoint_location} went back to version {newest}, but changes up "
-                f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
-            )
+            raise self._went_back(begin, newest)
         if begin != BEFORE_STATE and isinstance(limit, ReadMaxFiles):
             newest = min(newest, begin + limit.max_files)
         return {OFFSET_FIELD: newest}
@@ -222,6 +220,8 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
         if begin == last:
             return []
+        if last < begin:
+            raise self._went_back(begin, last)
         try:
             source = self._source(begin, last)
         except VersionNotFoundError as error:
@@ -244,6 +244,12 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         assert partition.source is not None
         return fitting(partition.source.packed_batches(partition.piece), self._schema)
 
+    def _went_back(self, begin: int, newest: int) -> VersionNotFoundError:
+        return VersionNotFoundError(
+            f"The query at {self._options.place.checkpoint_location} went back to version {newest}, but changes up "
+            f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
+        )
+
     def _versions(self) -> StateVersions:
         return StateVersions.look(self._options.place)
 
@@ -251,3 +257,23 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     def _completed(versions: StateVersions) -> int:
         """Return the last completed version; 0 before the first one."""
         return 0 if versions.completed == 0 else versions.resolve(None)
+
+
+class UnlimitedChangeStreamReader(ChangeStreamReader):
+    """The reader of a stream on Spark 4.0 and 4.1, which give ``latestOffset`` neither the start nor a limit.
+
+    ``maxVersionsPerTrigger`` is refused. That the query went back shows when Spark asks for the partitions.
+    """
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        options.refuse(("maxVersionsPerTrigger",), "A stream on Spark 4.0 or 4.1")
+        super().__init__(options, schema)
+
+    def latestOffset(self) -> dict[str, int]:  # type: ignore[override]
+        """Return the last completed version."""
+        return self.reportLatestOffset()
+
+
+def stream_reader_of(options: SourceOptions, schema: StructType) -> ChangeStreamReader:
+    """Return the reader of a stream for this line of Spark. Raises ``InvalidStateStoreArgument``."""
+    return (ChangeStreamReader if HAS_LIMITS else UnlimitedChangeStreamReader)(options, schema)

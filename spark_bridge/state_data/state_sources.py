@@ -57,7 +57,6 @@ class StateSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the columns."""
         if self._selection is not None:
             return self._selection.rows.schema
         return self.rows.output if self.form == "rows" else VariableChanges(self.rows).output
@@ -98,7 +97,6 @@ class StateSource:
         return replace(self, reading=replace(self.reading, pieces=())), packed_pieces(self.pieces)
 
     def packed_batches(self, packed: bytes) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of one packed piece."""
         return self.batches(unpacked_piece(packed))
 
     def _key_groups(self, piece: Piece) -> range:
@@ -148,10 +146,9 @@ def state_source(
     collect: bool = False,
     raw: bool = False,
     inserts: bool = False,
-    open_storage: OpenStorage = CheckpointStorage.open,
 ) -> StateSource:
     """Return the source of ``state_batches``; see there. ``inserts``: the rows begin a feed of changes."""
-    versions = StateVersions.look(place, open_storage=open_storage)
+    versions = StateVersions.look(place)
     if as_of is not None:
         if version is not None:
             raise InvalidStateStoreArgument(f"version={version} and as_of={as_of!r}: give one of them.")
@@ -159,7 +156,7 @@ def state_source(
     reading = versions.reading(operator, version)
     variable = _variable(reading, state)
     rows = VariableRows(reading.schema, variable, collect, raw)
-    return StateSource(reading, rows, "inserts" if inserts else "rows", open_storage)
+    return StateSource(reading, rows, "inserts" if inserts else "rows")
 
 
 def changes_source(
@@ -170,13 +167,12 @@ def changes_source(
     to_version: int | None,
     *,
     raw: bool = False,
-    open_storage: OpenStorage = CheckpointStorage.open,
 ) -> StateSource:
     """Return the source of ``state_changes_batches``; see there."""
-    versions = StateVersions.look(place, open_storage=open_storage)
+    versions = StateVersions.look(place)
     reading = versions.reading_of_changes(operator, from_version, to_version)
     rows = VariableRows(reading.schema, _variable(reading, state), raw=raw)
-    return StateSource(reading, rows, "changes", open_storage)
+    return StateSource(reading, rows, "changes")
 
 
 def _variable(reading: Reading, name: str | None) -> StateVariable:

@@ -112,6 +112,8 @@ SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
 DUE = "__due"
 """A time before which no session of the key ends, or no row of the chunk can be removed."""
+NO_TIME = (1 << 63) - 1
+"""The time of a row of ``join`` that has none, in microseconds."""
 LEFT, RIGHT = "left", "right"
 """The state variables of ``join``: the rows of each side that may still find a match."""
 MATCHED = "matched"
@@ -234,13 +236,13 @@ def map_families(
     """
     fields = [pa.field(ENTRY_KEY, pa.struct(user_key)), pa.field(ENTRY_VALUE, pa.struct(value))]
     entries = pa.list_(pa.struct(with_ttl(fields) if has_ttl else fields))
-    taken = set(keys.names)
+    names = set(keys.names)
     return {
         stored_name(name): StateSchema(
             keys, pa.schema([pa.field(IS_LARGE, pa.bool_()), pa.field(MAP_ENTRIES, entries)])
         ),
         stored_name(name) + ENTRIES: StateSchema(
-            pa.schema([*keys, *(_renamed(field, taken) for field in user_key)]),
+            pa.schema([*keys, *(_renamed(field, names) for field in user_key)]),
             pa.schema(with_ttl(value) if has_ttl else value),
         ),
     }
@@ -259,12 +261,12 @@ def _list_of(element: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", element))
 
 
-def _renamed(field: pa.Field, taken: set[str]) -> pa.Field:
-    """Return the field under a name that is not in ``taken``, and add the name to ``taken``."""
+def _renamed(field: pa.Field, names: set[str]) -> pa.Field:
+    """Return the field under a name that is not in ``names``, and add the name to ``names``."""
     name = field.name
-    while name in taken:
+    while name in names:
         name += "_key"
-    taken.add(name)
+    names.add(name)
     return field.with_name(name)
 
 
@@ -291,9 +293,9 @@ MAP_VALUE = "map_value"
 
 def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
     """Return the fields, renamed if an earlier field has the same name; see ``distinct_names`` for the rule."""
-    given = list(fields)
-    names = distinct_names([field.name for field in given])
-    return pa.schema([field.with_name(name) for field, name in zip(given, names, strict=True)])
+    all_fields = list(fields)
+    names = distinct_names([field.name for field in all_fields])
+    return pa.schema([field.with_name(name) for field, name in zip(all_fields, names, strict=True)])
 
 
 # Finds the column of a stored key that is the window of a windowed aggregate, for clients and hosts alike.

@@ -26,19 +26,8 @@ from backends.encoding.columns import (
 )
 from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
+from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import KEY_GROUP, MAP
-from spark_bridge.state_format.stored_rows import (
-    DecodedRows,
-    Positions,
-    VariableRows,
-    in_step,
-    key_groups_of,
-    longs_of_key,
-    order_keys,
-    row_order,
-    with_more,
-    without_order,
-)
 
 if TYPE_CHECKING:
     from backends.partition.partition_state import PartitionState
@@ -49,7 +38,7 @@ DECODE_STEP_BYTES = 4 << 20
 """Bytes of pairs that are decoded at once, about; one pair at least."""
 
 
-def scan_partition(rows: VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
+def scan_partition(rows: stored_rows.VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
     # Tasks in workers of Spark import this file, and need no storage.
     from coordinator_actor.reading import stored_files
@@ -60,7 +49,7 @@ def scan_partition(rows: VariableRows, state: PartitionState, partition: int) ->
 
 
 def partition_rows(
-    rows: VariableRows, pairs: Mapping[str, Iterator[pa.RecordBatch]], partition: int
+    rows: stored_rows.VariableRows, pairs: Mapping[str, Iterator[pa.RecordBatch]], partition: int
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a partition's pairs, as batches of ``rows.output``.
 
@@ -81,12 +70,14 @@ def numbered(schema: pa.Schema) -> list[str]:
     return [str(i) for i in range(len(schema))]
 
 
-def _in_order(rows: VariableRows, pairs: Mapping[str, Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+def _in_order(
+    rows: stored_rows.VariableRows, pairs: Mapping[str, Iterator[pa.RecordBatch]]
+) -> Iterator[pa.RecordBatch]:
     """Yield rows of key, inner and value columns, and the key group."""
     streams = [_sorted_parts(rows, family, pairs[family]) for family in rows.families]
-    for step in in_step(streams):
+    for step in stored_rows.in_step(streams):
         parts = [
-            _decoded(rows, family, without_order(rows, family, part.keys), part.values)
+            _decoded(rows, family, stored_rows.without_order(rows, family, part.keys), part.values)
             for family, part in zip(rows.families, step, strict=True)
         ]
         batch = _interleaved(rows, [part.keys for part in step], parts)
@@ -94,38 +85,46 @@ def _in_order(rows: VariableRows, pairs: Mapping[str, Iterator[pa.RecordBatch]])
             yield batch
 
 
-def _sorted_parts(rows: VariableRows, family: str, batches: Iterator[pa.RecordBatch]) -> Iterator[SortedPairs]:
+def _sorted_parts(
+    rows: stored_rows.VariableRows, family: str, batches: Iterator[pa.RecordBatch]
+) -> Iterator[SortedPairs]:
     """Yield pairs a few megabytes at a time, under keys whose byte order is the order of the rows."""
     for batch in batches:
         keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
-        pairs = SortedPairs(order_keys(rows, family, keys), values)
+        pairs = SortedPairs(stored_rows.order_keys(rows, family, keys), values)
         length = max(1, min(DECODE_STEP_ROWS, DECODE_STEP_BYTES * len(pairs) // max(1, pairs.nbytes)))
         for at in range(0, len(pairs), length):
             yield pairs.slice(at, length)
 
 
-def _decoded(rows: VariableRows, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
+def _decoded(
+    rows: stored_rows.VariableRows, family: str, keys: pa.BinaryArray, values: pa.BinaryArray
+) -> stored_rows.DecodedRows:
     """Return the rows of pairs, the key group after the other columns."""
     decoded = rows.decode(family, keys, values)
-    return DecodedRows(decoded.pair, [*decoded.columns, pa.array(key_groups_of(keys)[decoded.pair], pa.int32())])
+    return stored_rows.DecodedRows(
+        decoded.pair, [*decoded.columns, pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())]
+    )
 
 
-def _interleaved(rows: VariableRows, keys: Sequence[pa.BinaryArray], parts: Sequence[DecodedRows]) -> pa.RecordBatch:
+def _interleaved(
+    rows: stored_rows.VariableRows, keys: Sequence[pa.BinaryArray], parts: Sequence[stored_rows.DecodedRows]
+) -> pa.RecordBatch:
     """Return the rows of several families in the order of their pairs' keys."""
     schema = pa.schema([*rows.key, *rows.inner, *rows.value, pa.field(KEY_GROUP, pa.int32())])
-    held = [(k, part) for k, part in zip(keys, parts, strict=True) if len(part.pair)]
-    if len(held) < 2:
-        columns = held[0][1].columns if held else [pa.array([], f.type) for f in schema]
+    filled = [(k, part) for k, part in zip(keys, parts, strict=True) if len(part.pair)]
+    if len(filled) < 2:
+        columns = filled[0][1].columns if filled else [pa.array([], f.type) for f in schema]
         return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
-    order = pa.array(row_order([k for k, _ in held], [part.pair for _, part in held]))
-    columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for _, part in held), strict=True)]
+    order = pa.array(stored_rows.row_order([k for k, _ in filled], [part.pair for _, part in filled]))
+    columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for _, part in filled), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
 
 
 # -- one row per key ---------------------------------------------------------------------------
 
 
-def _collected(rows: VariableRows, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _collected(rows: stored_rows.VariableRows, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield a row per key, of rows that come in the order of the keys."""
     pending: list[pa.RecordBatch] = []
     last: bytes | None = None
@@ -136,9 +135,9 @@ def _collected(rows: VariableRows, batches: Iterator[pa.RecordBatch]) -> Iterato
             starts = starts[1:]
         if len(starts):
             cut = int(starts[-1])
-            held = sum(b.num_rows for b in pending)
-            bounds = np.concatenate([[0] if pending else [], held + starts]).astype(np.int64)
-            if held + cut:
+            num_rows = sum(b.num_rows for b in pending)
+            bounds = np.concatenate([[0] if pending else [], num_rows + starts]).astype(np.int64)
+            if num_rows + cut:
                 yield _in_arrays(rows, _concatenated([*pending, batch.slice(0, cut)]), bounds)
             pending, batch = [], batch.slice(cut)  # noqa: PLW2901 - the rest of the batch
         pending.append(batch)
@@ -147,11 +146,11 @@ def _collected(rows: VariableRows, batches: Iterator[pa.RecordBatch]) -> Iterato
         yield _in_arrays(rows, _concatenated(pending), np.array([0, sum(b.num_rows for b in pending)]))
 
 
-def _keys_of(rows: VariableRows, batch: pa.RecordBatch) -> pa.RecordBatch:
+def _keys_of(rows: stored_rows.VariableRows, batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(batch.columns[: len(rows.key)], schema=rows.key)
 
 
-def _in_arrays(rows: VariableRows, batch: pa.RecordBatch, bounds: Positions) -> pa.RecordBatch:
+def _in_arrays(rows: stored_rows.VariableRows, batch: pa.RecordBatch, bounds: stored_rows.Positions) -> pa.RecordBatch:
     """Return a row per key, whose rows are those of ``batch`` from one of the n+1 ``bounds`` to the next."""
     n, inner = len(rows.key), len(rows.inner)
     firsts = pa.array(bounds[:-1])
@@ -161,15 +160,16 @@ def _in_arrays(rows: VariableRows, batch: pa.RecordBatch, bounds: Positions) -> 
     kind = rows.output.field(n).type
     if rows.kind == MAP:
         keys = _struct(columns[n : n + inner], rows.inner)
-        made = pa.MapArray.from_arrays(offsets, keys, values).cast(kind)
+        collected = pa.MapArray.from_arrays(offsets, keys, values).cast(kind)
     else:
-        made = pa.ListArray.from_arrays(offsets, values).cast(kind)
-    taken = [c.take(firsts) for c in (*columns[:n], columns[-1])]
-    return pa.RecordBatch.from_arrays([*taken[:-1], made, taken[-1]], names=[*map(str, range(n)), "value", KEY_GROUP])
+        collected = pa.ListArray.from_arrays(offsets, values).cast(kind)
+    firsts_of_columns = [c.take(firsts) for c in (*columns[:n], columns[-1])]
+    return pa.RecordBatch.from_arrays(
+        [*firsts_of_columns[:-1], collected, firsts_of_columns[-1]], names=[*map(str, range(n)), "value", KEY_GROUP]
+    )
 
 
 def _concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return the rows of all batches in one batch."""
     columns = [pa.concat_arrays(c) for c in zip(*(b.columns for b in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=batches[0].schema.names)
 
@@ -309,7 +309,7 @@ def cut_lists(elements: pa.Array, offsets: Offsets) -> tuple[Offsets, Offsets, O
 
 def chunk_keys(keys: pa.BinaryArray, numbers: Offsets) -> pa.BinaryArray:
     """Return the stored keys of chunks of the lists that have the stored keys ``keys``."""
-    return with_more(keys, longs_of_key(numbers))
+    return stored_rows.with_more(keys, stored_rows.longs_of_key(numbers))
 
 
 def are_large(entries: pa.Array, offsets: Offsets) -> npt.NDArray[np.bool_]:

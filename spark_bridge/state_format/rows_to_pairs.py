@@ -6,7 +6,7 @@ sessions get their rows by time, as if an operator had written them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,31 +22,16 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.encoding.values import encode_values
-from spark_bridge.state_format.layouts import (
-    CHUNKS_BY_TIME,
-    ELEMENTS,
-    END,
-    ENDS_FAMILY,
-    ENTRY_KEY,
-    ENTRY_VALUE,
-    EXPIRIES,
-    EXPIRY_FAMILY,
-    LIST,
-    MAP,
-    MAP_ENTRIES,
-    PRESENT,
-    ROWS,
-    SESSIONS,
-    START,
-    TAIL,
-    TIMERS_BY_EXPIRY,
-    TIMERS_BY_KEY,
-    TTL_COLUMN,
-    family_of,
-    is_present,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.state_format.partition_rows import are_large, chunk_keys, cut_lists, flat_ranges, pick, structs
-from spark_bridge.state_format.stored_rows import VariableRows, by_expiry, columns_of_key, key_groups_of, with_more
+from spark_bridge.state_format.stored_rows import (
+    VariableRows,
+    by_expiry,
+    columns_of_key,
+    key_groups_of,
+    longs_of_key,
+    with_more,
+)
 
 
 class FamilyPairs(NamedTuple):
@@ -60,11 +45,14 @@ class FamilyPairs(NamedTuple):
 class PairsOfRows:
     """Makes the pairs of one variable. ``rows`` are ``raw``, and not ``collect``.
 
+    ``times`` returns the times of rows of a side of ``join``, in microseconds (``NO_TIME`` for a row without a time).
+
     Rows are batches of ``columns``: the key's, in the user's order, those that tell the rows of a key apart, and those
     of the value.
     """
 
     rows: VariableRows
+    times: Callable[[pa.RecordBatch], npt.NDArray[np.int64]] | None = None
 
     @cached_property
     def columns(self) -> pa.Schema:
@@ -72,20 +60,24 @@ class PairsOfRows:
         names = self.rows.output.names
         fields = [*(self.rows.key.field(i) for i in self.rows.key_order), *self.rows.inner, *self.rows.value]
         # A timer has a time, and a session its bounds.
-        inner = [f.with_nullable(self.rows.kind == MAP) for f in self.rows.inner]
+        inner = [f.with_nullable(self.rows.kind == layouts.MAP) for f in self.rows.inner]
         required = [*(self._keys.field(i) for i in self.rows.key_order), *inner, *self._values]
         nullable = [f.nullable for f in required] + [True] * (len(fields) - len(required))
         return pa.schema([pa.field(n, f.type, can) for n, f, can in zip(names, fields, nullable, strict=False)])
 
     @property
     def is_by_time_of_program(self) -> bool:
-        """Return whether rows are kept by times that only the program knows: the sides of ``join``."""
-        return any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
+        """Return whether rows are kept by times that only the program knows, and ``times`` are not given: those of the
+        sides of ``join``.
+        """
+        return self.times is None and any(
+            family.endswith(layouts.CHUNKS_BY_TIME) for family in self.rows.variable.families
+        )
 
     @property
     def has_equal_keys(self) -> bool:
         """Return whether rows may have equal keys: the elements of a list, and timers, which are the same ones then."""
-        return self.rows.kind in (LIST, TIMERS)
+        return self.rows.kind in (layouts.LIST, TIMERS)
 
     @cached_property
     def _keys(self) -> pa.Schema:
@@ -100,9 +92,15 @@ class PairsOfRows:
         if rows.kind == TIMERS or not len(rows.stored_value):
             return []
         stored = families[rows.second or rows.main].value
-        if rows.kind in (LIST, SESSIONS):
-            stored = pa.schema(list(stored.field(ELEMENTS if rows.kind == LIST else SESSIONS).type.value_type))
-        return [f for f in stored if f.name not in ((START, END) if rows.kind == SESSIONS else (TTL_COLUMN,))]
+        if rows.kind in (layouts.LIST, layouts.SESSIONS):
+            stored = pa.schema(
+                list(stored.field(layouts.ELEMENTS if rows.kind == layouts.LIST else layouts.SESSIONS).type.value_type)
+            )
+        return [
+            f
+            for f in stored
+            if f.name not in ((layouts.START, layouts.END) if rows.kind == layouts.SESSIONS else (layouts.TTL_COLUMN,))
+        ]
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -148,8 +146,8 @@ class PairsOfRows:
         family, schema = self.rows.main, self.rows.variable.families[self.rows.main]
         values = self._stored_values(batch, schema.value)
         yield FamilyPairs(family, SortedPairs(keys, schema.encode_values(values)))
-        if self.rows.variable.kind == ROWS and EXPIRY_FAMILY in self.rows.variable.families:
-            yield self._by_time(EXPIRY_FAMILY, values.column(0), self._key_columns(batch), key_groups_of(keys))
+        if self.rows.variable.kind == layouts.ROWS and layouts.EXPIRY_FAMILY in self.rows.variable.families:
+            yield self._by_time(layouts.EXPIRY_FAMILY, values.column(0), self._key_columns(batch), key_groups_of(keys))
 
     def _by_time(
         self, family: str, times: pa.Array, columns: pa.RecordBatch, groups: npt.NDArray[np.int32]
@@ -164,7 +162,7 @@ class PairsOfRows:
         assert second is not None
         head, chunk = self.rows.variable.families[self.rows.main], self.rows.variable.families[second]
         firsts, offsets = _grouped(keys)
-        kind = chunk.value.field(ELEMENTS).type
+        kind = chunk.value.field(layouts.ELEMENTS).type
         elements = structs(self._stored_values(batch, pa.schema(list(kind.value_type))), kind.value_type)
         tails, chunk_of, starts, counts = cut_lists(elements, offsets)
         chunks = np.bincount(chunk_of, minlength=len(firsts))
@@ -174,10 +172,28 @@ class PairsOfRows:
             rows = pa.RecordBatch.from_arrays([pick(elements, starts, counts, kind)], schema=chunk.value)
             stored = chunk_keys(lists.take(pa.array(chunk_of)), numbers)
             yield FamilyPairs(second, SortedPairs.of(stored, chunk.encode_values(rows)))
-        tail = head.value.field(TAIL).type
+        tail = head.value.field(layouts.TAIL).type
         columns = [pa.array(np.diff(offsets)), pa.array(chunks), pick(elements, tails, offsets[1:] - tails, tail)]
         rows = pa.RecordBatch.from_arrays(columns, schema=head.value)
         yield FamilyPairs(self.rows.main, SortedPairs(lists, head.encode_values(rows)))
+        if self.times is not None:
+            numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
+            times = self.times(batch)
+            yield from self._chunks_by_time(lists.take(pa.array(chunk_of)), numbers, times, starts, counts)
+            tail_numbers = np.full(len(firsts), layouts.TAIL_NUMBER)
+            yield from self._chunks_by_time(lists, tail_numbers, times, tails, offsets[1:] - tails)
+
+    def _chunks_by_time(
+        self, owners: pa.BinaryArray, numbers: Offsets, times: npt.NDArray[np.int64], starts: Offsets, counts: Offsets
+    ) -> Iterator[FamilyPairs]:
+        """Yield the chunks of a side of ``join`` by the time of their first row; a chunk has at least one row."""
+        if not len(owners):
+            return
+        least = np.minimum.reduceat(times[flat_ranges(starts, counts)], np.cumsum(counts) - counts)
+        has_time = least < layouts.NO_TIME
+        owners = owners.filter(pa.array(has_time))
+        entries = with_more(by_expiry(owners, least[has_time]), longs_of_key(numbers[has_time]))
+        yield FamilyPairs(layouts.family_of(self.rows.variable, layouts.CHUNKS_BY_TIME)[0], _present(entries))
 
     def _maps(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         second = self.rows.second
@@ -186,13 +202,13 @@ class PairsOfRows:
         maps = self._grouping_keys(batch, keys)
         firsts, offsets = _grouped(maps)
         values = self._stored_values(batch, entry.value)
-        kind = head.value.field(MAP_ENTRIES).type
+        kind = head.value.field(layouts.MAP_ENTRIES).type
         inner = self._part(batch, len(self._keys), self.rows.inner)
-        of_user = [f for f in entry.value if f.name != TTL_COLUMN]
+        of_user = [f for f in entry.value if f.name != layouts.TTL_COLUMN]
         columns = [
-            structs(inner, kind.value_type.field(ENTRY_KEY).type),
-            structs(values.select([f.name for f in of_user]), kind.value_type.field(ENTRY_VALUE).type),
-            *([values.column(TTL_COLUMN)] if len(of_user) < len(entry.value) else []),
+            structs(inner, kind.value_type.field(layouts.ENTRY_KEY).type),
+            structs(values.select([f.name for f in of_user]), kind.value_type.field(layouts.ENTRY_VALUE).type),
+            *([values.column(layouts.TTL_COLUMN)] if len(of_user) < len(entry.value) else []),
         ]
         entries = struct_array(columns, batch.num_rows, None, kind.value_type)
         large = are_large(entries, offsets)
@@ -209,18 +225,20 @@ class PairsOfRows:
         owners = self._grouping_keys(kept, keys.filter(pa.array(is_first)))
         expiries = np.asarray(kept.column(len(self._keys)))
         firsts, offsets = _grouped(owners)
-        family, schema = family_of(self.rows.variable, TIMERS_BY_KEY)
-        lists = list_array(pa.array(expiries), offsets, None, schema.value.field(EXPIRIES).type)
+        family, schema = layouts.family_of(self.rows.variable, layouts.TIMERS_BY_KEY)
+        lists = list_array(pa.array(expiries), offsets, None, schema.value.field(layouts.EXPIRIES).type)
         rows = pa.RecordBatch.from_arrays([lists], schema=schema.value)
         yield FamilyPairs(family, SortedPairs(owners.take(pa.array(firsts)), schema.encode_values(rows)))
-        yield FamilyPairs(family_of(self.rows.variable, TIMERS_BY_EXPIRY)[0], _present(by_expiry(owners, expiries)))
+        yield FamilyPairs(
+            layouts.family_of(self.rows.variable, layouts.TIMERS_BY_EXPIRY)[0], _present(by_expiry(owners, expiries))
+        )
 
     def _sessions(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         schema = self.rows.variable.families[self.rows.main]
         owners = self._grouping_keys(batch, keys)
         firsts, offsets = _grouped(owners)
         starts, ends = batch.column(len(self._keys)).flatten()
-        kind = schema.value.field(SESSIONS).type
+        kind = schema.value.field(layouts.SESSIONS).type
         states = batch.columns[len(self._keys) + 1 :]
         sessions = struct_array([starts, ends, *states], batch.num_rows, None, kind.value_type)
         due = ends.take(pa.array(firsts))
@@ -228,31 +246,31 @@ class PairsOfRows:
         stored = owners.take(pa.array(firsts))
         yield FamilyPairs(self.rows.main, SortedPairs(stored, schema.encode_values(rows)))
         of_keys = self._key_columns(batch.take(pa.array(firsts)))
-        yield self._by_time(ENDS_FAMILY, due, of_keys, key_groups_of(stored))
+        yield self._by_time(layouts.ENDS_FAMILY, due, of_keys, key_groups_of(stored))
 
     def without_length(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """Return the sessions, by position, that have no bounds, or end no later than they begin."""
-        if self.rows.kind != SESSIONS:
+        if self.rows.kind != layouts.SESSIONS:
             return np.zeros(0, np.int64)
         starts, ends = batch.column(len(self._keys)).flatten()
         is_right = pc.fill_null(pc.less(starts, ends), False)
-        found: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
-        return found
+        positions: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
+        return positions
 
     def overlapping(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
         """Return the sessions, by position, that begin before the session of the same key before them has ended."""
-        if self.rows.kind != SESSIONS or batch.num_rows < 2:
+        if self.rows.kind != layouts.SESSIONS or batch.num_rows < 2:
             return np.zeros(0, np.int64)
         owners = self._grouping_keys(batch, keys)
         starts, ends = (np.asarray(c.cast(pa.int64())) for c in batch.column(len(self._keys)).flatten())
         same = np.asarray(pc.equal(owners[1:], owners[:-1]))
-        found: npt.NDArray[np.int64] = 1 + np.flatnonzero(same & (starts[1:] <= ends[:-1]))
-        return found
+        positions: npt.NDArray[np.int64] = 1 + np.flatnonzero(same & (starts[1:] <= ends[:-1]))
+        return positions
 
     def _stored_values(self, batch: pa.RecordBatch, stored: pa.Schema) -> pa.RecordBatch:
         """Return the values as they are stored, the TTL last."""
-        if stored.names == PRESENT.names and not len(self.rows.stored_value):
-            return is_present(batch.num_rows)
+        if stored.names == layouts.PRESENT.names and not len(self.rows.stored_value):
+            return layouts.is_present(batch.num_rows)
         columns = batch.columns[len(self._keys) + len(self.rows.inner) :]
         return pa.RecordBatch.from_arrays(columns, schema=_nullable(stored))
 
@@ -268,7 +286,7 @@ def _grouped(keys: pa.BinaryArray) -> tuple[Offsets, Offsets]:
 
 def _present(keys: pa.BinaryArray) -> SortedPairs:
     """Return pairs of the keys, sorted, with the marker value ``PRESENT``."""
-    return SortedPairs.of(keys, encode_values(is_present(len(keys))))
+    return SortedPairs.of(keys, encode_values(layouts.is_present(len(keys))))
 
 
 def _nullable(schema: pa.Schema) -> pa.Schema:

@@ -23,24 +23,9 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading import stored_files
 from coordinator_actor.reading.stored_files import ChangedPairs
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
+from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, with_distinct_names
 from spark_bridge.state_format.partition_rows import numbered
-from spark_bridge.state_format.stored_rows import (
-    AFTER,
-    BEFORE,
-    CHANGE_TYPE,
-    DELETE,
-    INSERT,
-    UPDATE,
-    DecodedRows,
-    Positions,
-    VariableRows,
-    changed_rows,
-    key_groups_of,
-    list_keys,
-    order_keys,
-    row_order,
-)
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 #
@@ -51,17 +36,17 @@ from spark_bridge.state_format.stored_rows import (
 
 def changed_elements(
     lists: tuple[pa.BinaryArray, pa.BinaryArray], values: tuple[pa.Array, pa.Array]
-) -> tuple[Positions, Positions]:
+) -> tuple[stored_rows.Positions, stored_rows.Positions]:
     """Return the deleted and inserted elements by list, those deleted from a list first.
 
     Each is a position among the old elements and one among the new elements; the one that does not apply is -1. Both
     arguments have an array for the old elements and one for the new: ``lists`` has the id of each element's list,
     ``values`` bytes that are equal for equal elements. The elements of a list are adjacent and in order.
     """
-    known = pc.unique(pa.concat_arrays(list(lists)))
-    known = known.take(pc.sort_indices(known))
-    of_before, of_after = (np.asarray(pc.index_in(ids, value_set=known)).astype(np.int64) for ids in lists)
-    old, new = (np.searchsorted(of, np.arange(len(known) + 1)) for of in (of_before, of_after))
+    distinct = pc.unique(pa.concat_arrays(list(lists)))
+    distinct = distinct.take(pc.sort_indices(distinct))
+    of_before, of_after = (np.asarray(pc.index_in(ids, value_set=distinct)).astype(np.int64) for ids in lists)
+    old, new = (np.searchsorted(of, np.arange(len(distinct) + 1)) for of in (of_before, of_after))
     lengths = np.minimum(np.diff(old), np.diff(new))
     prefix = _in_common(values, old[:-1], new[:-1], lengths, 1)
     suffix = _in_common(values, old[1:] - 1, new[1:] - 1, lengths - prefix, -1)
@@ -80,24 +65,28 @@ def changed_elements(
 
 
 def _in_common(
-    values: tuple[pa.Array, pa.Array], old: Positions, new: Positions, lengths: Positions, step: int
-) -> Positions:
+    values: tuple[pa.Array, pa.Array],
+    old: stored_rows.Positions,
+    new: stored_rows.Positions,
+    lengths: stored_rows.Positions,
+    step: int,
+) -> stored_rows.Positions:
     """Return, per list, how many elements are equal from the positions ``old`` and ``new`` on, ``lengths`` at most."""
     lists = np.repeat(np.arange(len(lengths)), lengths)
     nth = np.arange(len(lists)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     equal = np.asarray(
         pc.equal(values[0].take(pa.array(old[lists] + step * nth)), values[1].take(pa.array(new[lists] + step * nth)))
     ).astype(np.bool_)
-    found: Positions = lengths.copy()
-    np.minimum.at(found, lists[~equal], nth[~equal])
-    return found
+    num_common: stored_rows.Positions = lengths.copy()
+    np.minimum.at(num_common, lists[~equal], nth[~equal])
+    return num_common
 
 
-def _between(lists: Positions, begins: Positions, ends: Positions) -> Mask:
+def _between(lists: stored_rows.Positions, begins: stored_rows.Positions, ends: stored_rows.Positions) -> Mask:
     """Return which elements are from ``begins`` (included) to ``ends`` (not included) of their list."""
     at = np.arange(len(lists))
-    found: Mask = (at >= begins[lists]) & (at < ends[lists])
-    return found
+    is_between: Mask = (at >= begins[lists]) & (at < ends[lists])
+    return is_between
 
 
 def _overlap(before: list[bytes], after: list[bytes]) -> int:
@@ -131,7 +120,7 @@ class _Side:
 class VariableChanges:
     """Makes the changes of one state variable."""
 
-    rows: VariableRows
+    rows: stored_rows.VariableRows
 
     @property
     def _has_values(self) -> bool:
@@ -146,8 +135,8 @@ class VariableChanges:
         rows = self.rows
         keys = [*(rows.key.field(i) for i in rows.key_order), *rows.inner]
         value = pa.struct(list(self.rows.value))
-        values = [pa.field(BEFORE, value), pa.field(AFTER, value)] if self._has_values else []
-        ours = [pa.field(VERSION, pa.int64()), pa.field(CHANGE_TYPE, pa.string())]
+        values = [pa.field(stored_rows.BEFORE, value), pa.field(stored_rows.AFTER, value)] if self._has_values else []
+        ours = [pa.field(VERSION, pa.int64()), pa.field(stored_rows.CHANGE_TYPE, pa.string())]
         last = [pa.field(KEY_GROUP, pa.int32()), pa.field(PARTITION, pa.int32())]
         # Where names are equal, the user's columns keep theirs; in the table, version and type come first nevertheless.
         n = len(keys)
@@ -174,10 +163,12 @@ class VariableChanges:
         if self.rows.kind == LIST:
             of_before, of_after = changed_elements((before.ids, after.ids), values)
         else:
-            of_before, of_after = changed_rows((before.ids, after.ids), values)
+            of_before, of_after = stored_rows.changed_rows((before.ids, after.ids), values)
         if not len(of_before):
             return
-        types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+        types = np.where(
+            of_after < 0, stored_rows.DELETE, np.where(of_before < 0, stored_rows.INSERT, stored_rows.UPDATE)
+        )
         n = len(self.rows.key) + len(self.rows.inner)
         either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before))
         keys = [
@@ -186,8 +177,8 @@ class VariableChanges:
         ]
         structs = []
         for side, positions in ((before, of_before), (after, of_after)) if self._has_values else ():
-            made = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
-            structs.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+            rows = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
+            structs.append(rows.take(pa.array(positions, pa.int64(), mask=positions < 0)))
         yield pa.RecordBatch.from_arrays(
             [
                 pa.repeat(pa.scalar(version, pa.int64()), len(types)),
@@ -213,7 +204,7 @@ class VariableChanges:
         return pa.RecordBatch.from_arrays(
             [
                 pa.repeat(pa.scalar(version, pa.int64()), count),
-                pa.repeat(pa.scalar(INSERT), count),
+                pa.repeat(pa.scalar(stored_rows.INSERT), count),
                 *batch.columns[:n],
                 *structs,
                 *batch.columns[-2:],
@@ -226,22 +217,22 @@ class VariableChanges:
         rows = self.rows
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
-        parts: list[DecodedRows] = []
+        parts: list[stored_rows.DecodedRows] = []
         for family, (all_keys, all_values) in families.items():
             is_there = pc.is_valid(all_values)
             keys = all_keys.filter(is_there)
-            made = rows.decode(family, keys, all_values.filter(is_there))
-            groups = pa.array(key_groups_of(keys)[made.pair], pa.int32())
+            decoded = rows.decode(family, keys, all_values.filter(is_there))
+            groups = pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())
             n = len(rows.key) + len(rows.inner)
-            part = DecodedRows(made.pair, [*made.columns[:n], groups, *made.columns[n:]])
+            part = stored_rows.DecodedRows(decoded.pair, [*decoded.columns[:n], groups, *decoded.columns[n:]])
             ids.append(self._ids(family, keys, part))
-            ordered.append(order_keys(rows, family, keys))
+            ordered.append(stored_rows.order_keys(rows, family, keys))
             parts.append(part)
-        order = pa.array(row_order(ordered, [part.pair for part in parts]))
+        order = pa.array(stored_rows.row_order(ordered, [part.pair for part in parts]))
         columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for part in parts), strict=True)]
         return _Side(pa.concat_arrays(ids).take(order), columns)
 
-    def _ids(self, family: str, keys: pa.BinaryArray, part: DecodedRows) -> pa.BinaryArray:
+    def _ids(self, family: str, keys: pa.BinaryArray, part: stored_rows.DecodedRows) -> pa.BinaryArray:
         rows = self.rows
         if len(rows.inner) and rows.kind != TIMERS and family == rows.main:
             # The key that the entry would have in a large map.
@@ -249,7 +240,7 @@ class VariableChanges:
             schema = pa.schema([*rows.key, *rows.inner])
             columns = pa.RecordBatch.from_arrays(part.columns[:n], names=numbered(schema))
             return encode_keys(columns, np.asarray(part.columns[n]))
-        stored = list_keys(rows, family, keys) if rows.kind == LIST else keys
+        stored = stored_rows.list_keys(rows, family, keys) if rows.kind == LIST else keys
         return stored.take(pa.array(part.pair))
 
     def _comparable(self, side: _Side) -> pa.Array:

@@ -29,37 +29,15 @@ from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVaria
 from backends.encoding.schema import StateSchema, nullable
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
-from spark_bridge.state_format.layouts import (
-    CHUNKS,
-    ELEMENTS,
-    END,
-    ENDS_FAMILY,
-    ENTRIES,
-    ENTRY_KEY,
-    ENTRY_VALUE,
-    EXPIRATION,
-    KEY_GROUP,
-    LIST,
-    LIST_VALUE,
-    MAP,
-    MAP_ENTRIES,
-    MAP_VALUE,
-    PARTITION,
-    PRESENT,
-    ROWS,
-    SESSION_WINDOW,
-    SESSIONS,
-    START,
-    TAIL,
-    TIMERS_BY_EXPIRY,
-    TTL,
-    TTL_COLUMN,
-    family_of,
-    with_distinct_names,
-)
+from spark_bridge.state_format import layouts
 
 _NEVER = np.iinfo(np.int64).max
-_ARRAYS = {(LIST, True): TAIL, (LIST, False): ELEMENTS, (MAP, True): MAP_ENTRIES, (SESSIONS, True): SESSIONS}
+_ARRAYS = {
+    (layouts.LIST, True): layouts.TAIL,
+    (layouts.LIST, False): layouts.ELEMENTS,
+    (layouts.MAP, True): layouts.MAP_ENTRIES,
+    (layouts.SESSIONS, True): layouts.SESSIONS,
+}
 """The column whose array elements are rows, by the kind of state and whether the family is the main one."""
 
 Positions = npt.NDArray[np.int64]
@@ -97,20 +75,20 @@ class VariableRows:
     @property
     def kind(self) -> str:
         """Return the kind of the variable; ``SESSIONS`` for the rows of an aggregate with session windows."""
-        return SESSIONS if ENDS_FAMILY in self.variable.families else self.variable.kind
+        return layouts.SESSIONS if layouts.ENDS_FAMILY in self.variable.families else self.variable.kind
 
     @cached_property
     def main(self) -> str:
         """Return the column family that every key of the variable is in."""
-        if self.variable.kind == ROWS:
+        if self.variable.kind == layouts.ROWS:
             return DEFAULT_FAMILY
-        return family_of(self.variable, TIMERS_BY_EXPIRY if self.kind == TIMERS else "")[0]
+        return layouts.family_of(self.variable, layouts.TIMERS_BY_EXPIRY if self.kind == TIMERS else "")[0]
 
     @cached_property
     def second(self) -> str | None:
         """Return the family of a list's chunks, or of the entries of large maps; None for other kinds."""
-        part = {LIST: CHUNKS, MAP: ENTRIES}.get(self.kind)
-        return None if part is None else family_of(self.variable, part)[0]
+        part = {layouts.LIST: layouts.CHUNKS, layouts.MAP: layouts.ENTRIES}.get(self.kind)
+        return None if part is None else layouts.family_of(self.variable, part)[0]
 
     @property
     def families(self) -> list[str]:
@@ -127,14 +105,14 @@ class VariableRows:
     def inner(self) -> pa.Schema:
         """Return the columns that distinguish the rows of one key; none if a key has one row."""
         if self.kind == TIMERS:
-            return pa.schema([pa.field(EXPIRATION, pa.int64())])
-        if self.kind == SESSIONS:
-            bounds = [self._session.field(START), self._session.field(END)]
-            return pa.schema([pa.field(SESSION_WINDOW, pa.struct(bounds))])
-        if self.kind == MAP:
+            return pa.schema([pa.field(layouts.EXPIRATION, pa.int64())])
+        if self.kind == layouts.SESSIONS:
+            bounds = [self._session.field(layouts.START), self._session.field(layouts.END)]
+            return pa.schema([pa.field(layouts.SESSION_WINDOW, pa.struct(bounds))])
+        if self.kind == layouts.MAP:
             # As declared: in the key of a large map's entries, a column may have another name.
-            entry = self._stored[self.main].value.field(MAP_ENTRIES).type.value_type
-            return pa.schema(list(entry.field(ENTRY_KEY).type))
+            entry = self._stored[self.main].value.field(layouts.MAP_ENTRIES).type.value_type
+            return pa.schema(list(entry.field(layouts.ENTRY_KEY).type))
         return pa.schema([])
 
     @cached_property
@@ -142,17 +120,17 @@ class VariableRows:
         """Return the stored columns of a value; none if the value is only a marker."""
         if self.kind == TIMERS:
             return pa.schema([])
-        if self.kind == SESSIONS:
-            return pa.schema([f for f in self._session if f.name not in (START, END)])
-        if self.kind == LIST:
-            element = self._stored[self.second or ""].value.field(ELEMENTS).type.value_type
+        if self.kind == layouts.SESSIONS:
+            return pa.schema([f for f in self._session if f.name not in (layouts.START, layouts.END)])
+        if self.kind == layouts.LIST:
+            element = self._stored[self.second or ""].value.field(layouts.ELEMENTS).type.value_type
             return pa.schema([element.field(i) for i in range(element.num_fields)])
         stored = self._stored[self.second or self.main].value
-        return pa.schema([]) if self.kind == ROWS and stored.names == PRESENT.names else stored
+        return pa.schema([]) if self.kind == layouts.ROWS and stored.names == layouts.PRESENT.names else stored
 
     @property
     def _session(self) -> pa.StructType:
-        return self._stored[self.main].value.field(SESSIONS).type.value_type
+        return self._stored[self.main].value.field(layouts.SESSIONS).type.value_type
 
     @cached_property
     def value(self) -> pa.Schema:
@@ -160,18 +138,18 @@ class VariableRows:
         if self._has_results:
             fields = [f.with_type(nullable(f.type)) for f in result_fields(self.stored_value)]
         else:
-            fields = [f for f in self.stored_value if f.name != TTL_COLUMN]
+            fields = [f for f in self.stored_value if f.name != layouts.TTL_COLUMN]
         is_shown = self.has_ttl and not (self.collect and self.alive_at is not None)
-        return with_distinct_names([*fields, *([pa.field(TTL, pa.int64())] if is_shown else [])])
+        return layouts.with_distinct_names([*fields, *([pa.field(layouts.TTL, pa.int64())] if is_shown else [])])
 
     @property
     def has_ttl(self) -> bool:
         """Return whether values expire."""
-        return TTL_COLUMN in self.stored_value.names
+        return layouts.TTL_COLUMN in self.stored_value.names
 
     @cached_property
     def _has_results(self) -> bool:
-        return self.variable.kind == ROWS and not self.raw and is_aggregate_state(self.stored_value)
+        return self.variable.kind == layouts.ROWS and not self.raw and is_aggregate_state(self.stored_value)
 
     @cached_property
     def key_order(self) -> list[int]:
@@ -187,23 +165,25 @@ class VariableRows:
         """
         keys = [self.key.field(i) for i in self.key_order]
         values = [*self.inner, *self.value]
-        if self.collect and self.kind == LIST:
-            values = [pa.field(LIST_VALUE, pa.list_(pa.struct(list(self.value))))]
-        if self.collect and self.kind == MAP:
-            values = [pa.field(MAP_VALUE, pa.map_(pa.struct(list(self.inner)), pa.struct(list(self.value))))]
-        return with_distinct_names([*keys, *values, pa.field(KEY_GROUP, pa.int32()), pa.field(PARTITION, pa.int32())])
+        if self.collect and self.kind == layouts.LIST:
+            values = [pa.field(layouts.LIST_VALUE, pa.list_(pa.struct(list(self.value))))]
+        if self.collect and self.kind == layouts.MAP:
+            values = [pa.field(layouts.MAP_VALUE, pa.map_(pa.struct(list(self.inner)), pa.struct(list(self.value))))]
+        return layouts.with_distinct_names(
+            [*keys, *values, pa.field(layouts.KEY_GROUP, pa.int32()), pa.field(layouts.PARTITION, pa.int32())]
+        )
 
     @cached_property
     def _stored(self) -> dict[str, StateSchema]:
         """Return the families' schemas with every field nullable: old rows may have undeclared nulls."""
         return {
             family: replace(
-                given,
-                key=_nullable(given.key),
-                value=_nullable(given.value),
-                history=tuple(map(_nullable, given.history)),
+                schema,
+                key=_nullable(schema.key),
+                value=_nullable(schema.value),
+                history=tuple(map(_nullable, schema.history)),
             )
-            for family, given in self.variable.families.items()
+            for family, schema in self.variable.families.items()
         }
 
     # -- pairs to rows -------------------------------------------------------------------------
@@ -233,8 +213,10 @@ class VariableRows:
         if arrays is not None:
             elements, pair = _elements(stored.column(stored.schema.get_field_index(arrays)))
             of_key = [c.take(pa.array(pair)) for c in key_columns[:n]]
-            made = {LIST: self._of_list, MAP: self._of_map, SESSIONS: self._of_sessions}[self.kind](elements)
-            return DecodedRows(pair, [*of_key, *made])
+            decode = {layouts.LIST: self._of_list, layouts.MAP: self._of_map, layouts.SESSIONS: self._of_sessions}[
+                self.kind
+            ](elements)
+            return DecodedRows(pair, [*of_key, *decode])
         if not self.stored_value.names:
             return DecodedRows(np.arange(len(keys)), key_columns)
         return DecodedRows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
@@ -244,30 +226,30 @@ class VariableRows:
 
     def _of_sessions(self, sessions: pa.StructArray) -> list[pa.Array]:
         parts = _parts(sessions)
-        bounds = [parts.pop(START), parts.pop(END)]
+        bounds = [parts.pop(layouts.START), parts.pop(layouts.END)]
         window = pa.StructArray.from_arrays(bounds, fields=list(self.inner.field(0).type))
         return [window, *self._values(list(parts.values()), self.stored_value)]
 
     def _of_map(self, entries: pa.StructArray) -> list[pa.Array]:
         """Return the inner and value columns of the entries of small maps."""
         parts = _parts(entries)
-        values = _parts(parts[ENTRY_VALUE])
-        fields = list(parts[ENTRY_VALUE].type)
-        if TTL_COLUMN in parts:
-            values[TTL_COLUMN] = parts[TTL_COLUMN]
-            fields.append(pa.field(TTL_COLUMN, pa.int64()))
-        return [*parts[ENTRY_KEY].flatten(), *self._values(list(values.values()), fields)]
+        values = _parts(parts[layouts.ENTRY_VALUE])
+        fields = list(parts[layouts.ENTRY_VALUE].type)
+        if layouts.TTL_COLUMN in parts:
+            values[layouts.TTL_COLUMN] = parts[layouts.TTL_COLUMN]
+            fields.append(pa.field(layouts.TTL_COLUMN, pa.int64()))
+        return [*parts[layouts.ENTRY_KEY].flatten(), *self._values(list(values.values()), fields)]
 
     def _values(self, columns: Sequence[pa.Array], fields: Iterable[pa.Field]) -> list[pa.Array]:
         """Return the columns of ``value``, made of the stored columns, which have these fields."""
-        given = {f.name: column for f, column in zip(fields, columns, strict=True)}
+        by_name = {f.name: column for f, column in zip(fields, columns, strict=True)}
         if self._has_results:
-            made = results(pa.RecordBatch.from_arrays(list(columns), names=list(given)))
+            results_of_state = results(pa.RecordBatch.from_arrays(list(columns), names=list(by_name)))
         else:
-            ttl = [given.pop(TTL_COLUMN)] if TTL_COLUMN in given else []
-            made = [*given.values(), *ttl]
-        types = [*self.value.types, pa.int64()] if len(made) > len(self.value) else self.value.types
-        return [c.cast(kind) for c, kind in zip(made, types, strict=True)]
+            ttl = [by_name.pop(layouts.TTL_COLUMN)] if layouts.TTL_COLUMN in by_name else []
+            results_of_state = [*by_name.values(), *ttl]
+        types = [*self.value.types, pa.int64()] if len(results_of_state) > len(self.value) else self.value.types
+        return [c.cast(kind) for c, kind in zip(results_of_state, types, strict=True)]
 
 
 def _nullable(schema: pa.Schema) -> pa.Schema:
@@ -381,14 +363,14 @@ _BEHIND_CHUNKS = b"\x02"
 
 def order_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
     """Return stored keys in a form whose byte order is the order of the rows."""
-    if rows.kind != LIST or family != rows.main:
+    if rows.kind != layouts.LIST or family != rows.main:
         return keys
     return pc.binary_join_element_wise(keys, _BEHIND_CHUNKS, pa.scalar(b""))
 
 
 def without_order(rows: VariableRows, family: str, ordered: pa.BinaryArray) -> pa.BinaryArray:
     """Return the stored keys that ``order_keys`` was given."""
-    if rows.kind != LIST or family != rows.main:
+    if rows.kind != layouts.LIST or family != rows.main:
         return ordered
     return pc.binary_slice(ordered, 0, -1) if len(ordered) else ordered
 
@@ -402,23 +384,23 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
     """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
-    held: list[SortedPairs | None] = [next(stream, None) for stream in streams]
+    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
     while True:
         for i, stream in enumerate(streams):
-            while (pairs := held[i]) is not None and not len(pairs):
-                held[i] = next(stream, None)
-        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in held if pairs is not None]
+            while (pairs := heads[i]) is not None and not len(pairs):
+                heads[i] = next(stream, None)
+        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
         if not lasts:
             return
         end = min(lasts) + b"\x00"
         step = []
-        for i, pairs in enumerate(held):
+        for i, pairs in enumerate(heads):
             if pairs is None:
                 step.append(SortedPairs.empty())
                 continue
             cut = pairs.lower_bound(end)
             step.append(pairs.slice(0, cut))
-            held[i] = pairs.slice(cut)
+            heads[i] = pairs.slice(cut)
         yield step
 
 
@@ -455,8 +437,8 @@ def changed_rows(
     at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)
     stays = at >= 0
     same = np.zeros(len(at), np.bool_)
-    held = pa.array(at[stays])
-    same[stays] = np.asarray(pc.equal(values_before.take(held), values_after.filter(pa.array(stays))))
+    kept_rows = pa.array(at[stays])
+    same[stays] = np.asarray(pc.equal(values_before.take(kept_rows), values_after.filter(pa.array(stays))))
     gone = np.ones(len(ids_before), np.bool_)
     gone[at[stays]] = False
     lost, changed = np.flatnonzero(gone), np.flatnonzero(~same)

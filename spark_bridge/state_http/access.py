@@ -17,24 +17,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from spark_bridge.exceptions import (
-    AccessDeniedError,
-    ConnectionClosedError,
-    EnvironmentProblemError,
-    HostUnavailableError,
-    QueryableStateError,
-    QueryEndedError,
-    QueryTimeoutError,
-    RequestError,
-    RequestLimitError,
-    SparkBridgeError,
-    StateVersionError,
-    TooManyRequestsError,
-    UnknownKeyOrNamespaceError,
-    UnknownKvStateIdError,
-    UnknownLocationError,
-    UnknownOperatorError,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable.client.async_client import AsyncSqlRows, AsyncStateScan
 from spark_bridge.queryable.client.json_values import json_bytes
 from spark_bridge.queryable.server.tokens import MAX_TOKEN, TokenVerifier
@@ -89,29 +72,29 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_SECONDS = 1
-STATUS: list[tuple[type[SparkBridgeError], int]] = [
-    (UnknownOperatorError, 404),
-    (UnknownKvStateIdError, 404),
-    (QueryEndedError, 409),
-    (StateVersionError, 409),
-    (UnknownKeyOrNamespaceError, 400),
-    (RequestLimitError, 413),
-    (RequestError, 400),
-    (TooManyRequestsError, 429),
-    (QueryTimeoutError, 504),
+STATUS: list[tuple[type[exceptions.SparkBridgeError], int]] = [
+    (exceptions.UnknownOperatorError, 404),
+    (exceptions.UnknownKvStateIdError, 404),
+    (exceptions.QueryEndedError, 409),
+    (exceptions.StateVersionError, 409),
+    (exceptions.UnknownKeyOrNamespaceError, 400),
+    (exceptions.RequestLimitError, 413),
+    (exceptions.RequestError, 400),
+    (exceptions.TooManyRequestsError, 429),
+    (exceptions.QueryTimeoutError, 504),
     # The hosts refused the application's own token: the caller cannot change that.
-    (AccessDeniedError, 503),
-    (HostUnavailableError, 503),
-    (ConnectionClosedError, 503),
-    (UnknownLocationError, 503),
+    (exceptions.AccessDeniedError, 503),
+    (exceptions.HostUnavailableError, 503),
+    (exceptions.ConnectionClosedError, 503),
+    (exceptions.UnknownLocationError, 503),
     # A package that a route needs is not installed.
-    (EnvironmentProblemError, 501),
+    (exceptions.EnvironmentProblemError, 501),
 ]
 """By error class, the HTTP status; the first class that fits decides."""
 INTERNAL = "The application failed; its log says why."
 
 
-class MissingKeyError(QueryableStateError):
+class MissingKeyError(exceptions.QueryableStateError):
     """The state has nothing for a key: 404 over HTTP."""
 
 
@@ -164,7 +147,7 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return response(problem(error.status_code, str(error.detail)), error.headers)
 
-    app.add_exception_handler(SparkBridgeError, of_client)
+    app.add_exception_handler(exceptions.SparkBridgeError, of_client)
     app.add_exception_handler(RequestValidationError, of_request)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(Exception, of_client)
@@ -225,11 +208,11 @@ class Gate:
             return
         try:
             self._verifier.verify(token_of_header(_header(scope, b"authorization")))
-        except AccessDeniedError as error:
+        except exceptions.AccessDeniedError as error:
             body = problem(401, str(error), type(error).__name__)
             await _answer(body, scope, receive, send, {"WWW-Authenticate": CHALLENGE})
             return
-        except HostUnavailableError as error:
+        except exceptions.HostUnavailableError as error:
             await _answer(problem_of(error), scope, receive, send)
             return
         if self._requests >= self._limits.max_requests:
@@ -299,9 +282,9 @@ async def _answer(
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    found = [value for key, value in scope.get("headers", ()) if key.lower() == name]
+    values = [value for key, value in scope.get("headers", ()) if key.lower() == name]
     # With several headers of the name it is not clear which one counts.
-    return found[0].decode("latin-1") if len(found) == 1 else ""
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 def token_of_header(authorization: str) -> str:
@@ -311,18 +294,18 @@ def token_of_header(authorization: str) -> str:
     """
     if not authorization:
         return ""
-    scheme, _, given = authorization.partition(" ")
-    given = given.strip()
-    if len(given) <= MAX_TOKEN and scheme.lower() == "bearer":
-        return given
-    if len(given) <= MAX_TOKEN and scheme.lower() == "basic":
+    scheme, _, token = authorization.partition(" ")
+    token = token.strip()
+    if len(token) <= MAX_TOKEN and scheme.lower() == "bearer":
+        return token
+    if len(token) <= MAX_TOKEN and scheme.lower() == "basic":
         try:
-            return base64.b64decode(given, validate=True).decode().partition(":")[2]
+            return base64.b64decode(token, validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError) as error:
-            raise AccessDeniedError(
+            raise exceptions.AccessDeniedError(
                 "The Authorization header is not a HTTP Basic one: its base64 is broken."
             ) from error
-    raise AccessDeniedError(
+    raise exceptions.AccessDeniedError(
         "The Authorization header is neither 'Bearer <token>' nor HTTP Basic with the token as the password."
     )
 
@@ -343,7 +326,7 @@ class BoundedReads:
     async def slot(self) -> AsyncIterator[None]:
         """Count a running read. Raises ``TooManyRequestsError``."""
         if self._under_way >= self._most:
-            raise TooManyRequestsError(
+            raise exceptions.TooManyRequestsError(
                 f"{self._under_way} {self._what} are under way, which is the limit; try again later."
             )
         self._under_way += 1

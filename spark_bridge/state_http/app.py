@@ -52,10 +52,7 @@ _DOCUMENTED = {
     504: "No answer in time.",
 }
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": text,
-        "content": {access.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-    }
+    status: {"description": text, "content": {access.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     for status, text in _DOCUMENTED.items()
 }
 _STREAMS: dict[int | str, dict[str, Any]] = {
@@ -221,12 +218,12 @@ def create_app(
     async def sql(body: models.SqlRequest, request: Request) -> Response:
         media_type, pieces = statements.begun(body, request.headers.get("accept", ""))
         # Up to the first rows, so that an error still decides the status; a caller who leaves during this ends it.
-        found = await while_there(request, pieces.__anext__())
-        if found is None:
+        piece = await while_there(request, pieces.__anext__())
+        if piece is None:
             await pieces.aclose()
             return Response(status_code=499)
-        assert isinstance(found, dict)
-        named = ",".join(f"{query}={version}" for query, version in sorted(found.items()))
+        assert isinstance(piece, dict)
+        named = ",".join(f"{query}={version}" for query, version in sorted(piece.items()))
         return StreamingResponse(pieces, media_type=media_type, headers={VERSIONS_HEADER: named} if named else None)
 
     @app.get(
@@ -247,8 +244,8 @@ def create_app(
         from_version: Annotated[int | None, Query(ge=0, description="The last version that is known already.")] = None,
     ) -> Response:
         wanted = models.WatchRequest(operator, tuple(key or ()), query, state, from_version)
-        given = request.headers
-        events = await watches.begun(wanted, given.get("last-event-id", ""), given.get("authorization", ""))
+        headers = request.headers
+        events = await watches.begun(wanted, headers.get("last-event-id", ""), headers.get("authorization", ""))
         return StreamingResponse(events, media_type=EVENT_STREAM, headers={"X-Accel-Buffering": "no"})
 
     _describe_problems(app)
@@ -269,11 +266,11 @@ def _wants_arrow(request: Request) -> bool:
 
 def _describe_problems(app: FastAPI) -> None:
     """Add to OpenAPI the models that no route declares; leave out FastAPI's own error, which no route returns."""
-    made = app.openapi
+    make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            description = made()
+            description = make_openapi()
             schemas = description.setdefault("components", {}).setdefault("schemas", {})
             for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
                 schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -302,7 +299,7 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
     """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks until they answer."""
     (schema,), components = msgspec.json.schema_components([Overview], ref_template="#/components/schemas/{name}")
     asking = asyncio.Lock()
-    known: tuple[float, bytes] | None = None
+    cached: tuple[float, bytes] | None = None
 
     @app.get(
         "/v1/overview",
@@ -312,17 +309,17 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
     )
     async def overview() -> Response:
-        nonlocal known
+        nonlocal cached
         async with asking:
-            if known is None or clock() - known[0] >= ANSWER_REUSE_SECONDS:
-                found = await asyncio.to_thread(ask)
-                known = clock(), await asyncio.to_thread(lambda: json_bytes(to_plain(found)))
-            return Response(known[1], media_type="application/json")
+            if cached is None or clock() - cached[0] >= ANSWER_REUSE_SECONDS:
+                overview_now = await asyncio.to_thread(ask)
+                cached = clock(), await asyncio.to_thread(lambda: json_bytes(to_plain(overview_now)))
+            return Response(cached[1], media_type="application/json")
 
-    made = app.openapi
+    make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
-        description = made()
+        description = make_openapi()
         description.setdefault("components", {}).setdefault("schemas", {}).update(components)
         return description
 

@@ -239,7 +239,6 @@ class LinesBody:
     """A JSON object in each line."""
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the lines of some rows."""
         return json_values.lines(batch)
 
     def end(self) -> bytes:
@@ -247,7 +246,6 @@ class LinesBody:
         return b""
 
     def problem(self, error: Exception) -> bytes:
-        """Return a line with the error."""
         return json_values.json_bytes({"problem": problem_of(error)}) + b"\n"
 
 
@@ -266,7 +264,6 @@ class DocumentBody:
         return before + encoded if encoded else b""
 
     def end(self) -> bytes:
-        """Return the end of the document."""
         return self._before_end() + b"]}"
 
     def problem(self, error: Exception) -> bytes:
@@ -307,11 +304,11 @@ def _csv_column(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return column
-    made = [None if v is None else json_values.to_json(v) for v in column.to_pylist()]
-    if all(v is None or isinstance(v, float) for v in made):
-        return pa.array(made, pa.float64())
+    cells = [None if v is None else json_values.to_json(v) for v in column.to_pylist()]
+    if all(v is None or isinstance(v, float) for v in cells):
+        return pa.array(cells, pa.float64())
     return pa.array(
-        [v if v is None or isinstance(v, str) else json_values.json_bytes(v).decode() for v in made], pa.string()
+        [v if v is None or isinstance(v, str) else json_values.json_bytes(v).decode() for v in cells], pa.string()
     )
 
 
@@ -337,10 +334,10 @@ class ArrowBody:
         return b""
 
     def _taken(self) -> bytes:
-        taken = self._written.getvalue()
+        content = self._written.getvalue()
         self._written.seek(0)
         self._written.truncate()
-        return taken
+        return content
 
 
 def arrow_stream(table: pa.Table) -> bytes:

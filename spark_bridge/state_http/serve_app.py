@@ -71,29 +71,26 @@ def build_http(settings: Settings) -> FastAPI:
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)
-    made: list[AsyncQueryableStateClient] = []
+    clients: list[AsyncQueryableStateClient] = []
 
     async def connect() -> AsyncQueryableStateClient:
         client = await AsyncQueryableStateClient.connect(
-            settings.namespace,
-            settings.coordinator_name,
-            tls=settings.tls(),
-            timeout=settings.limits.timeout,
+            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
         )
-        made.append(client)
+        clients.append(client)
         return client
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         async with tokens.kept_up():
             yield
-        for client in made:
+        for client in clients:
             await client.close()
 
-    known = KnownCheckpoints()
+    checkpoints = KnownCheckpoints()
 
     def overview() -> Overview:
-        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS, known)
+        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS, checkpoints)
 
     def client_of_page() -> QueryableStateClient:
         return QueryableStateClient.connect(

@@ -27,23 +27,8 @@ from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.state_http import models
 from spark_bridge.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
-from spark_bridge.state_http.models import (
-    ARROW,
-    CSV,
-    JSON,
-    LINES,
-    PIECE_ROWS,
-    ArrowBody,
-    Body,
-    CsvBody,
-    DocumentBody,
-    LinesBody,
-    LookupRequest,
-    ScanRequest,
-    SqlRequest,
-    WatchRequest,
-)
 
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
@@ -102,11 +87,9 @@ class StateService:
         return connecting.result().lag_seconds
 
     async def operators(self) -> dict[str, Any]:
-        """See the route."""
         return {"operators": await (await self.client()).operators()}
 
     async def describe(self, operator: str, query: str | None) -> Any:
-        """See the route."""
         return await (await self.client()).describe(operator, query)
 
     async def get(self, operator: str, text: str, window: str | None, named: dict[str, Any]) -> dict[str, Any]:
@@ -115,14 +98,13 @@ class StateService:
         shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
         of_window = None if window is None else json_values.window_of_text(window)
-        found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
-        if found is None:
-            there = "" if window is None else f" in the window {window}"
-            raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{there}.")
-        return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(found)}
+        state = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
+        if state is None:
+            in_window = "" if window is None else f" in the window {window}"
+            raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{in_window}.")
+        return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(state)}
 
-    async def lookup(self, operator: str, request: LookupRequest) -> pa.Table:
-        """See the route."""
+    async def lookup(self, operator: str, request: models.LookupRequest) -> pa.Table:
         if len(request.keys) > self.limits.max_keys:
             raise RequestLimitError(
                 f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
@@ -130,7 +112,7 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
-        found: pa.Table = await client.get_many(
+        table: pa.Table = await client.get_many(
             operator,
             keys,
             request.query,
@@ -140,14 +122,16 @@ class StateService:
             version=request.version,
             timeout=self.limits.timeout,
         )
-        if found.nbytes > self.limits.max_lookup_bytes:
+        if table.nbytes > self.limits.max_lookup_bytes:
             raise RequestLimitError(
-                f"What these {len(keys)} keys have is {found.nbytes} bytes; {self.limits.max_lookup_bytes} are the "
+                f"What these {len(keys)} keys have is {table.nbytes} bytes; {self.limits.max_lookup_bytes} are the "
                 "limit. Ask for fewer."
             )
-        return found
+        return table
 
-    async def scan(self, operator: str, request: ScanRequest, *, as_arrow: bool) -> tuple[int, AsyncIterator[bytes]]:
+    async def scan(
+        self, operator: str, request: models.ScanRequest, *, as_arrow: bool
+    ) -> tuple[int, AsyncIterator[bytes]]:
         """Return the version, and the body in pieces; see the route.
 
         A caller that stops early must close the iterator.
@@ -161,15 +145,15 @@ class StateService:
         assert isinstance(version, int)
         return version, pieces  # type: ignore[return-value]
 
-    async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
+    async def _scan(self, operator: str, request: models.ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
         """Yield the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scans.slot():
             client = await self.client()
             shape = await self.shape(operator, request.query, request.state)
             bounds = [
-                json_values.bound_of_json(given, shape.plain, name)
-                for name, given in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
+                json_values.bound_of_json(value, shape.plain, name)
+                for name, value in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
             ]
             rows = await client.scan(
                 operator,
@@ -187,7 +171,7 @@ class StateService:
                 timeout=self.limits.timeout,
             )
             try:
-                body = ArrowBody(rows.schema) if as_arrow else LinesBody()
+                body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
                 yield rows.version
                 try:
                     async for piece in self._pieces(rows, body, deadline):
@@ -200,8 +184,8 @@ class StateService:
             finally:
                 await self._scans.close(rows)
 
-    async def _pieces(self, rows: AsyncStateScan, body: Body, deadline: float) -> AsyncIterator[bytes]:
-        given = 0
+    async def _pieces(self, rows: AsyncStateScan, body: models.Body, deadline: float) -> AsyncIterator[bytes]:
+        num_rows = 0
         batches = rows.__aiter__()
         while True:
             try:
@@ -212,13 +196,13 @@ class StateService:
                 raise  # the client's own error is a TimeoutError, too
             except asyncio.TimeoutError as error:
                 raise QueryTimeoutError(
-                    f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows "
-                    "were sent. Ask for fewer by where, start and end."
+                    f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {num_rows} "
+                    "rows were sent. Ask for fewer by where, start and end."
                 ) from error
-            for at in range(0, batch.num_rows, PIECE_ROWS):
-                part = batch.slice(at, PIECE_ROWS)
-                given += part.num_rows
-                if given > self.limits.max_rows:
+            for at in range(0, batch.num_rows, models.PIECE_ROWS):
+                part = batch.slice(at, models.PIECE_ROWS)
+                num_rows += part.num_rows
+                if num_rows > self.limits.max_rows:
                     raise RequestLimitError(
                         f"There are more than the {self.limits.max_rows} rows that a scan may give; ask for fewer by "
                         "where, start and end, or say limit."
@@ -227,15 +211,15 @@ class StateService:
 
     async def versions(self, operator: str, query: str | None) -> tuple[int, int]:
         """Return the oldest version that is kept and the last completed one. Raises ``UnknownOperatorError``."""
-        found = _found(await (await self.client()).operators(), operator, query)
-        return found["oldest_version"], found["completed_version"]
+        description = _found(await (await self.client()).operators(), operator, query)
+        return description["oldest_version"], description["completed_version"]
 
     async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
         asked = (operator, query, state)
-        known = self._shapes.get(asked)
-        if known is not None and time.monotonic() < known[0]:
-            return known[1]
+        cached = self._shapes.get(asked)
+        if cached is not None and time.monotonic() < cached[0]:
+            return cached[1]
         client = await self.client()
         rows = await client.scan(operator, state, limit=0, query=query, timeout=self.limits.timeout)
         await rows.aclose()
@@ -248,19 +232,24 @@ class StateService:
 
 def _found(operators: list[dict[str, Any]], operator: str, query: str | None) -> dict[str, Any]:
     """Return the description of an operator. Raises ``UnknownOperatorError``."""
-    for found in operators:
-        if found["operator"] == operator and query in (None, found["query_name"], found["query_id"], found["run_id"]):
-            return found
+    for description in operators:
+        if description["operator"] == operator and query in (
+            None,
+            description["query_name"],
+            description["query_id"],
+            description["run_id"],
+        ):
+            return description
     raise UnknownOperatorError(f"No running query has an operator {operator!r} any more.")
 
 
 def _variable(operators: list[dict[str, Any]], operator: str, query: str | None, state: str | None) -> dict[str, Any]:
     """Return the description of a state variable. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
-    found = _found(operators, operator, query)
-    for variable in found["state"]:
+    description = _found(operators, operator, query)
+    for variable in description["state"]:
         if state is None or variable["name"] == state:
             return variable  # type: ignore[no-any-return]
-    names = ", ".join(repr(v["name"]) for v in found["state"])
+    names = ", ".join(repr(v["name"]) for v in description["state"])
     raise UnknownKvStateIdError(f"Operator {operator!r} has no state variable {state!r}; it has {names}.")
 
 
@@ -281,23 +270,23 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
 
 T = TypeVar("T")
 
-BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], Body]] = {
-    JSON: DocumentBody,
-    LINES: lambda schema, versions: LinesBody(),
-    CSV: lambda schema, versions: CsvBody(schema),
-    ARROW: lambda schema, versions: ArrowBody(schema),
+BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], models.Body]] = {
+    models.JSON: models.DocumentBody,
+    models.LINES: lambda schema, versions: models.LinesBody(),
+    models.CSV: lambda schema, versions: models.CsvBody(schema),
+    models.ARROW: lambda schema, versions: models.ArrowBody(schema),
 }
 """The formats of answers, by media type."""
-_ANY = {"": JSON, "*/*": JSON, "application/*": JSON, "text/*": CSV}
+_ANY = {"": models.JSON, "*/*": models.JSON, "application/*": models.JSON, "text/*": models.CSV}
 
 
 def accepted(accept: str) -> str:
     """Return the first media type of an ``Accept`` header that there is. Raises ``RequestError`` if there is none."""
     for part in accept.split(","):
         name = part.partition(";")[0].strip().lower()
-        found = name if name in BODIES else _ANY.get(name)
-        if found is not None:
-            return found
+        media_type = name if name in BODIES else _ANY.get(name)
+        if media_type is not None:
+            return media_type
     raise RequestError(f"Accept: {accept!r} names no format of an answer; there are {', '.join(BODIES)}.")
 
 
@@ -312,7 +301,7 @@ class Statements:
             limits.max_sql
         )
 
-    def begun(self, request: SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
+    def begun(self, request: models.SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
 
         A caller that stops early must close the generator. Raises ``RequestError``, ``RequestLimitError``.
@@ -323,7 +312,7 @@ class Statements:
         media_type = accepted(accept)
         return media_type, self._pieces(request, media_type)
 
-    async def _pieces(self, request: SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
+    async def _pieces(self, request: models.SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
         deadline = time.monotonic() + self._limits.sql_seconds
         async with self._running.slot():
             client = await self._client()
@@ -358,22 +347,22 @@ class Statements:
         first: pa.RecordBatch | None,
         batches: AsyncIterator[pa.RecordBatch],
         limit: int | None,
-        body: Body,
+        body: models.Body,
         deadline: float,
     ) -> AsyncIterator[bytes]:
-        given, most, batch = 0, self._limits.max_sql_rows, first
+        num_rows, most, batch = 0, self._limits.max_sql_rows, first
         while batch is not None:
             if limit is not None:
-                batch = batch.slice(0, limit - given)
-            for at in range(0, batch.num_rows, PIECE_ROWS):
-                part = batch.slice(at, PIECE_ROWS)
-                given += part.num_rows
-                if given > most:
+                batch = batch.slice(0, limit - num_rows)
+            for at in range(0, batch.num_rows, models.PIECE_ROWS):
+                part = batch.slice(at, models.PIECE_ROWS)
+                num_rows += part.num_rows
+                if num_rows > most:
                     raise RequestLimitError(
                         f"There are more than the {most} rows that a statement may give; ask for fewer, or say limit."
                     )
                 yield await asyncio.to_thread(body.rows, part)
-            if given == limit:
+            if num_rows == limit:
                 return
             batch = await self._within(_next(batches), deadline)
 
@@ -435,7 +424,7 @@ class HttpWatches:
         self._limits = limits
         self._open = 0
 
-    async def begun(self, request: WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
+    async def begun(self, request: models.WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
         """Return the events, without end as long as the query runs and the caller stays.
 
         ``last_event_id`` is the last version that a returning caller has; it takes precedence over ``from_version``.
@@ -462,10 +451,10 @@ class HttpWatches:
         if self._open >= self._limits.max_watches:
             raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
         self._open += 1
-        known = begin
+        newest = begin
         waited: asyncio.Future[StateChange] | None = None
         try:
-            yield _position(known, "watching")
+            yield _position(newest, "watching")
             while True:
                 if waited is None:
                     waited = asyncio.ensure_future(changes.__anext__())
@@ -473,8 +462,8 @@ class HttpWatches:
                 self._verifier.verify(token_of_header(authorization))
                 if not done:
                     # The change of the version at the position itself may still be arriving.
-                    known = max(known, (changes.position or 0) - 1)
-                    yield _position(known, "nothing new")
+                    newest = max(newest, (changes.position or 0) - 1)
+                    yield _position(newest, "nothing new")
                     continue
                 try:
                     change = waited.result()
@@ -485,7 +474,7 @@ class HttpWatches:
                     waited = None
                 for piece in _pieces(change):
                     yield piece
-                known = change.version
+                newest = change.version
         except AccessDeniedError as error:
             yield _event("problem", {**problem_of(error), "status": 401, "title": "Unauthorized"})
         except Exception as error:  # noqa: BLE001 - the status has been sent, so an event reports the error
@@ -510,9 +499,9 @@ def _pieces(change: StateChange) -> list[bytes]:
     """
     batch, version = change.batch, change.version
     pieces = []
-    for at in range(0, batch.num_rows, PIECE_ROWS):
-        rows = json_values.rows_to_json(batch.slice(at, PIECE_ROWS).drop_columns(["version"]))
-        is_last = at + PIECE_ROWS >= batch.num_rows
+    for at in range(0, batch.num_rows, models.PIECE_ROWS):
+        rows = json_values.rows_to_json(batch.slice(at, models.PIECE_ROWS).drop_columns(["version"]))
+        is_last = at + models.PIECE_ROWS >= batch.num_rows
         before = f"id: {version}\n".encode() if is_last else b""
         pieces.append(before + _event("change", {"version": version, "rows": rows, "is_last": is_last}))
     return pieces

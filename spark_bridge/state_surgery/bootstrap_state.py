@@ -140,17 +140,17 @@ def _operators(
         raise InvalidStateStoreArgument(
             f"num_partitions= names {', '.join(map(repr, unknown))}, and the program has {', '.join(map(repr, specs))}."
         )
-    schemas = {name: schema_to_write(spec, None) for name, (spec, _) in specs.items()}
+    schemas = {name: schema_to_write(spec, None) for name, (spec, *_) in specs.items()}
     fresh = {name: written_by_hand(schema, schema.in_use) for name, schema in schemas.items()}
     merged = {
         (name, v.name): MERGE
-        for name, (_, aggregator) in specs.items()
+        for name, (_, aggregator, _) in specs.items()
         for v in fresh[name]
         if as_input and aggregator is not None and ENDS_FAMILY not in v.families
     }
     combines = combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
     operators = []
-    for name, (spec, aggregator) in specs.items():
+    for name, (spec, aggregator, _) in specs.items():
         wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
         n = check_partitions(name, spec.num_partitions if wanted_partitions is None else wanted_partitions, groups)
         targets = targets_of(name, schemas[name], fresh[name], n, combines, aggregator)

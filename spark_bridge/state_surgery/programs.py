@@ -15,6 +15,7 @@ from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgume
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.operators.join_sides import JoinSide, SideTimes
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -99,10 +100,11 @@ Combining: TypeAlias = Combine | str
 
 
 class OfProgram(NamedTuple):
-    """An operator of a program, and how its rows are aggregated, if they are and that is known."""
+    """An operator of a program; how its rows are aggregated, and the sides of a join, if that is known."""
 
     spec: OperatorSpec
-    aggregator: Aggregator | None
+    aggregator: Aggregator | None = None
+    sides: tuple[JoinSide, ...] = ()
 
 
 def declared(program: Program) -> dict[str, OfProgram]:
@@ -110,9 +112,9 @@ def declared(program: Program) -> dict[str, OfProgram]:
     if hasattr(program, "_jdf"):
         from spark_bridge.operators.map_in_arrow import declared_in
 
-        declarations = [OfProgram(one.spec, one.aggregator) for one in declared_in(program)]
+        declarations = [OfProgram(one.spec, one.aggregator, one.sides) for one in declared_in(program)]
     else:
-        declarations = [OfProgram(spec, None) for spec in program]
+        declarations = [OfProgram(spec) for spec in program]
     if not declarations or not all(isinstance(one.spec, OperatorSpec) for one in declarations):
         raise InvalidStateStoreArgument(
             "program= must be the DataFrame of a query with stateful operators of this project, as aggregate(...) "
@@ -180,14 +182,18 @@ def targets_of(
     num_partitions: int,
     combine: Mapping[OperatorVariable, Combining],
     aggregator: Aggregator | None = None,
+    sides: Sequence[JoinSide] = (),
 ) -> tuple[Target, ...]:
-    """Return the targets of the rows of some variables of an operator: not the sides of ``join``.
+    """Return the targets of the rows of some variables of an operator: those of a join only if ``sides`` are given.
 
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
     targets = []
-    for variable in written_by_hand(schema, variables):
-        pairs = PairsOfRows(VariableRows(schema, variable, raw=True))
+    times = {side.name: SideTimes(side) for side in sides if side.expires_after_us is not None}
+    for variable in variables:
+        pairs = PairsOfRows(VariableRows(schema, variable, raw=True), times.get(variable.name))
+        if pairs.is_by_time_of_program:
+            continue
         name = (operator, variable.name)
         how = combine.get(name)
         if isinstance(how, str):

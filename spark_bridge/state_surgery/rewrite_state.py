@@ -83,7 +83,7 @@ def planned_rewrite(
             )
         kept = [name for name in specs if name in stored and name not in rewritten]
         fresh = {}
-        for name, (spec, _) in specs.items():
+        for name, (spec, *_) in specs.items():
             if name not in kept:
                 staying_schema = rewritten[name].staying if name in rewritten else None
                 schema = schema_to_write(spec, staying_schema)

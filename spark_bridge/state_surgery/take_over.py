@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.aggregates.computation import outputs_of, split_function
+from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, EXPIRES_AT, LIST, MAP, ROWS, SESSIONS, VALUE
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
@@ -49,19 +50,21 @@ log = logging.getLogger(__name__)
 # What Spark's operators keep, by the names in ``_metadata`` of their state.
 
 
-AGGREGATE, SESSION, DEDUPLICATE, PROCESSOR = "aggregate", "session_aggregate", "deduplicate", "transform_with_state"
-KINDS = {
+AGGREGATE, SESSION, DEDUPLICATE, JOIN = "aggregate", "session_aggregate", "deduplicate", "join"
+PROCESSOR = "transform_with_state"
+KINDS_BY_SPARK = {
     "stateStoreSave": AGGREGATE,
     "sessionWindowStateStoreSaveExec": SESSION,
     "dedupe": DEDUPLICATE,
     "dedupeWithinWatermark": DEDUPLICATE,
+    "symmetricHashJoin": JOIN,
     "applyInPandasWithState": PROCESSOR,
     "transformWithStateInPandasExec": PROCESSOR,
     "transformWithStateInPySparkExec": PROCESSOR,
 }
 """The kinds of this project's operators that take over the state of Spark's operators."""
 GROUP_STATE = "applyInPandasWithState"
-MOMENTS = ("n", "avg", "m2")
+MOMENT_BUFFERS = ("n", "avg", "m2")
 BUFFERS = {
     "count": ("count",),
     "count_if": ("count",),
@@ -69,11 +72,13 @@ BUFFERS = {
     "mean": ("sum", "count"),
     "min": ("min",),
     "max": ("max",),
-    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), MOMENTS),
+    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), MOMENT_BUFFERS),
 }
 """The buffers that Spark keeps for each function."""
 EMPTY_SUM = ("sum", "isEmpty")
 """The buffers of a sum of decimals."""
+PLACEHOLDER = "present"
+"""The column of a side of a join that keeps only keys."""
 TTL_FIELDS = ["value", "ttlExpirationMs"]
 """The fields around a value with a TTL."""
 
@@ -184,18 +189,23 @@ class TimesOfMicros:
 class Conversion:
     """Takes the state of an operator of Spark for the variable ``target`` of an operator of the program.
 
-    ``buffers`` has the places of the first buffers of an aggregate's functions; None: they come in the same order.
+    ``columns`` has Spark's name of a column that has another name there, and the places of an aggregate's outputs among
+    Spark's buffers; without places, they come in the same order.
+    ``side`` is the side of a join whose rows the variable keeps.
     """
 
     query: StoppedQuery
     operator: SparkOperator
     target: Target
-    buffers: Mapping[str, int] | None = None
+    columns: Mapping[str, str | int] = field(default_factory=dict)
+    side: JoinSide | None = None
 
     def rows(self) -> DataFrame | None:
         """Return the rows of the variable, or None if Spark has none for it. Raises ``InvalidStateStoreArgument``."""
+        if self.side is not None:
+            return self._waiting_rows(self.side)
         if self.target.pairs.rows.kind in (ROWS, SESSIONS):
-            is_aggregate = KINDS[self.operator.name] != DEDUPLICATE
+            is_aggregate = KINDS_BY_SPARK[self.operator.name] != DEDUPLICATE
             return self._aggregate() if is_aggregate else self._duplicates()
         return self._group_state() if self.operator.name == GROUP_STATE else self._variable()
 
@@ -213,21 +223,24 @@ class Conversion:
         rows, names = self.target.pairs.rows, self.target.pairs.columns.names
         keys = [rows.key.names[i] for i in rows.key_order]
         of_spark = frame.schema["key"].dataType.names
+        there = [str(self.columns.get(name, name)) for name in keys]
+        if self.side is not None:  # Spark numbers the keys of a join
+            there = [name for name in of_spark if name.startswith("field")]
+        missing = [name for name, of_key in zip(keys, there, strict=False) if of_key not in of_spark]
+        # The state of a session has its start after the key.
+        is_longer = len(there) != len(keys) or (
+            self.side is None and len(of_spark) != len(keys) + (rows.kind == SESSIONS)
+        )
         if keys == [ALL_ROWS_KEY] and not of_spark:
             columns = [F.lit(True)]
+        elif missing or is_longer:
+            remedy = f"columns={{{self.target.name[0]!r}: {{{(missing or keys)[0]!r}: {(of_spark or [''])[0]!r}}}}}"
+            raise self._refusal(
+                f"its key has the columns {_listed(of_spark)}, and the program's has {_listed(keys)}. Both must be "
+                f"as many; other names are given as {remedy}."
+            )
         else:
-            if missing := [name for name in keys if name not in of_spark]:
-                raise self._refusal(
-                    f"its key has the columns {_listed(of_spark)}, and the program's key needs {_listed(missing)}. "
-                    "Rename columns of the program before the operator."
-                )
-            # The state of a session has its start after the key.
-            is_longer = len(of_spark) > len(keys) + (rows.kind == SESSIONS)
-            if is_longer:
-                raise self._refusal(
-                    f"its key has the columns {_listed(of_spark)}, and the program's only {_listed(keys)}."
-                )
-            columns = [F.col("key").getField(name) for name in keys]
+            columns = [F.col("key").getField(name) for name in there]
         return frame.select(*(c.alias(n) for c, n in zip([*columns, *values], names, strict=True)))
 
     # -- aggregations and keys -----------------------------------------------------------------
@@ -243,9 +256,11 @@ class Conversion:
         numbered = T.StructType([T.StructField(f"b{i}", f.dataType) for i, f in enumerate(fields)])
         frame = frame.withColumn("value", F.col("value").cast(numbered))
         names, columns, place = [f.name for f in fields], [], first
+        has_places = any(isinstance(place, int) for place in self.columns.values())
         for name, function, parts in outputs_of(rows.stored_value):
-            if self.buffers is not None:
-                place = first + self.buffers.get(name, len(names))
+            if has_places:
+                given = self.columns.get(name)
+                place = first + given if isinstance(given, int) else len(names)
             wanted = BUFFERS.get(split_function(function)[0], ("",))
             if names[place : place + 2] == list(EMPTY_SUM):
                 wanted = EMPTY_SUM
@@ -256,7 +271,7 @@ class Conversion:
                 buffers[0] = _scaled(buffers[0], fields[place].dataType, parts[0].type)
             columns += _parts(wanted, buffers, self.operator.in_words)
             place += len(wanted)
-        if place != len(names) and self.buffers is None:
+        if place != len(names) and not has_places:
             raise self._other_buffers(names[first:])
         bounds = [F.col("value").getField("b0")] if rows.kind == SESSIONS else []
         return self._selected(frame, *bounds, *columns)
@@ -268,7 +283,7 @@ class Conversion:
             why = f"{output}={function} does not find its buffers there ({places})."
         return self._refusal(
             f"{why} The program needs the functions of the old agg(...) in their order, equal ones once, or give "
-            f"buffers={{{self.target.name[0]!r}: {{{output or 'n'!r}: 0}}}}, the places of first buffers. "
+            f"columns={{{self.target.name[0]!r}: {{{output or 'n'!r}: 0}}}}, the places of first buffers. "
             f"Buffers that can be read are those of {', '.join(BUFFERS)}."
         )
 
@@ -283,6 +298,31 @@ class Conversion:
                 f"{'do not: give' if expires else 'do: leave out'} within=."
             )
         return self._selected(frame, *([F.col("value").getField("expiresAtMicros")] if expires else []))
+
+    def _waiting_rows(self, side: JoinSide) -> DataFrame:
+        """Return the rows that wait on a side of a join. Those that an output needs no more are left out."""
+        from pyspark.sql import functions as F
+
+        needs_flag = side.flag is not None or side.leaves_once_matched
+        store = {"storeName": f"{side.name}-keyWithIndexToValue"} if needs_flag else {"joinSide": side.name}
+        frame = self.query.state(self.operator, **store)
+        fields = frame.schema["value"].dataType.names
+        wanted = {
+            name: str(self.columns.get(name, name)) for name in self._values if name not in (side.flag, PLACEHOLDER)
+        }
+        if missing := [name for name in wanted.values() if name not in fields]:
+            raise self._refusal(
+                f"its rows of the {side.name} side have the columns {_listed(fields)}, and the program's rows need "
+                f"{_listed(missing)}. Say which they are: columns={{{self.target.name[0]!r}: {{{missing[0]!r}: "
+                f"{fields[0]!r}}}}}."
+            )
+        value = F.col("value")
+        if side.leaves_once_matched:
+            frame = frame.where(~value.getField(fields[-1]))
+        columns = {name: value.getField(there) for name, there in wanted.items()} | {PLACEHOLDER: F.lit(True)}
+        if side.flag is not None:
+            columns[side.flag] = value.getField(fields[-1])
+        return self._selected(frame, *(columns[name] for name in self._values))
 
     # -- state variables -----------------------------------------------------------------------
 
@@ -338,7 +378,7 @@ class Conversion:
         return self._fields(value, kind.names, wanted)
 
     def _fields(self, value: Column, names: list[str], wanted: list[str]) -> list[Column]:
-        if names != wanted:
+        if names != [str(self.columns.get(name, name)) for name in wanted]:
             raise self._refusal(
                 f"its state variable {self.target.name[1]!r} has the fields {_listed(names)}, and the program declares "
                 f"{_listed(wanted)}: declare them as they were."
@@ -366,7 +406,7 @@ def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Co
     """Return the parts of this project's state, made of Spark's buffers."""
     from pyspark.sql import functions as F
 
-    if names == MOMENTS:
+    if names == MOMENT_BUFFERS:
         return [buffers[0].cast("long"), *buffers[1:]]
     if names not in (EMPTY_SUM, BUFFERS["mean"]):
         return buffers
@@ -387,7 +427,7 @@ def take_over(
     program: DataFrame,
     *,
     operators: Mapping[str, int] | None = None,
-    buffers: Mapping[str, Mapping[str, int]] | None = None,
+    columns: Mapping[str, Mapping[str, str | int]] | None = None,
     backend: str | None = None,
     dry_run: bool = False,
     reference: str | None = None,
@@ -405,11 +445,13 @@ def take_over(
     ``program`` is the streaming DataFrame of the new query, with the sources of the old one in the same order. Its
     ``aggregate`` takes over ``groupBy(...).agg(...)`` with count, sum, min, max, mean, deviations and variances, also
     of windows and sessions; ``deduplicate`` takes over ``dropDuplicates`` and ``dropDuplicatesWithinWatermark``; a
-    processor takes over ``transformWithState(InPandas)``, or ``applyInPandasWithState`` with its one value and timer.
+    processor takes over ``transformWithState(InPandas)``, or ``applyInPandasWithState`` with its one value and timer;
+    ``join`` takes over a join of two streams, whose keys are matched by their order.
     Keys and state variables are matched by their names, and functions by their order. ``operators`` says which operator
     of the program takes over which operator of Spark, by its number; it may be left out if there is one of each kind.
-    ``buffers`` names the places of functions in Spark's state, if they differ from the program's order or if Spark has
-    functions that the program has not: ``{"operator": {"output": 0}}``. Errors list the buffers with their places.
+    ``columns`` names what does not match: ``{"operator": {"user": "user_id", "total": 2}}`` takes the key ``user`` from
+    Spark's column ``user_id``, and the output ``total`` from buffer 2. If an output of an operator has a place, all
+    must have one, and buffers without an output are left out. Errors list columns and buffers as Spark has them.
 
     The new query gets a new id. It begins with the batch after the last committed one. A batch that Spark has planned
     and not committed runs again with the same offsets. The old checkpoint stays as it is. Never start the old query
@@ -439,7 +481,7 @@ def take_over(
     new.check_place(query.storage, "checkpoint")
     new_operators = [_operator(spec, backend, key_groups) for spec in specs.values()]
     targets = {target.name: target for one in new_operators for target in one.targets}
-    frames = _frames(query, pairs, targets, buffers or {})
+    frames = _frames(query, specs, pairs, targets, columns or {})
     say(f"taking over {', '.join(one.in_words for one in pairs.values())} of {spark_checkpoint} at {query.batch_id}")
 
     def jobs() -> Iterator[ReadJob]:
@@ -470,10 +512,10 @@ def _matched(
 ) -> dict[str, SparkOperator]:
     """Return the operator of Spark for each operator of the program."""
     of_spark, there = {one.id: one for one in query.operators}, ", ".join(one.in_words for one in query.operators)
-    if unreadable := [one.in_words for one in query.operators if one.name not in KINDS]:
+    if unreadable := [one.in_words for one in query.operators if one.name not in KINDS_BY_SPARK]:
         raise InvalidStateStoreArgument(
             f"{', '.join(unreadable)} of {query.storage.location} cannot be taken over: operators that can are "
-            f"{', '.join(KINDS)}."
+            f"{', '.join(KINDS_BY_SPARK)}."
         )
     if len(of_spark) != len(specs):
         raise InvalidStateStoreArgument(
@@ -481,7 +523,7 @@ def _matched(
             f"{_listed(list(specs))}: each operator must take over one."
         )
     if operators is None:
-        by_kind = {KINDS[one.name]: one.id for one in query.operators}
+        by_kind = {KINDS_BY_SPARK[one.name]: one.id for one in query.operators}
         operators = {name: by_kind.get(_kind(spec), -1) for name, spec in specs.items()}
     numbers = [operators.get(name, -1) for name in specs]
     if set(operators) != set(specs) or sorted(numbers) != sorted(of_spark):
@@ -491,10 +533,10 @@ def _matched(
         )
     matched = {name: of_spark[number] for name, number in zip(specs, numbers, strict=True)}
     for name, one in matched.items():
-        if KINDS[one.name] != _kind(specs[name]):
+        if KINDS_BY_SPARK[one.name] != _kind(specs[name]):
             raise InvalidStateStoreArgument(
                 f"Operator {name!r} of the program is of the kind {_kind(specs[name])}, and cannot take over "
-                f"{one.in_words}, which is of the kind {KINDS[one.name]}."
+                f"{one.in_words}, which is of the kind {KINDS_BY_SPARK[one.name]}."
             )
     if len(specs) > 1 and any(one.spec.uses_time for one in specs.values()):
         raise InvalidStateStoreArgument(
@@ -512,20 +554,27 @@ def _operator(one: OfProgram, backend: str | None, key_groups: int) -> NewOperat
     spec = one.spec
     schema = schema_to_write(spec, None)
     count = check_partitions(spec.name, spec.num_partitions, key_groups)
-    targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator)
+    targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
     return NewOperator(spec.name, count, backend or spec.backend, schema, targets)
 
 
 def _frames(
     query: StoppedQuery,
+    specs: Mapping[str, OfProgram],
     pairs: Mapping[str, SparkOperator],
     targets: Mapping[OperatorVariable, Target],
-    buffers: Mapping[str, Mapping[str, int]],
+    columns: Mapping[str, Mapping[str, str | int]],
 ) -> dict[OperatorVariable, DataFrame]:
     """Return the rows of each variable. Raises ``InvalidStateStoreArgument`` for state that no variable takes."""
-    if unknown := sorted(buffers.keys() - pairs.keys()):
+    if unknown := sorted(columns.keys() - pairs.keys()):
         raise InvalidStateStoreArgument(
-            f"buffers= names {_listed(unknown)}, and the program has {_listed(list(pairs))}."
+            f"columns= names {_listed(unknown)}, and the program has {_listed(list(pairs))}."
+        )
+    if asof := [
+        name for name, operator in pairs.items() if KINDS_BY_SPARK[operator.name] == JOIN and not specs[name].sides
+    ]:
+        raise InvalidStateStoreArgument(
+            f"join_asof cannot take over a join of Spark, as {_listed(asof)} should: use join."
         )
     for name, operator in pairs.items():
         variables = [variable for owner, variable in targets if owner == name]
@@ -540,8 +589,10 @@ def _frames(
                 f"{operator.in_words} has one value at a key, and the processor of {name!r} has the state variables "
                 f"{_listed(values)}: declare one value state with the fields of the old state, and add others later."
             )
+    sides = {(owner, side.name): side for owner, one in specs.items() for side in one.sides}
     frames = {
-        name: Conversion(query, pairs[name[0]], target, buffers.get(name[0])).rows() for name, target in targets.items()
+        name: Conversion(query, pairs[name[0]], target, columns.get(name[0], {}), sides.get(name)).rows()
+        for name, target in targets.items()
     }
     return {name: frame for name, frame in frames.items() if frame is not None}
 

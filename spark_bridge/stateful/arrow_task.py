@@ -14,20 +14,11 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.state_format.layouts import TTL_COLUMN, family_of
+from spark_bridge.stateful import stateful_processor
 from spark_bridge.stateful.declaration import StateFigures
 from spark_bridge.stateful.handle import StatefulProcessorHandle
 from spark_bridge.stateful.process_task import OutputSink, ProcessorState, TaskInput, figures_of, started
 from spark_bridge.stateful.state_values import RowCodec
-from spark_bridge.stateful.stateful_processor import (
-    TIMERS_SCHEMA,
-    ArrowBatch,
-    ArrowResult,
-    ArrowStatefulProcessor,
-    ArrowStatefulProcessorHandle,
-    Columns,
-    Flags,
-    KeyMask,
-)
 from spark_bridge.stateful.ttl import alive_at, expiry_at
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
@@ -38,16 +29,18 @@ from spark_bridge.task.task_store import StateAccess
 # Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys.
 
 
-def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
+def aligned(result: stateful_processor.Columns, schema: pa.Schema, what: str) -> pa.Table:
     """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming a mismatch."""
-    if not isinstance(given, (pa.Table, pa.RecordBatch)):
-        raise StatefulProcessorError(f"The processor returned a {type(given).__name__} for its {what}: return a table.")
-    if sorted(given.schema.names) != sorted(schema.names):
+    if not isinstance(result, (pa.Table, pa.RecordBatch)):
         raise StatefulProcessorError(
-            f"The processor's {what} has the columns {', '.join(given.schema.names) or '(none)'}; its schema has "
+            f"The processor returned a {type(result).__name__} for its {what}: return a table."
+        )
+    if sorted(result.schema.names) != sorted(schema.names):
+        raise StatefulProcessorError(
+            f"The processor's {what} has the columns {', '.join(result.schema.names) or '(none)'}; its schema has "
             f"{', '.join(schema.names)}."
         )
-    table = given if isinstance(given, pa.Table) else pa.Table.from_batches([given])
+    table = result if isinstance(result, pa.Table) else pa.Table.from_batches([result])
     columns = []
     for f in schema:
         column = table.column(f.name)
@@ -67,13 +60,13 @@ def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def flags_of(given: KeyMask | None, n: int, what: str, *, default: bool) -> Flags:
+def flags_of(mask: stateful_processor.KeyMask | None, n: int, what: str, *, default: bool) -> stateful_processor.Flags:
     """Return a mask of n keys that the processor gave, or ``default`` for all; raises ``StatefulProcessorError``."""
-    if given is None:
+    if mask is None:
         return np.full(n, default)
-    if isinstance(given, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(given.type):
-        given = given.fill_null(False)
-    flags = np.asarray(given)
+    if isinstance(mask, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(mask.type):
+        mask = mask.fill_null(False)
+    flags = np.asarray(mask)
     if flags.dtype != np.bool_ or flags.shape != (n,):
         raise StatefulProcessorError(
             f"The processor gave {what}= with {flags.size} values of type {flags.dtype}: give {n} booleans, one per "
@@ -99,7 +92,7 @@ class StateColumns:
     ttl_ms: int | None = None
     keys: pa.BinaryArray = field(default_factory=lambda: pa.array([], pa.binary()))
     rows: pa.Table = field(default_factory=lambda: pa.table({}))
-    has_state: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+    has_state: stateful_processor.Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, name: str | None, store: StateAccess, figures: StateFigures) -> StateColumns:
@@ -124,7 +117,7 @@ class StateColumns:
         names = [n for n in self.schema.value.names if n != TTL_COLUMN]
         self.rows = _blanked(pa.Table.from_batches([rows.select(names)]), is_stored & ~self.has_state)
 
-    def apply(self, answer: ArrowResult) -> None:
+    def apply(self, answer: stateful_processor.ArrowResult) -> None:
         """Stage the changes of an answer; raises ``StatefulProcessorError`` for an answer that does not fit."""
         if self.family is None:
             if answer.state is not None or answer.removed is not None:
@@ -151,7 +144,7 @@ class StateColumns:
             self.rows = _blanked(self.rows, removed)
             self.has_state = self.has_state & ~removed
 
-    def _write(self, new: pa.Table, written: Flags) -> None:
+    def _write(self, new: pa.Table, written: stateful_processor.Flags) -> None:
         n, keys, rows = len(self.keys), self.keys, new
         if self.ttl_ms is not None:
             expiry = expiry_at(self.store.times.timestamp_ms, self.ttl_ms)
@@ -169,7 +162,7 @@ class StateColumns:
         self.rows, self.has_state = new, self.has_state | written
 
 
-def _blanked(rows: pa.Table, which: Flags) -> pa.Table:
+def _blanked(rows: pa.Table, which: stateful_processor.Flags) -> pa.Table:
     """Return the rows, with nulls in those that ``which`` marks."""
     return rows.take(pa.array(np.arange(rows.num_rows), mask=which)) if which.any() else rows
 
@@ -182,17 +175,16 @@ TIMED_KEYS = 1 << 18
 class Declaring:
     """A processor in columns in the form that ``ProcessorState`` takes; ``state`` is the name of the declared state."""
 
-    processor: ArrowStatefulProcessor
+    processor: stateful_processor.ArrowStatefulProcessor
     state: str | None = None
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         """Let the processor declare its state."""
-        own = ArrowStatefulProcessorHandle(handle)
+        own = stateful_processor.ArrowStatefulProcessorHandle(handle)
         self.processor.init(own)
         self.state = own.declared
 
     def close(self) -> None:
-        """Close the processor."""
         self.processor.close()
 
 
@@ -203,7 +195,7 @@ class ArrowLogic:
     ``rows`` is the schema of the rows. ``is_initial`` marks them as the rows of an initial state.
     """
 
-    processor: ArrowStatefulProcessor
+    processor: stateful_processor.ArrowStatefulProcessor
     time_mode: str
     input: TaskInput
     rows: pa.Schema
@@ -249,9 +241,13 @@ class ArrowLogic:
         state.begin(step.keys, keys)
         columns.begin(step.keys)
         while True:
-            expired = _expired_timers(state, step.keys, due) if not step.is_part else TIMERS_SCHEMA.empty_table()
+            expired = (
+                _expired_timers(state, step.keys, due)
+                if not step.is_part
+                else stateful_processor.TIMERS_SCHEMA.empty_table()
+            )
             answer = self._answer(
-                ArrowBatch(
+                stateful_processor.ArrowBatch(
                     keys=pa.Table.from_batches([keys]),
                     rows=self._rows(step.rows),
                     key_index=pa.array(np.repeat(np.arange(len(step.keys), dtype=np.int64), np.diff(step.offsets))),
@@ -280,14 +276,14 @@ class ArrowLogic:
         table = pa.Table.from_batches([rows])
         return table if table.schema.equals(self.rows) else table.cast(self.rows)
 
-    def _answer(self, batch: ArrowBatch) -> ArrowResult:
+    def _answer(self, batch: stateful_processor.ArrowBatch) -> stateful_processor.ArrowResult:
         handle = self.processor.handle_initial_state if self.is_initial else self.processor.process
         answer = handle(batch)
         if answer is None:
-            return ArrowResult()
+            return stateful_processor.ArrowResult()
         if isinstance(answer, (pa.Table, pa.RecordBatch)):
-            answer = ArrowResult(output=answer)
-        if not isinstance(answer, ArrowResult):
+            answer = stateful_processor.ArrowResult(output=answer)
+        if not isinstance(answer, stateful_processor.ArrowResult):
             raise StatefulProcessorError(
                 f"{type(self.processor).__name__} returned a {type(answer).__name__}: return an ArrowResult, a "
                 "table (output alone) or None."
@@ -303,17 +299,21 @@ def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryA
     expiries: list[int] = []
     for i in np.flatnonzero(np.asarray(pc.is_in(keys, value_set=due))).tolist():
         state.set_key(i)
-        found = state.expired_timers()
-        indices += [i] * len(found)
-        expiries += found
-    return pa.table([pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=TIMERS_SCHEMA)
+        timers = state.expired_timers()
+        indices += [i] * len(timers)
+        expiries += timers
+    return pa.table(
+        [pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=stateful_processor.TIMERS_SCHEMA
+    )
 
 
-def _each_timer(state: ProcessorState, timers: Columns | None, num_keys: int, apply: Callable[[int], None]) -> None:
+def _each_timer(
+    state: ProcessorState, timers: stateful_processor.Columns | None, num_keys: int, apply: Callable[[int], None]
+) -> None:
     """Apply a function to the expiry of each timer while its key is the current key."""
     if timers is None:
         return
-    table = aligned(timers, TIMERS_SCHEMA, "timers")
+    table = aligned(timers, stateful_processor.TIMERS_SCHEMA, "timers")
     indices, expiries = (c.to_pylist() for c in table.columns)
     for i, expiry in zip(indices, expiries, strict=True):
         if i is None or expiry is None or not 0 <= i < num_keys:

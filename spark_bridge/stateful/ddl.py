@@ -64,11 +64,11 @@ class _Parser:
         self._tokens: list[str] = []
         at, end = 0, len(text.rstrip())
         while at < end:
-            found = _TOKEN.match(text, at)
-            if not found:
+            match = _TOKEN.match(text, at)
+            if not match:
                 raise self._refusal(f"{text[at:].strip()!r} cannot be read")
-            self._tokens.append(found[0].strip())
-            at = found.end()
+            self._tokens.append(match[0].strip())
+            at = match.end()
         self._at = 0
 
     def _refusal(self, reason: str) -> StateDeclarationError:
@@ -141,9 +141,9 @@ class _Parser:
             self._expect("<")
             key = self._type()
             self._expect(",")
-            made = T.MapType(key, self._type())
+            map_type = T.MapType(key, self._type())
             self._expect(">")
-            return made
+            return map_type
         if name == "struct":
             self._expect("<")
             struct = self.fields(end=">")

@@ -17,16 +17,7 @@ from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 from spark_bridge.exceptions import HandleStateError, StateDeclarationError, StatefulProcessorError
-from spark_bridge.state_format.layouts import (
-    LIST,
-    MAP,
-    TTL_COLUMN,
-    VALUE,
-    list_families,
-    map_families,
-    value_families,
-    with_ttl,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.task.task_store import StateAccess
 
@@ -75,18 +66,18 @@ class Declaration:
                 raise StateDeclarationError(
                     f"State variable {self.name!r} has a schema without fields. Name at least one, such as 'value INT'."
                 )
-            if TTL_COLUMN in struct.names:
+            if layouts.TTL_COLUMN in struct.names:
                 raise StateDeclarationError(
-                    f"State variable {self.name!r} has a field {TTL_COLUMN!r}, which is the name of the column for its "
-                    "TTL. Rename the field."
+                    f"State variable {self.name!r} has a field {layouts.TTL_COLUMN!r}, which is the name of the column "
+                    "for its TTL. Rename the field."
                 )
 
     def _families(self, keys: pa.Schema) -> dict[str, StateSchema]:
         value, has_ttl = list(self.codec.schema), self.ttl_ms is not None
-        if self.kind == MAP:
-            return map_families(self.name, keys, list(self.key_codec.schema), value, has_ttl=has_ttl)
-        families = {VALUE: value_families, LIST: list_families}[self.kind]
-        return families(self.name, keys, with_ttl(value) if has_ttl else value)
+        if self.kind == layouts.MAP:
+            return layouts.map_families(self.name, keys, list(self.key_codec.schema), value, has_ttl=has_ttl)
+        families = {layouts.VALUE: layouts.value_families, layouts.LIST: layouts.list_families}[self.kind]
+        return families(self.name, keys, layouts.with_ttl(value) if has_ttl else value)
 
 
 def check_variable_name(name: str) -> None:
@@ -152,11 +143,7 @@ CLOSED = NoKey("CLOSED")
 _IN_INIT = (
     "init() only declares state variables: use them in handleInputRows, handleExpiredTimer or handleInitialState."
 )
-_REMEDIES = {
-    "PRE_INIT": _IN_INIT,
-    "CREATED": _IN_INIT,
-    "CLOSED": "The batch is over: close() can use no state.",
-}
+_REMEDIES = {"PRE_INIT": _IN_INIT, "CREATED": _IN_INIT, "CLOSED": "The batch is over: close() can use no state."}
 
 
 def invalid_handle_state(operation: str, phase: str) -> HandleStateError:

@@ -19,16 +19,7 @@ from backends.encoding.operator_schema import StateVariable
 from backends.encoding.sorted_pairs import key_order
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
-from spark_bridge.state_format.layouts import (
-    EXPIRIES,
-    LIST,
-    MAP,
-    TIMERS_BY_EXPIRY,
-    TIMERS_BY_KEY,
-    VALUE,
-    family_of,
-    is_present,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.state_format.partition_rows import offsets_of
 from spark_bridge.state_format.stored_rows import by_expiry, expired_ranges, without_expiry
 from spark_bridge.stateful.ddl import struct_of
@@ -56,8 +47,8 @@ class Timers:
     """The timers of one partition's grouping keys; those at or before ``until_ms`` (since 1970) fire in this batch."""
 
     def __init__(self, variable: StateVariable, step: KeyStep, until_ms: int) -> None:
-        self._family, self._schema = family_of(variable, TIMERS_BY_KEY)
-        self._expiry_family, self._expiry_schema = family_of(variable, TIMERS_BY_EXPIRY)
+        self._family, self._schema = layouts.family_of(variable, layouts.TIMERS_BY_KEY)
+        self._expiry_family, self._expiry_schema = layouts.family_of(variable, layouts.TIMERS_BY_EXPIRY)
         self._step = step
         self.until_ms = until_ms
         self._lists: list[list[int] | None] | None = None
@@ -95,8 +86,8 @@ class Timers:
     def keys_with_expired(self) -> pa.BinaryArray:
         """Return the grouping keys that have a stored timer which fires in this batch, sorted."""
         ranges = expired_ranges(self._step.store.key_groups, self.until_ms)
-        found = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
-        keys = pc.unique(pa.chunked_array(found, pa.binary()))
+        key_batches = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
+        keys = pc.unique(pa.chunked_array(key_batches, pa.binary()))
         return keys.take(key_order(keys))
 
     def begin(self) -> None:
@@ -118,7 +109,7 @@ class Timers:
             added += [(i, expiry) for expiry in set(now).difference(before)]
             removed += [(i, expiry) for expiry in set(before).difference(now)]
         counts = offsets_of(np.array([len(now) for now in after]))
-        kind = self._schema.value.field(EXPIRIES).type
+        kind = self._schema.value.field(layouts.EXPIRIES).type
         expiries = pa.array([expiry for now in after for expiry in now], kind.value_type)
         rows = pa.RecordBatch.from_arrays([list_array(expiries, counts, None, kind)], schema=self._schema.value)
         keys = step.keys.take(pa.array(changed))
@@ -126,7 +117,9 @@ class Timers:
         step.stage(keys.filter(is_kept), self._schema.encode_values(rows.filter(is_kept)), self._family)
         step.stage(keys.filter(pc.invert(is_kept)), None, self._family)
         step.stage(
-            self._by_expiry(added), self._expiry_schema.encode_values(is_present(len(added))), self._expiry_family
+            self._by_expiry(added),
+            self._expiry_schema.encode_values(layouts.is_present(len(added))),
+            self._expiry_family,
         )
         step.stage(self._by_expiry(removed), None, self._expiry_family)
         self.begin()
@@ -155,7 +148,7 @@ class Timers:
             if stored.null_count == len(stored):
                 lists = [None] * len(stored)
             else:
-                elements, offsets = list_parts(self._schema.decode_values(stored).column(EXPIRIES))
+                elements, offsets = list_parts(self._schema.decode_values(stored).column(layouts.EXPIRIES))
                 flat = elements.to_numpy().tolist()
                 lists = [flat[a:b] if a < b else None for a, b in pairwise(offsets.tolist())]
             self._lists = lists
@@ -199,11 +192,11 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         milliseconds after the batch that wrote it. Raises ``StateDeclarationError`` for an invalid name or schema,
         ``TimeModeError`` for a TTL without processing time, and ``HandleStateError`` outside ``init``.
         """
-        return self._declared("get_value_state", stateName, VALUE, ValueState, ttlDurationMs, schema)
+        return self._declared("get_value_state", stateName, layouts.VALUE, ValueState, ttlDurationMs, schema)
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
         """Declare a variable that has a list per key; ``schema`` is that of an element. See ``getValueState``."""
-        return self._declared("get_list_state", stateName, LIST, ListState, ttlDurationMs, schema)
+        return self._declared("get_list_state", stateName, layouts.LIST, ListState, ttlDurationMs, schema)
 
     def getMapState(
         self,
@@ -213,7 +206,9 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         ttlDurationMs: int | None = None,
     ) -> MapState:
         """Declare a variable that has a map per key; a TTL is that of each entry. See ``getValueState``."""
-        return self._declared("get_map_state", stateName, MAP, MapState, ttlDurationMs, valueSchema, userKeySchema)
+        return self._declared(
+            "get_map_state", stateName, layouts.MAP, MapState, ttlDurationMs, valueSchema, userKeySchema
+        )
 
     def registerTimer(self, expiryTimestampMs: int) -> None:
         """Set a timer of the current key, in ms since 1970; one in the past fires in this batch.
@@ -243,7 +238,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         check_variable_name(stateName)
         if stateName in self._variables:
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
-        self._deleted[stateName] = StateVariable(stateName, VALUE, {}, deleted=True)
+        self._deleted[stateName] = StateVariable(stateName, layouts.VALUE, {}, deleted=True)
 
     def _all_declared(self) -> Declarations:
         return Declarations([*self._deleted.values(), *self._variables.values()], self._states)
@@ -253,7 +248,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         operation: str,
         name: str,
         kind: str,
-        made: type[State],
+        state_class: type[State],
         ttl_ms: int | None,
         value_schema: StructType | str,
         user_key_schema: StructType | str | None = None,
@@ -269,7 +264,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         declaration = Declaration(name, kind, struct_of(value_schema), user_key, self._checked_ttl(name, ttl_ms))
         variable = declaration.variable(self._key_schema)
         kept = variable if self._step.index is PRE_INIT else self._kept(variable)
-        state = made(declaration, kept, self._step)
+        state = state_class(declaration, kept, self._step)
         self._states[name], self._variables[name] = state, variable
         return state
 

@@ -103,12 +103,12 @@ class StoredLists:
         """Return the rows of the step's keys, read for all keys at once when the first is needed."""
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
-            found = self._schema.decode_values(stored)
-            elements, offsets = alive_lists(found.column(TAIL), self._ttl.alive if self._ttl.is_on else None)
+            values = self._schema.decode_values(stored)
+            elements, offsets = alive_lists(values.column(TAIL), self._ttl.alive if self._ttl.is_on else None)
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column(LENGTH).fill_null(0).to_numpy(),
-                found.column(NUM_CHUNKS).fill_null(0).to_numpy(),
+                values.column(LENGTH).fill_null(0).to_numpy(),
+                values.column(NUM_CHUNKS).fill_null(0).to_numpy(),
                 LazyLists(elements, offsets, self._tuples),
             )
         return self._read_heads
@@ -124,16 +124,16 @@ class StoredLists:
         if self._ttl.is_on:
             # Most chunks may have expired and been removed: a scan finds the others.
             for batch in self._step.store.scan([prefix_range(key)], self._chunk_family):
-                found = self._chunk_schema.decode_values(batch.column(1))
-                elements, _ = alive_lists(found.column(ELEMENTS), self._ttl.alive)
+                decoded = self._chunk_schema.decode_values(batch.column(1))
+                elements, _ = alive_lists(decoded.column(ELEMENTS), self._ttl.alive)
                 yield from self._tuples(rows_of_structs(elements))
             return
         first, at_once = 0, _FIRST_CHUNKS_READ
         while first < chunks:
             numbers = np.arange(first, min(first + at_once, chunks))
             stored = self._step.store.get_many(chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
-            found = self._chunk_schema.decode_values(stored.drop_null())
-            elements, _ = alive_lists(found.column(ELEMENTS), None)
+            decoded = self._chunk_schema.decode_values(stored.drop_null())
+            elements, _ = alive_lists(decoded.column(ELEMENTS), None)
             yield from self._tuples(rows_of_structs(elements))
             first, at_once = first + at_once, min(at_once * 2, _CHUNKS_READ)
 

@@ -15,24 +15,7 @@ from pyspark.sql import Row
 from backends.encoding.columns import list_array, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
-from spark_bridge.state_format.layouts import (
-    ENTRIES,
-    ENTRY_KEY,
-    ENTRY_VALUE,
-    IS_LARGE,
-    MAP_ENTRIES,
-    TTL_COLUMN,
-    family_of,
-)
-from spark_bridge.state_format.partition_rows import (
-    LazyLists,
-    alive_lists,
-    are_large,
-    offsets_of,
-    pick,
-    rows_of_structs,
-    structs,
-)
+from spark_bridge.state_format import layouts, partition_rows
 from spark_bridge.state_format.stored_rows import columns_of_key, prefix_range, with_more
 from spark_bridge.stateful.ddl import hash_function, sort_key
 from spark_bridge.stateful.declaration import Declaration, KeyStep, PySparkMapState
@@ -95,7 +78,7 @@ class _Heads:
 
     present: np.ndarray[Any, np.dtype[np.bool_]]
     large: list[bool]
-    small: LazyLists
+    small: partition_rows.LazyLists
 
 
 class StoredMaps:
@@ -103,8 +86,8 @@ class StoredMaps:
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep, ttl: Ttl) -> None:
         self._codec, self._key_codec = declaration.codec, declaration.key_codec
-        self._family, self._schema = family_of(variable)
-        self._entry_family, self._entry_schema = family_of(variable, ENTRIES)
+        self._family, self._schema = layouts.family_of(variable)
+        self._entry_family, self._entry_schema = layouts.family_of(variable, layouts.ENTRIES)
         self._step = step
         self._ttl = ttl
         self.keys = StateValues(declaration.name, "key", declaration.key_codec)
@@ -128,18 +111,20 @@ class StoredMaps:
         """Return the rows of the step's keys, read for all keys at once when the first is needed."""
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
-            found = self._schema.decode_values(stored)
-            elements, offsets = alive_lists(found.column(MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None)
+            values = self._schema.decode_values(stored)
+            elements, offsets = partition_rows.alive_lists(
+                values.column(layouts.MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None
+            )
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column(IS_LARGE).fill_null(False).to_pylist(),
-                LazyLists(elements, offsets, self._decoded),
+                values.column(layouts.IS_LARGE).fill_null(False).to_pylist(),
+                partition_rows.LazyLists(elements, offsets, self._decoded),
             )
         return self._read_heads
 
     def _decoded(self, entries: pa.RecordBatch) -> list[Entry]:
-        keys = self._key_codec.to_tuples(rows_of_structs(entries.column(ENTRY_KEY)))
-        values = self._codec.to_tuples(rows_of_structs(entries.column(ENTRY_VALUE)))
+        keys = self._key_codec.to_tuples(partition_rows.rows_of_structs(entries.column(layouts.ENTRY_KEY)))
+        values = self._codec.to_tuples(partition_rows.rows_of_structs(entries.column(layouts.ENTRY_VALUE)))
         return list(zip(keys, values, self._ttl.expiries(entries), strict=True))
 
     def value(self, prefix: bytes, key: ValueTuple) -> ValueTuple | None:
@@ -180,9 +165,9 @@ class StoredMaps:
         Raises ``IllegalStateValueError`` for a value out of its type's range.
         """
         if changed:
-            for i, found in changed:
-                if found.is_wiped:
-                    self._wipe(i, found)
+            for i, key_map in changed:
+                if key_map.is_wiped:
+                    self._wipe(i, key_map)
             self._stage_heads([(i, m) for i, m in changed if not m.is_large])
             self._stage_entries([(i, m) for i, m in changed if m.is_large])
             if self._ttl.is_on:
@@ -194,12 +179,12 @@ class StoredMaps:
             self._remove_expired(self._read_heads, [i for i, _ in changed])
         self._read_heads = None
 
-    def _wipe(self, i: int, found: KeyMap) -> None:
+    def _wipe(self, i: int, key_map: KeyMap) -> None:
         """Stage the removal of a large map's entries."""
         prefix = self._step.keys[i].as_py()
         for batch in self._step.store.scan([prefix_range(prefix)], self._entry_family):
             self._step.stage(batch.column(0), None, self._entry_family)
-            found.removed += batch.num_rows
+            key_map.removed += batch.num_rows
 
     def _stage_heads(self, changed: list[tuple[int, KeyMap]]) -> None:
         """Stage maps that have been small; a map with too many entries or bytes becomes large."""
@@ -210,28 +195,31 @@ class StoredMaps:
         if not maps:
             return
         keys, values = self._columns([entry for _, m in maps for entry in m.entries.values()])
-        kind = self._schema.value.field(MAP_ENTRIES).type
+        kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entry = kind.value_type
         columns = [
-            structs(keys, entry.field(ENTRY_KEY).type),
-            structs(values.select(self._codec.schema.names), entry.field(ENTRY_VALUE).type),
+            partition_rows.structs(keys, entry.field(layouts.ENTRY_KEY).type),
+            partition_rows.structs(values.select(self._codec.schema.names), entry.field(layouts.ENTRY_VALUE).type),
         ]
         if self._ttl.is_on:
-            columns.append(values.column(TTL_COLUMN))
+            columns.append(values.column(layouts.TTL_COLUMN))
         entries = struct_array(columns, len(keys), None, entry)
-        offsets = offsets_of(np.array([len(m.entries) for _, m in maps]))
-        is_large = are_large(entries, offsets)
+        offsets = partition_rows.offsets_of(np.array([len(m.entries) for _, m in maps]))
+        is_large = partition_rows.are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True
         rows = pa.RecordBatch.from_arrays(
-            [pa.array(is_large), pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind)],
+            [
+                pa.array(is_large),
+                partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind),
+            ],
             schema=self._schema.value,
         )
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
 
     def _stage_large_heads(self, maps: list[int]) -> None:
         """Stage the rows at the keys of large maps again: a sweep of this batch may have staged their removal."""
-        kind = self._schema.value.field(MAP_ENTRIES).type
+        kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
         rows = pa.RecordBatch.from_arrays(
             [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value
@@ -296,8 +284,8 @@ class MapState(PySparkMapState):
 
     def exists(self) -> bool:
         """Return whether the key's map has an entry."""
-        found = self._map()
-        return next(self._entries(found), None) is not None if found.is_large else bool(found.entries)
+        key_map = self._map()
+        return next(self._entries(key_map), None) is not None if key_map.is_large else bool(key_map.entries)
 
     def getValue(self, key: ValueTuple) -> Row | None:
         """Return the value of an entry, or None if the entry does not exist.
@@ -323,10 +311,10 @@ class MapState(PySparkMapState):
         Raises ``IllegalStateValueError`` if ``key`` or ``value`` does not fit its schema.
         """
         key, value = self._keys.accept(key), self._values.accept(value)
-        found, hashed = self._map(), self._hashed(key)
-        found.entries[hashed] = (key, value, self._ttl.expiry)
-        found.written.add(hashed)
-        found.is_changed = True
+        key_map, hashed = self._map(), self._hashed(key)
+        key_map.entries[hashed] = (key, value, self._ttl.expiry)
+        key_map.written.add(hashed)
+        key_map.is_changed = True
 
     def iterator(self) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Yield the entries, in the order of their keys, as they are at the time of the call.
@@ -349,22 +337,22 @@ class MapState(PySparkMapState):
     def removeKey(self, key: ValueTuple) -> None:
         """Remove an entry, if there is one; raises ``IllegalStateValueError`` if ``key`` does not fit its schema."""
         key = self._keys.accept(key)
-        found, hashed = self._map(), self._hashed(key)
-        if found.is_large:
-            found.entries[hashed] = (key, None, None)
-        elif found.entries.pop(hashed, None) is None:
+        key_map, hashed = self._map(), self._hashed(key)
+        if key_map.is_large:
+            key_map.entries[hashed] = (key, None, None)
+        elif key_map.entries.pop(hashed, None) is None:
             return
-        found.written.discard(hashed)
-        found.removed += 1
-        found.is_changed = True
+        key_map.written.discard(hashed)
+        key_map.removed += 1
+        key_map.is_changed = True
 
     def clear(self) -> None:
         """Remove all entries."""
-        found = self._map()
-        if not found.is_large:
-            found.removed += len(found.entries)
-        found.is_large, found.is_changed = False, True
-        found.entries, found.written = {}, set()
+        key_map = self._map()
+        if not key_map.is_large:
+            key_map.removed += len(key_map.entries)
+        key_map.is_large, key_map.is_changed = False, True
+        key_map.entries, key_map.written = {}, set()
 
     def _begin(self) -> None:
         self._maps = [None] * len(self._step.keys)
@@ -379,33 +367,33 @@ class MapState(PySparkMapState):
 
     def _map(self) -> KeyMap:
         index = self._step.index
-        found: KeyMap | None = self._maps[index]
-        if found is None:
+        key_map: KeyMap | None = self._maps[index]
+        if key_map is None:
             is_large, entries = self._stored.head(index)
-            found = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
+            key_map = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
             self._touched.append(index)
-        return found
+        return key_map
 
     def _value_of(self, key: ValueTuple) -> ValueTuple | None:
-        found, hashed = self._map(), self._hashed(key)
-        entry = found.entries.get(hashed)
+        key_map, hashed = self._map(), self._hashed(key)
+        entry = key_map.entries.get(hashed)
         if entry is not None:
             return entry[1]
-        return self._look_up(found, hashed, key) if found.is_large else None
+        return self._look_up(key_map, hashed, key) if key_map.is_large else None
 
-    def _look_up(self, found: KeyMap, hashed: Hashable, key: ValueTuple) -> ValueTuple | None:
+    def _look_up(self, key_map: KeyMap, hashed: Hashable, key: ValueTuple) -> ValueTuple | None:
         """Return the stored value of a large map's entry; after many look-ups all entries are loaded, if few enough."""
-        if hashed in found.stored or found.is_loaded:
-            return found.stored.get(hashed)
-        found.misses += 1
+        if hashed in key_map.stored or key_map.is_loaded:
+            return key_map.stored.get(hashed)
+        key_map.misses += 1
         prefix = self._prefix()
-        if found.misses == _MISSES_BEFORE_LOADING:
+        if key_map.misses == _MISSES_BEFORE_LOADING:
             loaded = list(chain.from_iterable(self._stored.scan(prefix, _ENTRIES_LOADED + 1)))
             if self._stored.num_scanned <= _ENTRIES_LOADED:
-                found.stored = {self._hashed(k): value for _, k, value in loaded}
-                found.is_loaded = True
-                return found.stored.get(hashed)
-        value = found.stored[hashed] = self._stored.value(prefix, key)
+                key_map.stored = {self._hashed(k): value for _, k, value in loaded}
+                key_map.is_loaded = True
+                return key_map.stored.get(hashed)
+        value = key_map.stored[hashed] = self._stored.value(prefix, key)
         return value
 
     def _prefix(self) -> bytes:
@@ -413,13 +401,13 @@ class MapState(PySparkMapState):
         prefix: bytes = self._step.keys[self._step.current].as_py()
         return prefix
 
-    def _entries(self, found: KeyMap) -> Iterator[tuple[ValueTuple, ValueTuple]]:
+    def _entries(self, key_map: KeyMap) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Return the entries of a map as they are at the time of the call, in the order of their keys."""
-        if not found.is_large:
-            pairs = [(key, value) for key, value, _ in found.entries.values() if value is not None]
+        if not key_map.is_large:
+            pairs = [(key, value) for key, value, _ in key_map.entries.values() if value is not None]
             return iter(sorted(pairs, key=lambda pair: sort_key(pair[0])))
         prefix = self._prefix()
-        entries = list(found.entries.values())
+        entries = list(key_map.entries.values())
         encoded = self._stored.stored_keys(prefix, [entry[0] for entry in entries])
         changed = [(stored, key, value) for stored, (key, value, _) in zip(encoded, entries, strict=True)]
         return self._merged(prefix, sorted(changed, key=lambda c: c[0]))

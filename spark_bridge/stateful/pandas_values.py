@@ -155,8 +155,8 @@ def rows_of_frame(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
     part = inner._mgr.get_slice(slice(start, stop), axis=1)
     # Views: if the processor names the index or the columns of a part, the other parts stay as they are.
     part.axes = [frame.columns.view(), _numbers(stop - start).view()]
-    made: pd.DataFrame = inner._from_mgr(part, part.axes)
-    return made
+    frame_rows: pd.DataFrame = inner._from_mgr(part, part.axes)
+    return frame_rows
 
 
 @lru_cache(maxsize=1 << 14)
@@ -242,8 +242,8 @@ def _times(name: str, column: pd.Series) -> pd.Series:
         raise TypeError(f"Field {name!r} is of type timestamp, and some of its values have a time zone, others none.")
     if True in has_zone:
         values = [v and v.astimezone(dt.timezone.utc).replace(tzinfo=None) for v in values]
-    made = pd.Series(np.array(values, "M8[us]"))
-    return made.dt.tz_localize("UTC") if True in has_zone else made
+    series = pd.Series(np.array(values, "M8[us]"))
+    return series.dt.tz_localize("UTC") if True in has_zone else series
 
 
 def _has_zone(kind: pa.DataType) -> bool:

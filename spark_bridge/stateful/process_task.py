@@ -58,9 +58,9 @@ class OutputRows:
     sink: OutputSink
     _rows: list[Any] = field(default_factory=list)
 
-    def take(self, given: Any) -> None:
+    def take(self, result: Any) -> None:
         """Take all rows that a method of the processor has returned."""
-        rows = given if type(given) is GeneratorType else _iterator(given, "Rows")
+        rows = result if type(result) is GeneratorType else _iterator(result, "Rows")
         if self._is_mutable:
             rows = map(detached, rows)
         self._rows.extend(islice(rows, ROWS_AT_ONCE))
@@ -95,9 +95,9 @@ class OutputFrames:
     _frames: list[FrameColumns] = field(default_factory=list)
     _num_rows: int = 0
 
-    def take(self, given: Any) -> None:
+    def take(self, result: Any) -> None:
         """Take all DataFrames that a method of the processor has returned; raises ``StatefulProcessorError``."""
-        for frame in given if type(given) is GeneratorType else _iterator(given, "pandas DataFrames"):
+        for frame in result if type(result) is GeneratorType else _iterator(result, "pandas DataFrames"):
             if not isinstance(frame, pd.DataFrame):
                 raise StatefulProcessorError(
                     f"The processor gave {shown(frame)} ({type(frame).__name__}) for output: give pandas DataFrames."
@@ -147,15 +147,15 @@ class OutputSink:
         self.spool.add(batch)
 
 
-def _iterator(given: Any, what: str) -> Iterator[Any]:
-    if given is None:
+def _iterator(result: Any, what: str) -> Iterator[Any]:
+    if result is None:
         return iter(())
-    if isinstance(given, (tuple, str, bytes, dict, pd.DataFrame)) or not hasattr(given, "__iter__"):
+    if isinstance(result, (tuple, str, bytes, dict, pd.DataFrame)) or not hasattr(result, "__iter__"):
         raise StatefulProcessorError(
-            f"The processor returned {shown(given)} ({type(given).__name__}): return an iterator of {what}, for "
+            f"The processor returned {shown(result)} ({type(result).__name__}): return an iterator of {what}, for "
             "instance by yield."
         )
-    return iter(given)
+    return iter(result)
 
 
 def detached(value: Any) -> Any:
@@ -183,25 +183,25 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
             raise TypeError(f"{shown(wrong)} ({kind.__name__}) is not a Row.")
     if not any(issubclass(kind, Row) for kind in kinds):
         return rows
-    known: object = None
+    last_fields: object = None
     places: list[int] | None = None
     for i, row in enumerate(rows):
-        given = getattr(row, "__fields__", names)
+        fields = getattr(row, "__fields__", names)
         # Rows of one maker, Row("a", "b"), share the object that names their fields.
-        if given is not known:
-            known, places = given, None if given == names else _places(row, given, names)
+        if fields is not last_fields:
+            last_fields, places = fields, None if fields == names else _places(row, fields, names)
         if places is None:
             continue
         try:
             rows[i] = tuple([tuple.__getitem__(row, place) for place in places])
         except IndexError as error:
-            raise ValueError(f"{shown(tuple(row))} has {len(row)} values for {', '.join(given)}.") from error
+            raise ValueError(f"{shown(tuple(row))} has {len(row)} values for {', '.join(fields)}.") from error
     return rows
 
 
-def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | None:
+def _places(row: Any, own_fields: Sequence[str], names: list[str]) -> list[int] | None:
     """Return the positions of the fields ``names`` in a row, None if in their order; raises ``ValueError``."""
-    fields = list(given)
+    fields = list(own_fields)
     if fields == names:
         return None
     if not set(names) <= set(fields):  # further fields are left out, as by Spark
@@ -376,7 +376,8 @@ class ProcessLogic:
 
     ``time_mode`` is one of ``handle.TIME_MODES``. ``event_time`` is the column of the output that must be after the
     watermark for late rows. ``time_zone`` is the session's; DataFrames have their timestamps in it. ``frame_rows``
-    and ``frame_bytes`` are the most rows and bytes of a DataFrame for the processor, see ``frame_size``.
+    and ``frame_bytes`` are the most rows and bytes of a DataFrame for the processor, see ``frame_size``. With
+    ``is_initial``, ``handleInitialState`` makes state of each row or DataFrame, and there is no output.
     """
 
     processor: Any
@@ -389,6 +390,7 @@ class ProcessLogic:
     limits: Limits = field(default_factory=Limits)
     frame_rows: int = ROWS_PER_FRAME
     frame_bytes: int = NO_LIMIT
+    is_initial: bool = False
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -416,7 +418,11 @@ class ProcessLogic:
         processor, times = self.processor, state.timer_values
 
         def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
-            output.take(processor.handleInputRows(key, rows, times))
+            if self.is_initial:
+                for row in rows:
+                    processor.handleInitialState(key, row, times)
+            else:
+                output.take(processor.handleInputRows(key, rows, times))
 
         def handle_timers(key: tuple[Any, ...]) -> None:
             for expiry in state.expired_timers():
@@ -427,46 +433,12 @@ class ProcessLogic:
 
         steps = sorter.steps()
         open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
-        if self.time_mode == "none":
+        if self.time_mode == "none" or self.is_initial:
             for_each_key(state, steps, self.input, open_rows, handle_rows)
         else:
             steps = with_keys(steps, state.keys_with_expired_timers(), self.limits.step_rows)
             for_each_key(state, steps, self.input, open_rows, handle_rows, handle_timers)
         output.flush()
-
-
-@dataclass(frozen=True)
-class InitialStateLogic:
-    """The logic that makes an initial state: ``handleInitialState`` is called for each row or DataFrame."""
-
-    processor: Any
-    mode: Mode
-    time_mode: str
-    input: TaskInput
-    time_zone: str = "UTC"
-    limits: Limits = field(default_factory=Limits)
-    frame_rows: int = ROWS_PER_FRAME
-    frame_bytes: int = NO_LIMIT
-
-    def process(
-        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
-    ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all rows, and commit; it has no output."""
-        processor = self.processor
-        with RowSorter(self.input.keys, store.num_key_groups, self.limits) as sorter:
-            self.input.read(batches, sorter, 0, timer)
-            with started(processor, self.input.keys, self.time_mode, store) as state:
-
-                def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
-                    for row in rows:
-                        processor.handleInitialState(key, row, state.timer_values)
-
-                open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
-                for_each_key(state, sorter.steps(), self.input, open_rows, handle_rows)
-                state.finish()
-            timer.step("process_ms")
-            store.commit(figures_of(state, sorter.num_rows, 0), timer.milliseconds)
-        return iter(())
 
 
 @contextmanager
@@ -507,16 +479,16 @@ def frozen() -> Iterator[None]:
 
 
 def opener(
-    given: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
+    task_input: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
 ) -> Callable[[pa.RecordBatch], Taker]:
     """Return a function that converts Arrow rows to the form that a processor takes."""
 
     def open_rows(rows: pa.RecordBatch) -> Taker:
-        made = RowCodec(given.struct).iter_rows(rows)
-        return lambda start, stop: islice(made, stop - start)
+        rows_of_batch = RowCodec(task_input.struct).iter_rows(rows)
+        return lambda start, stop: islice(rows_of_batch, stop - start)
 
     def open_frames(rows: pa.RecordBatch) -> Taker:
-        frame = PandasCodec(given.struct, time_zone).to_frame(rows)
+        frame = PandasCodec(task_input.struct, time_zone).to_frame(rows)
         size = frame_size(rows, frame_rows, frame_bytes)
         return lambda start, stop: (rows_of_frame(frame, i, min(i + size, stop)) for i in range(start, stop, size))
 
@@ -537,15 +509,15 @@ def frame_size(rows: pa.RecordBatch, most_rows: int, most_bytes: int) -> int:
 def for_each_key(
     state: ProcessorState,
     steps: Iterator[RowStep],
-    given: TaskInput,
+    task_input: TaskInput,
     open_rows: Callable[[pa.RecordBatch], Taker],
     handle_rows: Callable[[tuple[Any, ...], Iterator[Any]], None],
     handle_timers: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> None:
     """Go through the keys of all steps: for each key, handle its rows, if it has any, and then its timers."""
-    key_codec = RowCodec(given.key_struct)
+    key_codec = RowCodec(task_input.key_struct)
     for step in steps:
-        key_rows = decode_keys(step.keys, given.keys)
+        key_rows = decode_keys(step.keys, task_input.keys)
         state.begin(step.keys, key_rows)
         take = open_rows(step.rows) if step.rows.num_rows else None
         bounds = step.offsets.tolist()

@@ -131,8 +131,8 @@ def _accepted(name: str, value: Value, kind: pa.DataType, convert: _Conversion) 
         convert([plain], kind)
     except _REFUSALS as error:
         spark = str(to_spark_type(name, kind))
-        given = value.item() if isinstance(value, np.generic) else value
-        is_type = isinstance(given, bool) or not isinstance(given, _PYTHON_TYPES.get(spark.partition("(")[0], ()))
+        unboxed = value.item() if isinstance(value, np.generic) else value
+        is_type = isinstance(unboxed, bool) or not isinstance(unboxed, _PYTHON_TYPES.get(spark.partition("(")[0], ()))
         raise (TypeError if is_type else ValueError)(
             f"Field {name!r} is of type {spark}, and {shown(value)} ({type(value).__name__}) is not a value of it: "
             f"{error}"
@@ -180,8 +180,8 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
     if isinstance(value, dict):
         return tuple(value.get(n) for n in names)
     if isinstance(value, Row):
-        given = getattr(value, "__fields__", names)
-        return tuple(value[n] for n in names) if given != names and set(given) == set(names) else value
+        fields = getattr(value, "__fields__", names)
+        return tuple(value[n] for n in names) if fields != names and set(fields) == set(names) else value
     if not isinstance(value, (tuple, list)):
         raise TypeError(
             f"Field {name!r} is a struct ({', '.join(names)}), and {shown(value)} ({type(value).__name__}) is none: "
@@ -531,7 +531,7 @@ def _map(key: Callable[[Any], Any], item: Callable[[Any], Any]) -> Callable[[Any
 
 
 def _struct(names: list[str], fields: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    made = row_class(tuple(names))
+    row_type = row_class(tuple(names))
 
     def struct(value: Any) -> Any:
         if value is None:
@@ -540,6 +540,6 @@ def _struct(names: list[str], fields: list[Callable[[Any], Any]]) -> Callable[[A
             raise _UnusualError
         if isinstance(value, Row) and list(getattr(value, "__fields__", names)) != names:
             raise _UnusualError
-        return tuple.__new__(made, [f(v) for f, v in zip(fields, value, strict=True)])
+        return tuple.__new__(row_type, [f(v) for f, v in zip(fields, value, strict=True)])
 
     return struct

@@ -311,16 +311,16 @@ class ProcessorTester:
                 for expiry in state.expired_timers():
                     info = ExpiredTimerInfo(expiry)
                     # By name, as tasks call it, and as PySpark's do.
-                    given = self.processor.handleExpiredTimer(
+                    result = self.processor.handleExpiredTimer(
                         key=self._keys[number], timerValues=state.timer_values, expiredTimerInfo=info
                     )
-                    output += self._as_in_a_query(given)
+                    output += self._as_in_a_query(result)
                     state.handle.deleteTimer(expiry)
         return _one_frame(output) if self._uses_pandas else output
 
-    def _as_in_a_query(self, given: Any) -> list[Any]:
+    def _as_in_a_query(self, result: Any) -> list[Any]:
         """Return the processor's output; a NaT or NA in a row is None, as in the output of a query."""
-        return list(given or ()) if self._uses_pandas else [detached(row) for row in given or ()]
+        return list(result or ()) if self._uses_pandas else [detached(row) for row in result or ()]
 
     def _check_advance(self, mode: str, what: str, now_ms: int, then_ms: int) -> None:
         if self._time_mode != mode:
@@ -432,9 +432,9 @@ class ProcessorTester:
 
 
 def _unknown(kind: str, name: str, batch: ProcessorState) -> TesterAssertionError:
-    known = ", ".join(f"{n!r} ({_KINDS[type(state)]} state)" for n, state in batch.states.items())
+    names = ", ".join(f"{n!r} ({_KINDS[type(state)]} state)" for n, state in batch.states.items())
     return TesterAssertionError(
-        f"[STATE_NOT_EXISTS] The processor declares no {kind} {name!r}; it declares {known or 'none'}."
+        f"[STATE_NOT_EXISTS] The processor declares no {kind} {name!r}; it declares {names or 'none'}."
     )
 
 

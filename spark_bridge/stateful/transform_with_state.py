@@ -16,14 +16,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.columns import (
-    arrow_type,
-    check_keys,
-    event_time_of,
-    other_case,
-    watermark_lag_ms,
-    with_event_time,
-)
+from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
     InitialState,
     KeyRouting,
@@ -38,7 +31,7 @@ from spark_bridge.operators.map_in_arrow import (
 from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.process_task import Mode, ProcessLogic, ProcessorState, TaskInput
 from spark_bridge.stateful.stateful_processor import ArrowStatefulProcessor, call_problem
 from spark_bridge.task.state_task import EventTime, Logic, StateTask
 
@@ -93,11 +86,11 @@ def checked_arguments(
         )
     keys = [by] if isinstance(by, str) else list(by)
     _check_names(df.schema, "The DataFrame")
-    check_keys(df.schema, keys)
-    key_schema = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in keys])
+    columns.check_keys(df.schema, keys)
+    key_schema = pa.schema([pa.field(k, columns.arrow_type(df.schema[k].dataType)) for k in keys])
     is_timed = time_mode.lower() == EVENT_TIME
     # Several columns with a watermark are an error only if one of them is used.
-    marked = event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
+    marked = columns.event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
     if is_timed and marked is None:
         raise InvalidOperatorError(
             f'time_mode="{time_mode}" needs event time: put withWatermark("column", "delay") on the DataFrame first.'
@@ -114,7 +107,7 @@ def checked_arguments(
         output,
         event_time,
         _initial_rows(initial_state, df.schema, keys),
-        watermark_lag_ms(df.schema, marked),
+        columns.watermark_lag_ms(df.schema, marked),
     )
 
 
@@ -137,11 +130,11 @@ def _struct(schema: T.StructType | str) -> T.StructType:
         raise InvalidOperatorError("output_schema has no fields; give the fields that the processor emits.")
     _check_names(struct, "output_schema")
     for f in struct.fields:
-        arrow_type(f.dataType)
+        columns.arrow_type(f.dataType)
     return struct
 
 
-def _with_event_time(output: T.StructType, column: str, given: T.StructType, marked: EventTime | None) -> T.StructType:
+def _with_event_time(output: T.StructType, column: str, schema: T.StructType, marked: EventTime | None) -> T.StructType:
     """Return the output schema with that column marked as Spark marks event time: with the delay of the watermark."""
     if marked is None:
         raise InvalidOperatorError(
@@ -151,19 +144,19 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
     if column not in output.names:
         raise InvalidOperatorError(
             f"event_time_column={column!r}: the output has no such column; it has {', '.join(output.names)}."
-            f"{other_case([column], output.names)}"
+            f"{columns.other_case([column], output.names)}"
         )
     if not isinstance(output[column].dataType, (T.TimestampType, T.TimestampNTZType)):
         raise InvalidOperatorError(
             f"event_time_column={column!r} has type {output[column].dataType.simpleString()}; event time is a "
             "timestamp."
         )
-    source, lag_ms = given[marked.column], watermark_lag_ms(given, marked)
-    return T.StructType([with_event_time(f, source, lag_ms) if f.name == column else f for f in output.fields])
+    source, lag_ms = schema[marked.column], columns.watermark_lag_ms(schema, marked)
+    return T.StructType([columns.with_event_time(f, source, lag_ms) if f.name == column else f for f in output.fields])
 
 
 def _initial_rows(
-    initial: DataFrame | GroupedData | None, given: T.StructType, keys: Sequence[str]
+    initial: DataFrame | GroupedData | None, schema: T.StructType, keys: Sequence[str]
 ) -> DataFrame | None:
     """Return the rows of an initial state, which may be grouped, as Spark takes them; None if there are none."""
     rows = initial._df if isinstance(initial, GroupedData) else initial
@@ -178,12 +171,13 @@ def _initial_rows(
         if key not in rows.schema.names:
             raise InvalidOperatorError(
                 f"initial_state lacks the key column {key!r}; it has {', '.join(rows.schema.names)}."
-                f"{other_case([key], rows.schema.names)}"
+                f"{columns.other_case([key], rows.schema.names)}"
             )
-        wanted, found = given[key].dataType.simpleString(), rows.schema[key].dataType.simpleString()
-        if wanted != found:
+        stream_type, initial_type = schema[key].dataType.simpleString(), rows.schema[key].dataType.simpleString()
+        if stream_type != initial_type:
             raise InvalidOperatorError(
-                f"The key column {key!r} of initial_state has type {found}, and that of the stream {wanted}: cast one."
+                f"The key column {key!r} of initial_state has type {initial_type}, and that of the stream "
+                f"{stream_type}: cast one."
             )
     return rows
 
@@ -232,8 +226,10 @@ def transform_with_state(
 
     Raises ``InvalidOperatorError`` for every mistake that the arguments show.
     """
-    given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
-    return _of_rows(given, processor, "rows", num_partitions)
+    arguments = checked_arguments(
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+    )
+    return _of_rows(arguments, processor, "rows", num_partitions)
 
 
 def transform_with_state_in_pandas(
@@ -257,8 +253,10 @@ def transform_with_state_in_pandas(
     says when this is called. Structs and maps are dicts in them, arrays numpy arrays, and timestamps naive times in
     the session's time zone. The counterpart in Spark 4 is ``df.groupBy(by).transformWithStateInPandas(...)``.
     """
-    given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
-    return _of_rows(given, processor, "pandas", num_partitions)
+    arguments = checked_arguments(
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+    )
+    return _of_rows(arguments, processor, "pandas", num_partitions)
 
 
 def transform_with_state_in_arrow(
@@ -281,79 +279,85 @@ def transform_with_state_in_arrow(
     their keys, and the state of the keys. The other arguments are those of ``transform_with_state``. Spark has no
     counterpart.
     """
-    given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
+    arguments = checked_arguments(
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+    )
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
             f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of "
             'a function by @arrow_processor("n long, total double").'
         )
-    rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
-    logic = ArrowLogic(processor, given.time_mode, given.input, rows, given.output, given.event_time)
+    rows = pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in df.schema.fields])
+    logic = ArrowLogic(processor, arguments.time_mode, arguments.input, rows, arguments.output, arguments.event_time)
     initial = None
-    if given.initial_rows is not None:
-        struct = given.initial_rows.schema
+    if arguments.initial_rows is not None:
+        struct = arguments.initial_rows.schema
         initial = replace(
             logic,
-            input=TaskInput(struct, given.input.keys),
-            rows=pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in struct.fields]),
+            input=TaskInput(struct, arguments.input.keys),
+            rows=pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in struct.fields]),
             is_initial=True,
         )
-    return _transformed(given, Declaring(_copy(processor)), logic, initial, num_partitions)
+    return _transformed(arguments, Declaring(_copy(processor)), logic, initial, num_partitions)
 
 
-def _of_rows(given: TransformArguments, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
-    _check_processor(processor, given.time_mode)
-    zone = str(given.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
-    frame_rows, frame_bytes = frame_limits(given.df.sparkSession)
+def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
+    _check_processor(processor, arguments.time_mode)
+    zone = str(arguments.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
+    frame_rows, frame_bytes = frame_limits(arguments.df.sparkSession)
     logic = ProcessLogic(
         processor,
         mode,
-        given.time_mode,
-        given.input,
-        given.output,
-        given.event_time,
+        arguments.time_mode,
+        arguments.input,
+        arguments.output,
+        arguments.event_time,
         zone,
         frame_rows=frame_rows,
         frame_bytes=frame_bytes,
     )
     initial = None
-    if given.initial_rows is not None:
-        rows = TaskInput(given.initial_rows.schema, given.input.keys)
-        initial = InitialStateLogic(
-            processor, mode, given.time_mode, rows, zone, frame_rows=frame_rows, frame_bytes=frame_bytes
-        )
-    return _transformed(given, _copy(processor), logic, initial, num_partitions)
+    if arguments.initial_rows is not None:
+        rows = TaskInput(arguments.initial_rows.schema, arguments.input.keys)
+        initial = replace(logic, input=rows, event_time=None, is_initial=True)
+    return _transformed(arguments, _copy(processor), logic, initial, num_partitions)
 
 
 def _transformed(
-    given: TransformArguments, declaring: Any, logic: Logic, initial: Logic | None, num_partitions: int | None
+    arguments: TransformArguments, declaring: Any, logic: Logic, initial: Logic | None, num_partitions: int | None
 ) -> DataFrame:
     """Return the output of the operator; ``declaring`` is a copy of the processor, whose ``init`` is called here."""
-    df, keys = given.df, given.input.keys.names
+    df, keys = arguments.df, arguments.input.keys.names
     key_groups = key_group_count(df)
     partitions = partition_count(df, num_partitions, key_groups)
-    schema = _declared(declaring, given)
-    spec = OperatorSpec(given.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
+    schema = _declared(declaring, arguments)
+    spec = OperatorSpec(arguments.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
     routing = KeyRouting(tuple(keys), partitions, key_groups)
     state = None
-    if initial is not None and given.initial_rows is not None:
-        state = InitialState(given.initial_rows, routing, initial)
-    rows = df if given.time_mode == NONE else with_ticks(df, given.operator)
+    if initial is not None and arguments.initial_rows is not None:
+        state = InitialState(arguments.initial_rows, routing, initial)
+    rows = df if arguments.time_mode == NONE else with_ticks(df, arguments.operator)
     task = StateTask(
-        given.operator, partitions, key_groups, tuple(keys), logic, uses_time=True, watermark_lag_ms=given.lag_ms
+        arguments.operator,
+        partitions,
+        key_groups,
+        tuple(keys),
+        logic,
+        uses_time=True,
+        watermark_lag_ms=arguments.lag_ms,
     )
-    return map_in_arrow(rows, task.run, declare(spec, initial=state), given.output, routing)
+    return map_in_arrow(rows, task.run, declare(spec, initial=state), arguments.output, routing)
 
 
-def _declared(processor: Any, given: TransformArguments) -> OperatorSchema:
+def _declared(processor: Any, arguments: TransformArguments) -> OperatorSchema:
     """Return the declarations of the processor's ``init``, called on the driver with a handle that can only declare."""
-    state = ProcessorState(processor, given.input.keys, given.time_mode, None)
+    state = ProcessorState(processor, arguments.input.keys, arguments.time_mode, None)
     try:
         processor.init(state.handle)
         # The mode stays with the state: in another mode, its timers would fire by another clock.
-        schema = OperatorSchema(state.declare(), settings={"time_mode": given.time_mode})
+        schema = OperatorSchema(state.declare(), settings={"time_mode": arguments.time_mode})
     except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {given.operator!r}: {error}") from error
+        raise InvalidOperatorError(f"Operator {arguments.operator!r}: {error}") from error
     processor.close()
     return schema
 

@@ -19,21 +19,7 @@ from backends.encoding.columns import Mask, list_parts
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
-from spark_bridge.state_format.layouts import (
-    CHUNKS,
-    ELEMENTS,
-    ENTRIES,
-    IS_LARGE,
-    LIST,
-    MAP,
-    MAP_ENTRIES,
-    NUM_CHUNKS,
-    SWEEP_FAMILY,
-    TAIL,
-    TTL_COLUMN,
-    VALUE,
-    family_of,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.state_format.partition_rows import offsets_of, rows_of_structs
 from spark_bridge.state_format.stored_rows import group_range, prefix_range
 from spark_bridge.stateful.declaration import INT64_MAX, KeyStep
@@ -44,7 +30,7 @@ _HEADS_ASKED = 32
 """In one batch of a scan: long lists and large maps whose other rows are looked up, after the row at the key."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """The share of the key groups that sweeps advance by: it spreads them evenly."""
-_PARTS_SWEPT = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
+_PARTS_SWEPT = {layouts.VALUE: ("",), layouts.LIST: (layouts.CHUNKS, ""), layouts.MAP: (layouts.ENTRIES, "")}
 
 
 class Ttl:
@@ -66,8 +52,10 @@ class Ttl:
 
     def expiries(self, rows: pa.RecordBatch) -> list[int | None]:
         """Return when each row expires; None without a TTL."""
-        found: list[int | None] = rows.column(TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
-        return found
+        expiry_ms: list[int | None] = (
+            rows.column(layouts.TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
+        )
+        return expiry_ms
 
     def stamped(self, rows: pa.RecordBatch, expiries: list[int | None] | None = None) -> pa.RecordBatch:
         """Return the rows with the column of their expiries, by default that of this batch; unchanged without a TTL."""
@@ -75,7 +63,8 @@ class Ttl:
             return rows
         column: Any = np.full(rows.num_rows, self.expiry, np.int64) if expiries is None else expiries
         return pa.RecordBatch.from_arrays(
-            [*rows.columns, pa.array(column, pa.int64())], schema=rows.schema.append(pa.field(TTL_COLUMN, pa.int64()))
+            [*rows.columns, pa.array(column, pa.int64())],
+            schema=rows.schema.append(pa.field(layouts.TTL_COLUMN, pa.int64())),
         )
 
 
@@ -86,7 +75,7 @@ def expiry_at(timestamp_ms: int, ttl_ms: int) -> int:
 
 def alive_at(rows: pa.RecordBatch, timestamp_ms: int) -> Mask:
     """Return which rows have no expiry, or one after ``timestamp_ms``."""
-    alive: Mask = rows.column(TTL_COLUMN).fill_null(INT64_MAX).to_numpy() > timestamp_ms
+    alive: Mask = rows.column(layouts.TTL_COLUMN).fill_null(INT64_MAX).to_numpy() > timestamp_ms
     return alive
 
 
@@ -117,10 +106,9 @@ class _Sweep:
         self._groups = _rotated(step.store.key_groups, step.store.batch_id)
 
     def stage(self) -> None:
-        """Stage the removals."""
         schema = self._step.store.schema
         variables = [v for v in schema.variables if not v.deleted and v.ttl_ms is not None]
-        swept = [_Family(v, part, *family_of(v, part)) for v in variables for part in _PARTS_SWEPT[v.kind]]
+        swept = [_Family(v, part, *layouts.family_of(v, part)) for v in variables for part in _PARTS_SWEPT[v.kind]]
         deleted = [family for v in schema.variables if v.deleted for family in v.families]
         if not swept and not deleted:
             return
@@ -133,8 +121,8 @@ class _Sweep:
         """Return the last key that sweeps of this batch's first key group have looked at, None for the beginning."""
         keys = pa.array([self._position_key(family) for family in families], pa.binary())
         order = pc.sort_indices(keys)
-        found = self._step.store.get_many(keys.take(order), SWEEP_FAMILY).to_pylist()
-        return {families[i]: position for i, position in zip(order.to_pylist(), found, strict=True)}
+        values = self._step.store.get_many(keys.take(order), layouts.SWEEP_FAMILY).to_pylist()
+        return {families[i]: position for i, position in zip(order.to_pylist(), values, strict=True)}
 
     def _position_key(self, family: str) -> bytes:
         return group_range(self._groups[0])[0] + family.encode()
@@ -142,7 +130,7 @@ class _Sweep:
     def _note(self, family: str, position: bytes | None) -> None:
         """Stage the start of the next sweep of this batch's first key group: after that key, or at the beginning."""
         values = None if position is None else pa.array([position], pa.binary())
-        self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, SWEEP_FAMILY)
+        self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, layouts.SWEEP_FAMILY)
 
     def _purge(self, deleted: list[str], positions: dict[str, bytes | None]) -> None:
         """Stage the removal of some rows of deleted variables, which no processor writes to."""
@@ -186,19 +174,26 @@ class _Sweep:
         variable, part = family.variable, family.part
         rows = family.schema.decode_values(batch.column(1))
         now = self._step.timestamp_ms
-        if variable.kind == VALUE or part == ENTRIES:
+        if variable.kind == layouts.VALUE or part == layouts.ENTRIES:
             return ~alive_at(rows, now)
-        column = {CHUNKS: ELEMENTS, "": TAIL if variable.kind == LIST else MAP_ENTRIES}[part]
+        column = {
+            layouts.CHUNKS: layouts.ELEMENTS,
+            "": layouts.TAIL if variable.kind == layouts.LIST else layouts.MAP_ENTRIES,
+        }[part]
         elements, offsets = list_parts(rows.column(column))
         alive = offsets_of(alive_at(rows_of_structs(elements), now))[offsets]
         is_over: Mask = alive[1:] == alive[:-1]
-        if part == CHUNKS:
+        if part == layouts.CHUNKS:
             return is_over
-        if variable.kind == LIST:
-            elsewhere = rows.column(NUM_CHUNKS).to_numpy()
-            return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, CHUNKS)[0])
-        elsewhere = rows.column(IS_LARGE).to_numpy(zero_copy_only=False).astype(np.int64)
-        return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, ENTRIES)[0])
+        if variable.kind == layouts.LIST:
+            elsewhere = rows.column(layouts.NUM_CHUNKS).to_numpy()
+            return is_over & self._are_gone(
+                is_over, batch.column(0), elsewhere, layouts.family_of(variable, layouts.CHUNKS)[0]
+            )
+        elsewhere = rows.column(layouts.IS_LARGE).to_numpy(zero_copy_only=False).astype(np.int64)
+        return is_over & self._are_gone(
+            is_over, batch.column(0), elsewhere, layouts.family_of(variable, layouts.ENTRIES)[0]
+        )
 
     def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:
         """Return which heads have no rows in ``family``: never had (``elsewhere`` is 0), or all have been removed."""
@@ -206,7 +201,7 @@ class _Sweep:
         asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
         for i in asked.tolist():
             ranges = [prefix_range(heads[i].as_py())]
-            gone[i] = sum(found.num_rows for found in self._step.store.scan(ranges, family, 1)) == 0
+            gone[i] = sum(batch.num_rows for batch in self._step.store.scan(ranges, family, 1)) == 0
         return gone
 
 

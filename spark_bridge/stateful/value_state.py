@@ -74,12 +74,12 @@ class ValueState(PySparkValueState):
         stored = self._step.store.get_many(self._step.keys, self._family)
         present = pc.is_valid(stored).to_numpy(zero_copy_only=False)
         where = np.flatnonzero(present)
-        found = self._schema.decode_values(stored if len(where) == len(stored) else stored.take(pa.array(where)))
+        decoded = self._schema.decode_values(stored if len(where) == len(stored) else stored.take(pa.array(where)))
         if self._ttl.is_on:
-            alive = self._ttl.alive(found)
+            alive = self._ttl.alive(decoded)
             self._expired, where = where[~alive], where[alive]
-            found = found.filter(pa.array(alive))
-        rows = self._codec.to_tuples(found.select(self._codec.schema.names))
+            decoded = decoded.filter(pa.array(alive))
+        rows = self._codec.to_tuples(decoded.select(self._codec.schema.names))
         values = self._values
         if len(where) == len(values) and not self._changed:
             self._values = rows

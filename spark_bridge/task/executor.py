@@ -62,9 +62,9 @@ class Endpoints:
 
     def candidates(self) -> list[tuple[str, str]]:
         """Return addresses and tokens to try: first those found on this node, which are newer."""
-        found = read_host_files(Path(self.host_files))
-        known = [(a, self.token) for a in self.addresses]
-        return list(dict.fromkeys([*((f.address, f.token) for f in found), *known]))
+        from_files = read_host_files(Path(self.host_files))
+        from_driver = [(a, self.token) for a in self.addresses]
+        return list(dict.fromkeys([*((f.address, f.token) for f in from_files), *from_driver]))
 
 
 def read_host_files(directory: Path) -> list[HostFile]:
@@ -122,8 +122,8 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
             "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
         )
     theirs = local_property(WIRE)
-    known = int(theirs) if theirs and theirs.isdecimal() else None
-    if (problem := other_version("The driver", known, "the release on this executor's machine")) is not None:
+    batch = int(theirs) if theirs and theirs.isdecimal() else None
+    if (problem := other_version("The driver", batch, "the release on this executor's machine")) is not None:
         raise StateStoreRefusedError(problem)
     return endpoints, run_id
 
@@ -177,8 +177,8 @@ def find() -> Transport | None:
 
 def local_directory() -> str:
     """Return one of Spark's local directories, or the system's directory for temporary files."""
-    given = filter(None, os.environ.get("SPARK_LOCAL_DIRS", "").split(","))
-    return next((d for d in given if Path(d).is_dir()), tempfile.gettempdir())
+    directories = filter(None, os.environ.get("SPARK_LOCAL_DIRS", "").split(","))
+    return next((d for d in directories if Path(d).is_dir()), tempfile.gettempdir())
 
 
 def temporary_file() -> IO[bytes]:

@@ -81,9 +81,9 @@ class _Run:
         """Remove and return the first ``n`` rows, with their keys."""
         if self.rows is None or not n:
             return []
-        taken = self.rows.slice(0, n).append_column(KEY_COLUMN, self.keys.slice(0, n))
+        rows = self.rows.slice(0, n).append_column(KEY_COLUMN, self.keys.slice(0, n))
         self.keys, self.rows = self.keys.slice(n), self.rows.slice(n)
-        return [taken]
+        return [rows]
 
 
 @dataclass
@@ -112,7 +112,6 @@ class RowSorter:
         self._levels.clear()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take rows."""
         if batch.num_rows:
             self.num_rows += batch.num_rows
             self._waiting.append(batch)
@@ -178,8 +177,8 @@ class RowSorter:
             if parts:
                 yield _sorted_parts(parts)
                 continue
-            held = sum(run.rows.nbytes for run in runs if run.rows is not None)
-            if held > self.limits.memory // 2:
+            nbytes = sum(run.rows.nbytes for run in runs if run.rows is not None)
+            if nbytes > self.limits.memory // 2:
                 yield from self._single_key(runs, limit, share)
             else:
                 for run in runs:
@@ -188,17 +187,17 @@ class RowSorter:
 
     def _single_key(self, runs: list[_Run], key: bytes, share: int) -> Iterator[RowStep]:
         """Yield in parts, one run after the other, the rows of a key that has too many rows for the memory."""
-        held: pa.RecordBatch | None = None
+        pending: pa.RecordBatch | None = None
         for run in runs:
             while len(run.keys) and run.keys[0].as_py() == key:
                 (rows,) = run.take(_number_up_to(run.keys, key))
-                if held is not None:
-                    yield _one_key(key, held, is_part=True)
-                held = rows.drop_columns([KEY_COLUMN])
+                if pending is not None:
+                    yield _one_key(key, pending, is_part=True)
+                pending = rows.drop_columns([KEY_COLUMN])
                 if run.has_more and not len(run.keys):
                     run.read(share)
-        if held is not None:
-            yield _one_key(key, held, is_part=False)
+        if pending is not None:
+            yield _one_key(key, pending, is_part=False)
 
 
 def sort_by_key(keys: pa.BinaryArray, rows: pa.RecordBatch) -> RowStep:
@@ -227,25 +226,25 @@ def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> I
     after the last key of all steps make separate steps, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
-    held: RowStep | None = None
+    pending: RowStep | None = None
     own_keys = 0
     can_join = False
     for step in steps:
-        if held is not None:
-            yield from _in_parts(held, own_keys + limit)
-        goes_on = held is not None and held.is_part
+        if pending is not None:
+            yield from _in_parts(pending, own_keys + limit)
+        goes_on = pending is not None and pending.is_part
         before = _number_below(others, step.keys[0].as_py())
         alone = before if step.is_part or goes_on else max(0, before - limit)
         yield from _without_rows(others.slice(0, alone), limit, no_rows)
         among = _number_up_to(others, step.keys[-1].as_py())
         can_join = not (step.is_part or goes_on)
-        held = _joined(step, others.slice(alone, among - alone)) if can_join else step
+        pending = _joined(step, others.slice(alone, among - alone)) if can_join else step
         own_keys = len(step.keys)
         others = others.slice(among)
-    if held is not None:
+    if pending is not None:
         if can_join and len(others) <= limit:
-            held, others = _joined(held, others), others.slice(len(others))
-        yield from _in_parts(held, own_keys + limit)
+            pending, others = _joined(pending, others), others.slice(len(others))
+        yield from _in_parts(pending, own_keys + limit)
     yield from _without_rows(others, limit, no_rows)
 
 
@@ -316,9 +315,7 @@ def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
         for part in range(start, stop, size):
             is_last = part + size >= stop
             yield _one_key(
-                step.keys[i].as_py(),
-                step.rows.slice(part, min(size, stop - part)),
-                is_part=not is_last or step.is_part,
+                step.keys[i].as_py(), step.rows.slice(part, min(size, stop - part)), is_part=not is_last or step.is_part
             )
         i += 1
 

@@ -80,12 +80,7 @@ class RowReducer:
     """
 
     def __init__(
-        self,
-        keys: pa.Schema,
-        num_key_groups: int,
-        empty: pa.RecordBatch,
-        reduce: Reduce,
-        limits: Limits | None = None,
+        self, keys: pa.Schema, num_key_groups: int, empty: pa.RecordBatch, reduce: Reduce, limits: Limits | None = None
     ) -> None:
         self._keys = keys
         self._num_key_groups = num_key_groups
@@ -127,9 +122,9 @@ class RowReducer:
         carried = self._empty
         for step in self._sorter.steps():
             ids = np.repeat(np.arange(len(step.keys), dtype=np.int64), np.diff(step.offsets))
-            held = step.rows.column(_ROWS)
-            present = held.is_valid()
-            rows = pa.RecordBatch.from_struct_array(held.filter(present))
+            row_counts = step.rows.column(_ROWS)
+            present = row_counts.is_valid()
+            rows = pa.RecordBatch.from_struct_array(row_counts.filter(present))
             ids = ids[np.asarray(present)]
             if carried.num_rows:
                 ids = np.concatenate([np.zeros(carried.num_rows, np.int64), ids])
@@ -269,7 +264,6 @@ class Spool:
         self._open.close()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take a batch."""
         if not batch.num_rows:
             return
         self.num_rows += batch.num_rows

@@ -29,15 +29,8 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
 from spark_bridge.task.executor import Endpoints, temporary_file
+from spark_bridge.transport import protocol
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
-from spark_bridge.transport.protocol import (
-    COMMIT_SCHEMA,
-    CommitCommand,
-    GetCommand,
-    OpenReply,
-    ScanCommand,
-    TaskIdentity,
-)
 
 # The changes that a task has staged and not committed yet: in memory, and beyond a budget on local disk.
 
@@ -64,7 +57,7 @@ class StagedChanges:
         """Add changes; a null value removes its key."""
         if not len(keys):
             return
-        batch = pa.RecordBatch.from_arrays([keys, values], schema=COMMIT_SCHEMA)
+        batch = pa.RecordBatch.from_arrays([keys, values], schema=protocol.COMMIT_SCHEMA)
         self._held.append((column_family, batch))
         self._held_bytes += batch.nbytes
         if self._held_bytes > self._budget:
@@ -73,7 +66,7 @@ class StagedChanges:
     def _spill(self) -> None:
         if self._writer is None:
             self._file = temporary_file()
-            self._writer = pa.ipc.new_stream(self._file, COMMIT_SCHEMA)
+            self._writer = pa.ipc.new_stream(self._file, protocol.COMMIT_SCHEMA)
         for family, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
         self._spilled_bytes += self._held_bytes
@@ -142,7 +135,7 @@ class TaskStore:
 
     def __init__(
         self,
-        task: TaskIdentity,
+        task: protocol.TaskIdentity,
         num_partitions: int,
         num_key_groups: int,
         endpoints: Endpoints,
@@ -156,7 +149,7 @@ class TaskStore:
         self._key = (task.run_id, task.operator, task.partition)
         self._owner: HostClient | None = None
         self._owner_token = endpoints.token
-        self._opened: OpenReply | None = None
+        self._opened: protocol.OpenReply | None = None
         self._schema: OperatorSchema | None = None
         self._staged = StagedChanges()
         self._loaded = LoadProgress()
@@ -176,7 +169,7 @@ class TaskStore:
         """Return the micro-batch, which is the version that is read."""
         return self._task.batch_id
 
-    def _told(self) -> OpenReply:
+    def _told(self) -> protocol.OpenReply:
         if self._opened is None:
             # The owner is known from an earlier task of this worker, and has not opened the store of this task yet.
             self._owner = None
@@ -210,11 +203,10 @@ class TaskStore:
         If the owner is known, the same call opens a store that is not open yet.
         """
         task = self._task
-        command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
+        command = protocol.GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
         with spans.step("task.read", num_keys=len(keys)):
             return self._with_owner(
-                lambda owner: owner.get_many(command, keys),
-                lambda owner: owner.open_and_get(task, keys, column_family),
+                lambda owner: owner.get_many(command, keys), lambda owner: owner.open_and_get(task, keys, column_family)
             )
 
     def scan(
@@ -224,7 +216,9 @@ class TaskStore:
         task, left, rest = self._task, limit, list(ranges)
         deadline = time.monotonic() + self._endpoints.timeout
         while rest and left != 0:
-            command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, left)
+            command = protocol.ScanCommand(
+                task.run_id, task.operator, task.partition, task.batch_id, column_family, left
+            )
             try:
                 asked = time.monotonic()
                 owner = self._with_owner(lambda owner: owner)
@@ -248,7 +242,7 @@ class TaskStore:
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Commit the staged changes; return when they are durable and accepted."""
-        command = CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
+        command = protocol.CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
         with spans.step("task.commit", nbytes=self._staged.nbytes):
             self._with_owner(lambda owner: owner.commit(command, self._staged))
         self._staged.close()
@@ -258,7 +252,9 @@ class TaskStore:
         self._staged.close()
 
     def _with_owner(
-        self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[OpenReply, T]] | None = None
+        self,
+        call: Callable[[HostClient], T],
+        opening: Callable[[HostClient], tuple[protocol.OpenReply, T]] | None = None,
     ) -> T:
         """Call the owner; ``opening`` makes the same call to a store that is not open, and opens it."""
         deadline = time.monotonic() + self._endpoints.timeout
@@ -310,7 +306,7 @@ class TaskStore:
         self._owner = None
         _owners.pop(self._key, None)
 
-    def _open_with(self, opening: Callable[[HostClient], tuple[OpenReply, T]]) -> tuple[OpenReply, T]:
+    def _open_with(self, opening: Callable[[HostClient], tuple[protocol.OpenReply, T]]) -> tuple[protocol.OpenReply, T]:
         """Open the store at its last known owner; a host that is not the owner any more names the new owner."""
         address, token = _owners[self._key]
         host = client_for(address, token, self._endpoints.tls)
@@ -327,7 +323,7 @@ class TaskStore:
             _owners[self._key] = (opened.redirect, token)
         return opened, answer
 
-    def _opened_at(self, host: HostClient, token: str, opened: OpenReply) -> None:
+    def _opened_at(self, host: HostClient, token: str, opened: protocol.OpenReply) -> None:
         if opened.key_groups != self.num_key_groups:
             raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
         _owners[self._key] = (host.address, token)

@@ -28,29 +28,8 @@ from backends.decoders import convert, json_decoder
 from backends.encoding.columns import aligned_batch, aligned_binary
 from backends.encoding.keys import KeyRange
 from coordinator_actor.messages import Acknowledged, OperatorLocation
-from spark_bridge.exceptions import (
-    AccessDeniedError,
-    HostUnavailableError,
-    RequestError,
-    SparkBridgeError,
-    TlsError,
-    rebuilt_error,
-)
-from spark_bridge.transport.protocol import (
-    COMMIT_SCHEMA,
-    END_OF_CHANGES,
-    KEYS_SCHEMA,
-    RANGES_SCHEMA,
-    CommitCommand,
-    CoordinatorCall,
-    ErrorInfo,
-    GetCommand,
-    LocateRequest,
-    OpenAndGetCommand,
-    OpenReply,
-    ScanCommand,
-    TaskIdentity,
-)
+from spark_bridge import exceptions
+from spark_bridge.transport import protocol
 from spark_bridge.transport.tls import TlsConf
 
 # Gives up hosts that have fallen silent: a machine that is dead or cut off sends no reset, and a call would wait.
@@ -219,14 +198,14 @@ def _error_of(error: flight.FlightError) -> Exception:
     """Return the error that the host raised, rebuilt by name and message; else one of ours for the Flight error."""
     extra = getattr(error, "extra_info", None)
     if extra:
-        info = json_decoder(ErrorInfo).decode(bytes(extra))
-        return rebuilt_error(info.error, info.message)
-    said = str(error).split("\n", 1)[0]
+        info = json_decoder(protocol.ErrorInfo).decode(bytes(extra))
+        return exceptions.rebuilt_error(info.error, info.message)
+    first_line = str(error).split("\n", 1)[0]
     if isinstance(error, REFUSED):
-        return AccessDeniedError(said)
+        return exceptions.AccessDeniedError(first_line)
     if isinstance(error, UNREACHABLE):
-        return HostUnavailableError(said)
-    return SparkBridgeError(said)
+        return exceptions.HostUnavailableError(first_line)
+    return exceptions.SparkBridgeError(first_line)
 
 
 class HostClient:
@@ -239,7 +218,7 @@ class HostClient:
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
         self.address = address
         if tls is None and address.startswith("grpc+tls:"):
-            raise TlsError(f"{address} must be called with TLS: set which certificates to trust.")
+            raise exceptions.TlsError(f"{address} must be called with TLS: set which certificates to trust.")
         arguments = {} if tls is None else tls.flight_client_arguments()
         # Without the first two gRPC shares one channel between clients, and its back-off outlives a restarted host. The
         # third is the time to connect, else 20 s: a machine that is gone does not even refuse a connection.
@@ -268,48 +247,47 @@ class HostClient:
         except flight.FlightError as error:
             raise _error_of(error) from None
         except pa.ArrowException as error:
-            raise HostUnavailableError(f"{self.address}: {error}") from None
+            raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
         return json_decoder(answer).decode(results[0].body.to_pybytes())
 
-    def open(self, task: TaskIdentity) -> OpenReply:
+    def open(self, task: protocol.TaskIdentity) -> protocol.OpenReply:
         """Open a task's partition, or return the address of its owner."""
-        opened: OpenReply = self._action("open", task, OpenReply)
+        opened: protocol.OpenReply = self._action("open", task, protocol.OpenReply)
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Return the location of an operator's partitions."""
-        location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
+        location: OperatorLocation = self._action("locate", protocol.LocateRequest(operator, query), OperatorLocation)
         return location
 
     def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
         """Send a message to the coordinator through the host; return the coordinator's answer."""
-        return self._action("coordinator", CoordinatorCall(method, args), Any)
+        return self._action("coordinator", protocol.CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the host."""
         described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
         return described
 
-    def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
+    def get_many(self, command: protocol.GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Return the values of keys, in the order of the keys; null for keys without a value."""
         values, _ = self._get(command, keys)
         return self._of_all(values, keys)
 
     def open_and_get(
-        self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
-    ) -> tuple[OpenReply, pa.BinaryArray]:
+        self, task: protocol.TaskIdentity, keys: pa.BinaryArray, column_family: str
+    ) -> tuple[protocol.OpenReply, pa.BinaryArray]:
         """Open a partition and return the values of keys at the version opened, in one call.
 
         There are no values if another host is the owner, or if the partition is still being loaded.
         """
-        values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
+        values, metadata = self._get(protocol.OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
-            raise HostUnavailableError(f"{self.address} did not return the version that it has opened.")
-        opened = json_decoder(OpenReply).decode(metadata)
+            raise exceptions.HostUnavailableError(f"{self.address} did not return the version that it has opened.")
+        opened = json_decoder(protocol.OpenReply).decode(metadata)
         return opened, self._of_all(values, keys) if opened.is_open else values
 
     def _get(
-        self, command: GetCommand | OpenAndGetCommand, keys: pa.BinaryArray
+        self, command: protocol.GetCommand | protocol.OpenAndGetCommand, keys: pa.BinaryArray
     ) -> tuple[pa.BinaryArray, bytes | None]:
         """Return the values, and the metadata of their first batch."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
@@ -317,14 +295,14 @@ class HostClient:
             with calls.watched(self._place):
                 writer, reader = self._client.do_exchange(descriptor, self._options())
                 with writer:
-                    writer.begin(KEYS_SCHEMA)
-                    writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
+                    writer.begin(protocol.KEYS_SCHEMA)
+                    writer.write_batch(pa.record_batch([keys], schema=protocol.KEYS_SCHEMA))
                     writer.done_writing()
                     chunks = list(reader)
         except flight.FlightError as error:
             raise _error_of(error) from None
         except pa.ArrowException as error:
-            raise HostUnavailableError(f"{self.address}: {error}") from None
+            raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
         values = [aligned_binary(chunk.data.column(0)) for chunk in chunks if chunk.data is not None]
         metadata = chunks[0].app_metadata if chunks else None
         column = values[0] if len(values) == 1 else pa.chunked_array(values, pa.binary()).combine_chunks()
@@ -332,10 +310,10 @@ class HostClient:
 
     def _of_all(self, values: pa.BinaryArray, keys: pa.BinaryArray) -> pa.BinaryArray:
         if len(values) != len(keys):
-            raise HostUnavailableError(f"{self.address} answered {len(values)} values for {len(keys)} keys.")
+            raise exceptions.HostUnavailableError(f"{self.address} answered {len(values)} values for {len(keys)} keys.")
         return values
 
-    def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+    def scan(self, command: protocol.ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """Yield the pairs of ranges of keys, as a stream of batches; closing the iterator early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         is_stopped = False
@@ -343,9 +321,9 @@ class HostClient:
             with calls.watched(self._place) as call:
                 writer, reader = self._client.do_exchange(descriptor, self._options())
                 with writer:
-                    writer.begin(RANGES_SCHEMA)
+                    writer.begin(protocol.RANGES_SCHEMA)
                     bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
-                    writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
+                    writer.write_batch(pa.record_batch(bounds, schema=protocol.RANGES_SCHEMA))
                     writer.done_writing()
                     try:
                         for chunk in reader:
@@ -363,27 +341,27 @@ class HostClient:
                 return
             raise _error_of(error) from None
         except pa.ArrowException as error:
-            raise HostUnavailableError(f"{self.address}: {error}") from None
+            raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
 
-    def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
+    def commit(self, command: protocol.CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
         """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``, fastest if sorted by key."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             with calls.watched(self._place):
-                writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options())
+                writer, reader = self._client.do_put(descriptor, protocol.COMMIT_SCHEMA, self._options())
                 with writer:
                     for family, batch in changes:
                         writer.write_with_metadata(batch, family.encode())
-                    writer.write_metadata(END_OF_CHANGES)
+                    writer.write_metadata(protocol.END_OF_CHANGES)
                     writer.done_writing()
                     answer = reader.read()
         except flight.FlightError as error:
             # If ``changes`` raised, the host has not received the end of the changes.
             raise _error_of(error) from error.__context__
         except pa.ArrowException as error:
-            raise HostUnavailableError(f"{self.address}: {error}") from None
+            raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
         if answer is None:
-            raise HostUnavailableError(f"{self.address} closed the commit without an answer.")
+            raise exceptions.HostUnavailableError(f"{self.address} closed the commit without an answer.")
         return json_decoder(Acknowledged).decode(answer.to_pybytes())
 
     def close(self) -> None:
@@ -410,7 +388,7 @@ def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClie
     """
     if address in _given_up:
         if silent_places({_place_of(address)}, seconds=SILENT_AGAIN_SECONDS):
-            raise HostUnavailableError(f"No connection to {address}, where a call was given up before.")
+            raise exceptions.HostUnavailableError(f"No connection to {address}, where a call was given up before.")
         _given_up.discard(address)
     with _clients_lock:
         client = _clients.get((address, token))
@@ -465,7 +443,7 @@ def from_wire(provider_id: Any) -> StateStoreProviderId:
     try:
         return convert(provider_id, StateStoreProviderId)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{provider_id!r} is not a provider id: {error}") from error
+        raise exceptions.RequestError(f"{provider_id!r} is not a provider id: {error}") from error
 
 
 def checked_call(method: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -474,7 +452,7 @@ def checked_call(method: str, args: dict[str, Any]) -> dict[str, Any]:
     Raises ``RequestError`` for a message that no task may send.
     """
     if method not in METHODS:
-        raise RequestError(
+        raise exceptions.RequestError(
             f"A task may not send {method!r} to the coordinator; it may send {', '.join(sorted(METHODS))}."
         )
     typed = dict(args)

@@ -39,10 +39,10 @@ class TlsConf:
 
     def __post_init__(self) -> None:
         for name in ("ca", "certificate", "key"):
-            given = getattr(self, name)
-            if given is not None:
+            path = getattr(self, name)
+            if path is not None:
                 # Tasks and actors have other working directories.
-                object.__setattr__(self, name, str(Path(os.fspath(given)).expanduser().absolute()))
+                object.__setattr__(self, name, str(Path(os.fspath(path)).expanduser().absolute()))
         if (self.certificate is None) != (self.key is None):
             missing = "key" if self.key is None else "certificate"
             raise TlsError(f"TlsConf has no {missing}=: certificate= and key= belong together.")
@@ -81,10 +81,7 @@ class TlsConf:
         if self.server_name is None:
             client.check_hostname = False
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        sides = [
-            server.wrap_bio(to_server, to_client, server_side=True),
-            client.wrap_bio(to_client, to_server),
-        ]
+        sides = [server.wrap_bio(to_server, to_client, server_side=True), client.wrap_bio(to_client, to_server)]
         waiting = 0
         while waiting < len(sides):
             waiting = 0
@@ -197,21 +194,21 @@ class _ClientContext(ssl.SSLContext):
 
 def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
     """Return the error for a client whose TLS failed, which need not try again; None if the connection merely broke."""
-    said = f"TLS with {address} failed: {error}."
+    message = f"TLS with {address} failed: {error}."
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(
-            f"{said} The host's certificate is not accepted: is it signed by an authority in ca=, and does it name the "
-            "address, or what server_name= says?"
+            f"{message} The host's certificate is not accepted: is it signed by an authority in ca=, and does it name "
+            "the address, or what server_name= says?"
         )
     reason = (error.reason or "").upper()
     if "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason:
         return TlsError(
-            f"{said} The host does not accept this client: with client_auth it needs a certificate= and key= signed by "
-            "an authority that the host knows."
+            f"{message} The host does not accept this client: with client_auth it needs a certificate= and key= signed "
+            "by an authority that the host knows."
         )
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None
-    return TlsError(f"{said} Do the hosts use TLS?")
+    return TlsError(f"{message} Do the hosts use TLS?")
 
 
 def _content(path: str) -> bytes:

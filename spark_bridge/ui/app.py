@@ -25,20 +25,8 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
 from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
-from spark_bridge.ui import cluster_pages, state_pages
+from spark_bridge.ui import cluster_pages, requests, state_pages
 from spark_bridge.ui.live import PageWatches
-from spark_bridge.ui.requests import (
-    SESSION_COOKIE,
-    VISIT_COOKIE,
-    OwnToken,
-    PageCall,
-    SharedOverview,
-    System,
-    form_token,
-    plain_page,
-    refusal_of_form,
-    token_of_request,
-)
 
 # HTTP for the page: headers that keep browsers in check, and forms of limited size.
 
@@ -139,13 +127,13 @@ MAX_PAGE_REQUESTS = 32
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 
-PageView = Callable[[PageCall], Response]
+PageView = Callable[[requests.PageCall], Response]
 
 
 def create_ui(
-    system: System,
+    system: requests.System,
     verifier: TokenVerifier,
-    own: OwnToken | None = None,
+    own: requests.OwnToken | None = None,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     prices: Prices = STANDARD,
     sql_limits: SqlLimits | None = None,
@@ -182,9 +170,9 @@ class _Page:
 
     def __init__(
         self,
-        system: System,
+        system: requests.System,
         verifier: TokenVerifier,
-        own: OwnToken | None,
+        own: requests.OwnToken | None,
         prices: Prices,
         sql_limits: SqlLimits | None,
     ) -> None:
@@ -193,7 +181,7 @@ class _Page:
         self._sql_limits = sql_limits
         self._verifier = verifier
         self._own = own
-        self._overviews = SharedOverview(system.overview)
+        self._overviews = requests.SharedOverview(system.overview)
         self._watches = PageWatches()
         self._requests = 0
 
@@ -222,7 +210,7 @@ class _Page:
             form = await form_of(request)
             if isinstance(form, Response):
                 return form
-            refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
+            refusal = requests.refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
             if refusal is not None:
                 return PlainTextResponse(refusal, 403)
             if view in ACTING and not grant.admin:
@@ -249,8 +237,8 @@ class _Page:
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             return call.render("problem.html", 400, problem=str(error))
 
-    def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> PageCall:
-        return PageCall(
+    def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> requests.PageCall:
+        return requests.PageCall(
             self._system,
             self._overviews.get(),
             grant,
@@ -307,8 +295,8 @@ class _Page:
         form = await form_of(request)
         if isinstance(form, Response):
             return form
-        visit = request.cookies.get(VISIT_COOKIE, "")
-        refusal = refusal_of_form(request.headers, visit, form.get("form_token", ""))
+        visit = request.cookies.get(requests.VISIT_COOKIE, "")
+        refusal = requests.refusal_of_form(request.headers, visit, form.get("form_token", ""))
         if refusal is not None:
             return PlainTextResponse(refusal, 403)
         token = form.get("token", "").strip()
@@ -323,14 +311,14 @@ class _Page:
         return self._signed_in(request, token, following)
 
     def _signed_in(self, request: Request, token: str, following: str) -> Response:
-        there = following if _NEXT.fullmatch(following) else "/"
-        answer = RedirectResponse(_base(request) + there, 303)
-        self._set_cookie(request, answer, SESSION_COOKIE, token)
+        path = following if _NEXT.fullmatch(following) else "/"
+        answer = RedirectResponse(_base(request) + path, 303)
+        self._set_cookie(request, answer, requests.SESSION_COOKIE, token)
         return answer
 
     def _sign_in_page(self, request: Request, problem: str, following: str, status: int) -> Response:
-        visit = request.cookies.get(VISIT_COOKIE) or secrets.token_urlsafe(18)
-        answer = plain_page(
+        visit = request.cookies.get(requests.VISIT_COOKIE) or secrets.token_urlsafe(18)
+        answer = requests.plain_page(
             "signin.html",
             status,
             base=_base(request),
@@ -338,9 +326,9 @@ class _Page:
             following=following,
             place=self._system.place,
             is_live=self._system.is_live,
-            form_token=form_token(visit),
+            form_token=requests.form_token(visit),
         )
-        self._set_cookie(request, answer, VISIT_COOKIE, visit)
+        self._set_cookie(request, answer, requests.VISIT_COOKIE, visit)
         return answer
 
     async def sign_out(self, request: Request) -> Response:
@@ -348,11 +336,11 @@ class _Page:
         form = await form_of(request)
         if isinstance(form, Response):
             return form
-        refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
+        refusal = requests.refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
         if refusal is not None:
             return PlainTextResponse(refusal, 403)
         answer = RedirectResponse(_base(request) + "/signin", 303)
-        answer.delete_cookie(SESSION_COOKIE, path=_base(request) or "/")
+        answer.delete_cookie(requests.SESSION_COOKIE, path=_base(request) or "/")
         return answer
 
     @staticmethod
@@ -373,7 +361,7 @@ async def _not_found(request: Request, _: Exception) -> Response:
 
 
 def _token(request: Request) -> str:
-    return token_of_request(request.headers, request.cookies)
+    return requests.token_of_request(request.headers, request.cookies)
 
 
 def _base(request: Request) -> str:

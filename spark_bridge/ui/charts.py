@@ -96,21 +96,21 @@ def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
             slowest, total = times.setdefault(name, ([], []))
             slowest.append(step.max_ms)
             total.append(step.sum_ms)
-    found = {name: (median(slowest), median(total)) for name, (slowest, total) in times.items()}
-    together = sum(total for _, total in found.values()) or 1.0
-    made = [StepShare(name, slowest, total, total / together) for name, (slowest, total) in found.items()]
-    return sorted(made, key=lambda step: -step.sum_ms)
+    medians = {name: (median(slowest), median(total)) for name, (slowest, total) in times.items()}
+    together = sum(total for _, total in medians.values()) or 1.0
+    shares = [StepShare(name, slowest, total, total / together) for name, (slowest, total) in medians.items()]
+    return sorted(shares, key=lambda step: -step.sum_ms)
 
 
 def strip(amounts: Mapping[str, float], whole: float) -> list[Part]:
     """Return amounts next to one another on a strip that is 100 wide and stands for ``whole``."""
-    made, x = [], 0.0
+    parts, x = [], 0.0
     for name, amount in amounts.items():
         width = 0.0 if whole <= 0 else min(100.0 - x, amount / whole * 100)
         if width > 0:
-            made.append(Part(name, round(x, 2), 0, round(width, 2), 1))
+            parts.append(Part(name, round(x, 2), 0, round(width, 2), 1))
             x += width
-    return made
+    return parts
 
 
 @dataclass(frozen=True)
@@ -174,22 +174,22 @@ def heat_map(operator: Operator, measure: str) -> HeatMap | None:
             by_host.setdefault(one.owner or "in storage", []).append((one.partition, value))
     if not by_host:
         return None
-    highest = max(value for held in by_host.values() for _, value in held)
-    total = sum(value for held in by_host.values() for _, value in held) or 1
+    highest = max(value for values in by_host.values() for _, value in values)
+    total = sum(value for values in by_host.values() for _, value in values) or 1
     ordered = sorted(by_host.items(), key=lambda item: -max(v for _, v in item[1]))
     drawn = ordered[:MAX_HOSTS]
     cells_of_row = max(1, MAX_CELLS // len(drawn))
-    per_cell = max(1, -(-max(len(held) for _, held in drawn) // cells_of_row))
+    per_cell = max(1, -(-max(len(values) for _, values in drawn) // cells_of_row))
     rows = []
-    for host, held in drawn:
+    for host, values in drawn:
         cells = []
-        for at in range(0, len(held), per_cell):
-            part = held[at : at + per_cell]
+        for at in range(0, len(values), per_cell):
+            part = values[at : at + per_cell]
             hottest, top = max(part, key=lambda one: one[1])
             among = f" and {len(part) - 1} with less" if len(part) > 1 else ""
             cells.append(Cell(f"partition {hottest}{among}: {measure_in_words(measure, top)}", shade(top, highest)))
-        own = sum(value for _, value in held)
-        rows.append(HeatRow(host, len(held), own, max(v for _, v in held), own / total, tuple(cells)))
+        own = sum(value for _, value in values)
+        rows.append(HeatRow(host, len(values), own, max(v for _, v in values), own / total, tuple(cells)))
     return HeatMap(measure, tuple(rows), highest, len(ordered) - len(drawn), per_cell)
 
 
@@ -209,12 +209,14 @@ class Sparkline:
 
 def sparkline(checkpoints: Sequence[Checkpoint]) -> Sparkline | None:
     """Return the line of the last durations; None if fewer than two are known."""
-    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MAX_DURATION_BARS:]
-    if len(known) < 2:
+    durations = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MAX_DURATION_BARS:]
+    if len(durations) < 2:
         return None
-    top = max(known) or 1
-    points = " ".join(f"{i / (len(known) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(known))
-    return Sparkline(points, len(known), max(known))
+    top = max(durations) or 1
+    points = " ".join(
+        f"{i / (len(durations) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(durations)
+    )
+    return Sparkline(points, len(durations), max(durations))
 
 
 # Values of state as the page writes them.
@@ -226,8 +228,8 @@ MAX_CHARACTERS = 300
 
 def value(cell: Any) -> str:
     """Return a value of state as text, cut if it is long."""
-    made = _value(cell)
-    return made if len(made) <= MAX_CHARACTERS else f"{made[:MAX_CHARACTERS]}… ({len(made):,} characters)"
+    text = _value(cell)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}… ({len(text):,} characters)"
 
 
 def _value(cell: Any) -> str:

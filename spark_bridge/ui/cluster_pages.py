@@ -16,19 +16,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
 from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
-from spark_bridge.ui.charts import (
-    MAX_DURATION_BARS,
-    MEASURES,
-    PHASES,
-    Part,
-    heat_map,
-    measure_in_words,
-    partition_measure,
-    sparkline,
-    steps,
-    strip,
-    timeline,
-)
+from spark_bridge.ui import charts
 from spark_bridge.ui.live import default_directory
 from spark_bridge.ui.requests import PageCall, faults_about, reference, state_id, tables_of
 
@@ -41,17 +29,16 @@ LOOKUP_VERBS = ("lookup", "get")
 def overview(call: PageCall) -> Response:
     """Show the faults, the queries and the hosts."""
     of = call.overview
-    paces = [(q, query_pace(q, of.taken_ms), sparkline(q.checkpoints)) for q in of.queries]
+    paces = [(q, query_pace(q, of.taken_ms), charts.sparkline(q.checkpoints)) for q in of.queries]
     faulty = {fault.subject for fault in of.faults}
     first = call.number("from", 0)
     # Problems first, then running queries, those with a running batch before the others.
     ordered = sorted(
-        paces,
-        key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions),
+        paces, key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions)
     )
     # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
-    held = sum(_held(host.memory) for host in of.hosts)
+    used_bytes = sum(_held(host.memory) for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
     idle = [p.freshness_ms or 0 for _, p in at_work if p.is_idle]
     backlogs = [p.backlog_rows for _, p in at_work if p.backlog_rows is not None]
@@ -77,9 +64,9 @@ def overview(call: PageCall) -> Response:
         backlog=sum(backlogs) if backlogs else None,
         lookup=_lookup_latency(of.hosts),
         silent=sum(not host.answered for host in of.hosts),
-        held=held,
+        held=used_bytes,
         budget=budget,
-        memory=strip({"held": float(held)}, float(budget)),
+        memory=charts.strip({"held": float(used_bytes)}, float(budget)),
     )
 
 
@@ -92,14 +79,14 @@ class _Latency:
 
 
 def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
-    known = [
+    latencies = [
         (float(figures["p99_ms"]), float(figures.get("p50_ms") or 0))
         for host in hosts
         for verbs in host.requests.values()
         for verb, figures in verbs.items()
         if verb in LOOKUP_VERBS and figures.get("requests") and figures.get("p99_ms") is not None
     ]
-    return _Latency(max(known)[1], max(known)[0]) if known else None
+    return _Latency(max(latencies)[1], max(latencies)[0]) if latencies else None
 
 
 def _is_faulty(query: Query, faulty: set[str]) -> bool:
@@ -124,9 +111,9 @@ class HostRow:
     """A host with its memory: the strip, and bytes by holder, the largest first."""
 
     host: HostOverview
-    held: int
+    used_bytes: int
     budget: int
-    strip: list[Part]
+    strip: list[charts.Part]
     holders: list[tuple[str, int]]
 
 
@@ -142,14 +129,14 @@ class RequestRow:
 
 def hosts(call: PageCall) -> Response:
     """Show the hosts."""
-    there = call.overview.hosts
+    all_hosts = call.overview.hosts
     first = call.number("from", 0)
-    shown = there[first : first + HOSTS_AT_ONCE]
-    kinds = sorted({name for host in there for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
+    shown = all_hosts[first : first + HOSTS_AT_ONCE]
+    kinds = sorted({name for host in all_hosts for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
     rows = [_row(host, kinds) for host in shown]
     requests = [request for host in shown for request in _requests(host)]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
-    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in there)}
+    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in all_hosts)}
     return call.render(
         "hosts.html",
         faults=[fault for fault in call.overview.faults if fault.subject in subjects],
@@ -165,10 +152,10 @@ def hosts(call: PageCall) -> Response:
 
 def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
-    held = sum(n for name, n in host.memory.items() if name != BUDGET)
+    used_bytes = sum(n for name, n in host.memory.items() if name != BUDGET)
     budget = host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
-    return HostRow(host, held, budget, strip(holders, float(max(budget, held))), by_size)
+    return HostRow(host, used_bytes, budget, charts.strip(holders, float(max(budget, used_bytes))), by_size)
 
 
 def _requests(host: HostOverview) -> Iterator[RequestRow]:
@@ -191,31 +178,33 @@ def named_operator(call: PageCall) -> tuple[Query, Operator]:
     for operator_ in of.operators:
         if operator_.name == name:
             return of, operator_
-    there = ", ".join(o.name for o in of.operators) or "none"
-    raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {there}.")
+    names = ", ".join(o.name for o in of.operators) or "none"
+    raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {names}.")
 
 
 def operator(call: PageCall) -> Response:
     """Show an operator."""
     of, one = named_operator(call)
-    there = [m for m in MEASURES if any(partition_measure(p, m) is not None for p in one.partitions)]
-    measure = call.given("by") if call.given("by") in there else (there[0] if there else "")
+    measures = [m for m in charts.MEASURES if any(charts.partition_measure(p, m) is not None for p in one.partitions)]
+    measure = call.given("by") if call.given("by") in measures else (measures[0] if measures else "")
     order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
     first = call.number("from", 0)
     ordered = sorted(one.partitions, key=lambda p: _order(p, order))
-    hottest = sorted(one.partitions, key=lambda p: -(partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
+    hottest = (
+        sorted(one.partitions, key=lambda p: -(charts.partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
+    )
     ref = reference(of, call.overview.queries)
     return call.render(
         "operator.html",
         query=of,
         operator=one,
         faults=faults_about(call.overview.faults, f"operator {one.name} of query {of.title}"),
-        measures=there,
+        measures=measures,
         measure=measure,
-        heat=heat_map(one, measure) if measure else None,
-        hottest=[(p, measure_in_words(measure, partition_measure(p, measure))) for p in hottest],
-        in_words=measure_in_words,
-        bytes_of=lambda p: partition_measure(p, "bytes"),
+        heat=charts.heat_map(one, measure) if measure else None,
+        hottest=[(p, charts.measure_in_words(measure, charts.partition_measure(p, measure))) for p in hottest],
+        in_words=charts.measure_in_words,
+        bytes_of=lambda p: charts.partition_measure(p, "bytes"),
         partitions=ordered[first : first + PARTITIONS_AT_ONCE],
         order=order,
         columns=COLUMNS,
@@ -229,7 +218,7 @@ def _order(partition: Partition, by: str) -> tuple[float, int]:
     """Return the place of a partition: ascending by number, else those with most first."""
     if by == "partition":
         return (0.0, partition.partition)
-    value = partition.snapshot_lag if by == "lag" else partition_measure(partition, by)
+    value = partition.snapshot_lag if by == "lag" else charts.partition_measure(partition, by)
     return (-(value if value is not None else -1.0), partition.partition)
 
 
@@ -244,8 +233,8 @@ def query(call: PageCall) -> Response:
     of = call.named_query()
     first = call.number("from", 0)
     newest_first = of.checkpoints[::-1]
-    recent = of.checkpoints[-MAX_DURATION_BARS:]
-    known = [c for c in recent if c.rows is not None]
+    recent = of.checkpoints[-charts.MAX_DURATION_BARS :]
+    with_rows = [c for c in recent if c.rows is not None]
     ref = reference(of, call.overview.queries)
     about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))
     return call.render(
@@ -254,14 +243,14 @@ def query(call: PageCall) -> Response:
         faults=faults_about(call.overview.faults, *about),
         awaited=awaited(of),
         pace=query_pace(of, call.overview.taken_ms),
-        timeline=timeline(of.checkpoints),
-        phases=PHASES,
-        steps=steps(recent),
-        rows=sum(c.rows or 0 for c in known),
-        late=sum(c.late or 0 for c in known),
-        duplicates=sum(c.duplicates or 0 for c in known),
-        removed=sum(c.removed or 0 for c in known),
-        known=len(known),
+        timeline=charts.timeline(of.checkpoints),
+        phases=charts.PHASES,
+        steps=charts.steps(recent),
+        rows=sum(c.rows or 0 for c in with_rows),
+        late=sum(c.late or 0 for c in with_rows),
+        duplicates=sum(c.duplicates or 0 for c in with_rows),
+        removed=sum(c.removed or 0 for c in with_rows),
+        known=len(with_rows),
         checkpoints=newest_first[first : first + CHECKPOINTS_AT_ONCE],
         first=first,
         at_once=CHECKPOINTS_AT_ONCE,
@@ -285,11 +274,11 @@ def savepoints_page(call: PageCall) -> Response:
     queries = call.overview.queries
     named = call.given("query")
     query = call.named_query() if named or len(queries) == 1 else None
-    found: list[SavepointInfo] = []
+    savepoints: list[SavepointInfo] = []
     problem, status = "", 200
     if query is not None:
         try:
-            found = call.system.savepoints(query, _directory(call))[::-1]
+            savepoints = call.system.savepoints(query, _directory(call))[::-1]
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     request = call.given("request")
@@ -299,8 +288,8 @@ def savepoints_page(call: PageCall) -> Response:
         query=query,
         queries=[(reference(q, queries), q) for q in queries],
         directory=None if query is None else (_directory(call) or default_directory(query)),
-        savepoints=found[:MAX_SAVEPOINTS],
-        left_out=max(0, len(found) - MAX_SAVEPOINTS),
+        savepoints=savepoints[:MAX_SAVEPOINTS],
+        left_out=max(0, len(savepoints) - MAX_SAVEPOINTS),
         problem=problem,
         request=request,
         progress=call.system.savepoint_status(request) if request else None,
@@ -335,10 +324,10 @@ def trigger(call: PageCall) -> Response:
 
 def _directory(call: PageCall) -> str | None:
     """Return the directory that is asked for. Only an administrator may look into any."""
-    given = call.given("directory")
-    if given and not call.grant.admin:
+    directory = call.given("directory")
+    if directory and not call.grant.admin:
         raise RequestError("Another directory than the query's own is shown to an administrator only.")
-    return given or None
+    return directory or None
 
 
 def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointInfo:

@@ -170,11 +170,7 @@ def _told(change: StateChange) -> dict[str, object]:
     return {
         "version": change.version,
         "rows": [
-            {
-                "change": row["change_type"],
-                "before": value(row.get("before")),
-                "after": value(row.get("after")),
-            }
+            {"change": row["change_type"], "before": value(row.get("before")), "after": value(row.get("after"))}
             for row in rows
         ],
         "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS),

@@ -61,12 +61,12 @@ def parsed(text: str, kind: pa.DataType, what: str) -> Any:
             return base64.b64decode(text, validate=True)
         if pa.types.is_nested(kind):
             return pa.scalar(json.loads(text), kind).as_py()
-        given = pa.scalar(text.strip())
+        scalar = pa.scalar(text.strip())
         if pa.types.is_boolean(kind):
             return {"true": True, "false": False}[text.strip().lower()]
         if pa.types.is_timestamp(kind):
             return _moment(text.strip(), kind)
-        return given.cast(kind).as_py()
+        return scalar.cast(kind).as_py()
     except (pa.ArrowException, binascii.Error, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"{what}: {text[:100]!r} is no {kind}. {_reason(error)}".rstrip()) from error
 
@@ -116,12 +116,7 @@ class Found:
 def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
     """Return the columns of a state variable's rows."""
     rows = call.system.client().scan(
-        table.operator,
-        table.state,
-        limit=0,
-        query=table.query,
-        version=table.schema_version,
-        timeout=PAGE_READ_SECONDS,
+        table.operator, table.state, limit=0, query=table.query, version=table.schema_version, timeout=PAGE_READ_SECONDS
     )
     with closing(rows):
         return rows.schema
@@ -141,13 +136,13 @@ def has_key(call: PageCall, table: StateTable) -> bool:
 
 def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
     """Return the key of the request. Raises ``RequestError`` naming the column whose input is not a value."""
-    given = {**call.query, **call.form}
+    parameters = {**call.query, **call.form}
     key: list[Any] = []
     for name in table.key:
-        if given.get(f"{NULL_PREFIX}{name}"):
+        if parameters.get(f"{NULL_PREFIX}{name}"):
             key.append(None)
             continue
-        text = given.get(f"{KEY_PREFIX}{name}")
+        text = parameters.get(f"{KEY_PREFIX}{name}")
         kind = schema.field(name).type
         if text is None or (not text and not pa.types.is_string(kind)):
             raise RequestError(f"Key column {name!r} has no value; type one, or mark it as null.")
@@ -157,7 +152,7 @@ def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[A
 
 def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[Any, ...]]:
     """Return the filters of the request. Raises ``RequestError``."""
-    found: list[tuple[Any, ...]] = []
+    conditions: list[tuple[Any, ...]] = []
     for i in range(most):
         column, comparison = call.given(f"column{i}"), call.given(f"is{i}") or "="
         if not column:
@@ -166,19 +161,19 @@ def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[An
             raise RequestError(f"There is no column {column[:100]!r}; there are {', '.join(map(repr, schema.names))}.")
         kind, text = schema.field(column).type, call.given(f"value{i}")
         if comparison in ("is null", "is not null"):
-            found.append((column, comparison))
+            conditions.append((column, comparison))
         elif comparison == "in":
             parts = [part.strip() for part in text.split(",")]
-            found.append((column, "in", [parsed(part, kind, f"Column {column!r}") for part in parts]))
+            conditions.append((column, "in", [parsed(part, kind, f"Column {column!r}") for part in parts]))
         else:
-            found.append((column, comparison, parsed(text, kind, f"Column {column!r}")))
-    return found
+            conditions.append((column, comparison, parsed(text, kind, f"Column {column!r}")))
+    return conditions
 
 
-def take_rows(rows: StateScan, most: int, seconds: float = PAGE_READ_SECONDS) -> Found:
+def take_rows(rows: StateScan, most: int) -> Found:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
-        table = pa.Table.from_batches(list(_until(rows, most + 1, seconds)), rows.schema)
+        table = pa.Table.from_batches(list(_until(rows, most + 1)), rows.schema)
         version = rows.version
     return found_in(table, most, version)
 
@@ -191,12 +186,14 @@ def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
     return Found(version, list(table.schema.names), rows, table.num_rows > most)
 
 
-def _until(rows: StateScan, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
-    deadline, given = time.monotonic() + seconds, 0
+def _until(rows: StateScan, most: int) -> Iterator[pa.RecordBatch]:
+    deadline, num_rows = time.monotonic() + PAGE_READ_SECONDS, 0
     for batch in rows:
-        yield batch.slice(0, most - given)
-        given += batch.num_rows
-        if given >= most:
+        yield batch.slice(0, most - num_rows)
+        num_rows += batch.num_rows
+        if num_rows >= most:
             return
         if time.monotonic() > deadline:
-            raise RequestError(f"The rows did not come within {seconds:.0f} s; ask for fewer by a filter or a limit.")
+            raise RequestError(
+                f"The rows did not come within {PAGE_READ_SECONDS:.0f} s; ask for fewer by a filter or a limit."
+            )

@@ -81,8 +81,8 @@ class OwnToken:
 
 def token_of_request(headers: Headers, cookies: Mapping[str, str]) -> str:
     """Return the token of a request: that of ``Authorization: Bearer``, else the cookie's; "" if there is none."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    token = given.strip() if scheme.lower() == "bearer" else cookies.get(SESSION_COOKIE, "")
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    token = credentials.strip() if scheme.lower() == "bearer" else cookies.get(SESSION_COOKIE, "")
     return token if len(token) <= MAX_TOKEN else ""
 
 
@@ -91,7 +91,7 @@ def form_token(secret: str) -> str:
     return hmac.digest(secret.encode(), b"form of the page", "sha256").hex()
 
 
-def refusal_of_form(headers: Headers, secret: str, given: str) -> str | None:
+def refusal_of_form(headers: Headers, secret: str, token: str) -> str | None:
     """Return why a form may come from another site; None if it comes from a page of ours.
 
     Makes three checks; each alone is enough in a current browser: the origin of the request according to the browser
@@ -102,7 +102,7 @@ def refusal_of_form(headers: Headers, secret: str, given: str) -> str | None:
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
         return f"The form was sent by {origin[:100]!r}, not by this page."
-    if not secret or not _equal(given, form_token(secret)):
+    if not secret or not _equal(token, form_token(secret)):
         return "The form is of an earlier sign-in, or of another site. Load the page again, and send the form again."
     return None
 
@@ -258,8 +258,8 @@ class PageCall:
 
     def url(self, path: str, **parameters: Any) -> str:
         """Return the address of a page. Parameters that are None or "" are left out."""
-        given = {name: value for name, value in parameters.items() if value not in (None, "")}
-        return f"{self.base}/{path}" + (f"?{urlencode(given)}" if given else "")
+        query = {name: value for name, value in parameters.items() if value not in (None, "")}
+        return f"{self.base}/{path}" + (f"?{urlencode(query)}" if query else "")
 
     def again(self, **changes: Any) -> str:
         """Return the address of this page with some parameters changed."""
@@ -276,7 +276,6 @@ class PageCall:
         raise LookupError(f"The state {named[:200]!r} does not exist; choose an existing one.")
 
     def render(self, template: str, status: int = 200, **context: Any) -> Response:
-        """Return a page."""
         text = (
             _environment()
             .get_template(template)
@@ -305,15 +304,15 @@ class PageCall:
 def subjects(call: PageCall) -> dict[str, str]:
     """Return the page of each subject that a fault may name."""
     queries = call.overview.queries
-    found = {f"host {host.host_id}": call.url("hosts") for host in call.overview.hosts}
-    found["hosts"] = found[COORDINATOR_PROCESS] = call.url("hosts")
+    links = {f"host {host.host_id}": call.url("hosts") for host in call.overview.hosts}
+    links["hosts"] = links[COORDINATOR_PROCESS] = call.url("hosts")
     for query in queries:
         ref = reference(query, queries)
-        found[f"query {query.title}"] = call.url("query", query=ref)
+        links[f"query {query.title}"] = call.url("query", query=ref)
         for operator in query.operators:
             subject = f"operator {operator.name} of query {query.title}"
-            found[subject] = call.url("operator", query=ref, operator=operator.name)
-    return found
+            links[subject] = call.url("operator", query=ref, operator=operator.name)
+    return links
 
 
 def faults_about(faults: Iterable[Fault], *subjects_: str) -> list[Fault]:
@@ -328,14 +327,14 @@ def plain_page(template: str, status: int = 200, **context: Any) -> Response:
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("spark_bridge.ui"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(
+    environment.filters.update(
         bytesize=model.size,
         number=model.number,
         rate=model.rate,
@@ -344,7 +343,7 @@ def _environment() -> Environment:
         dollars=model.dollars,
         cell=value,
     )
-    return made
+    return environment
 
 
 # The overview that requests share: made at most once a second, for any number of people.
@@ -411,9 +410,9 @@ class SharedOverview:
             return self._seen
 
     def _refresh(self, done: threading.Event) -> None:
-        made = self._next()
+        overview = self._next()
         with self._lock:
-            self._seen, self._seen_at, self._asking = made, self._clock(), None
+            self._seen, self._seen_at, self._asking = overview, self._clock(), None
         done.set()
 
     def _next(self) -> LastOverview:

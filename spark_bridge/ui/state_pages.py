@@ -25,19 +25,8 @@ from spark_bridge.queryable.client.arguments import OPERATORS
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.queryable.sql.statement_process import ProcessStatement
+from spark_bridge.ui import lookups
 from spark_bridge.ui.charts import value as value_text
-from spark_bridge.ui.lookups import (
-    PAGE_READ_SECONDS,
-    Found,
-    conditions_of,
-    found_in,
-    has_key,
-    inputs_of,
-    key_of_call,
-    take_rows,
-    text_of,
-    variable_schema,
-)
 from spark_bridge.ui.requests import PageCall, StateTable, tables_of
 
 SHOWN_VERSIONS = 10
@@ -55,7 +44,7 @@ def hottest(call: PageCall) -> Response:
     newest = table.versions.stop - 1
     since = max(table.versions.start, newest - SHOWN_VERSIONS)
     counts: Counter[tuple[object, ...]] = Counter()
-    deadline, is_cut = time.monotonic() + PAGE_READ_SECONDS, False
+    deadline, is_cut = time.monotonic() + lookups.PAGE_READ_SECONDS, False
     for change in call.system.recent_changes(table, since, newest) if since < newest else ():
         columns = [python_values(change.batch.column(name)) for name in table.key]
         counts.update(_hashable(key) for key in zip(*columns, strict=True))
@@ -82,7 +71,7 @@ def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
 def _parameters(names: Sequence[str], key: tuple[object, ...]) -> dict[str, str]:
     """Return a key as the form of a lookup sends it."""
     parts = zip(names, key, strict=True)
-    return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else text_of(v) for n, v in parts}
+    return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else lookups.text_of(v) for n, v in parts}
 
 
 # Keys: look one up with typed inputs, some versions next to one another, and watch it live.
@@ -105,16 +94,16 @@ def keys(call: PageCall) -> Response:
     """Show the form, and the state of the key."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
-    inputs, found, problem, status, watch = [], [], "", 200, ""
+    inputs, answers, problem, status, watch = [], [], "", 200, ""
     if table is not None:
         try:
-            schema = variable_schema(call, table)
-            inputs = inputs_of(table, schema)
-            if has_key(call, table):
-                key = key_of_call(call, table, schema)
-                found = [_found(call, table, key, version) for version in _versions(call, table)]
-                given = {n: v for n, v in call.query.items() if n.startswith(("key.", "null."))}
-                watch = call.url("watch", table=table.id, **given)
+            schema = lookups.variable_schema(call, table)
+            inputs = lookups.inputs_of(table, schema)
+            if lookups.has_key(call, table):
+                key = lookups.key_of_call(call, table, schema)
+                answers = [_found(call, table, key, version) for version in _versions(call, table)]
+                values = {n: v for n, v in call.query.items() if n.startswith(("key.", "null."))}
+                watch = call.url("watch", table=table.id, **values)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -123,8 +112,8 @@ def keys(call: PageCall) -> Response:
         tables=tables,
         table=table,
         inputs=inputs,
-        found=found,
-        compared=_compared(found),
+        found=answers,
+        compared=_compared(answers),
         problem=problem,
         watch=watch,
         at_most=MAX_COMPARED_VERSIONS,
@@ -144,23 +133,23 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     return [int(part) for part in parts]
 
 
-def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> Found:
+def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.Found:
     rows = call.system.client().key_rows(
-        table.operator, [key], table.state, query=table.query, version=version, timeout=PAGE_READ_SECONDS
+        table.operator, [key], table.state, query=table.query, version=version, timeout=lookups.PAGE_READ_SECONDS
     )
-    return take_rows(rows, MAX_KEY_ROWS)
+    return lookups.take_rows(rows, MAX_KEY_ROWS)
 
 
-def _compared(found: list[Found]) -> list[Compared]:
+def _compared(answers: list[lookups.Found]) -> list[Compared]:
     """Return the columns of versions next to one another, if each has at most one row, and one has a row."""
-    if len(found) < 2 or any(len(f.rows) > 1 for f in found) or not any(f.rows for f in found):
+    if len(answers) < 2 or any(len(f.rows) > 1 for f in answers) or not any(f.rows for f in answers):
         return []
-    columns = next(f.columns for f in found if f.rows)
-    made = []
+    columns = next(f.columns for f in answers if f.rows)
+    rows = []
     for name in columns:
-        values = [f.rows[0][f.columns.index(name)] if f.rows and name in f.columns else None for f in found]
-        made.append(Compared(name, values, any(value != values[0] for value in values)))
-    return made
+        values = [f.rows[0][f.columns.index(name)] if f.rows and name in f.columns else None for f in answers]
+        rows.append(Compared(name, values, any(value != values[0] for value in values)))
+    return rows
 
 
 # Rows as a table, a chart and CSV.
@@ -194,18 +183,18 @@ class Chart:
     left_out: int
 
 
-def chart(call: PageCall, found: Found | None) -> Chart | None:
+def chart(call: PageCall, answer: lookups.Found | None) -> Chart | None:
     """Return the chart of the rows by the columns that the request names; None without a column of numbers."""
-    if found is None or not found.rows:
+    if answer is None or not answer.rows:
         return None
-    numbers = [name for i, name in enumerate(found.columns) if _is_numeric(row[i] for row in found.rows)]
+    numbers = [name for i, name in enumerate(answer.columns) if _is_numeric(row[i] for row in answer.rows)]
     if not numbers:
         return None
-    labels = list(found.columns)
+    labels = list(answer.columns)
     number = call.given("y") if call.given("y") in numbers else numbers[-1]
     label = call.given("x") if call.given("x") in labels else labels[0]
-    x, y = found.columns.index(label), found.columns.index(number)
-    points = [(value_text(row[x]), float(row[y])) for row in found.rows if row[y] is not None]
+    x, y = answer.columns.index(label), answer.columns.index(number)
+    points = [(value_text(row[x]), float(row[y])) for row in answer.rows if row[y] is not None]
     shown = points[:MAX_RESULT_BARS]
     low, high = min([0.0, *(v for _, v in shown)]), max([0.0, *(v for _, v in shown)])
     span = (high - low) or 1.0
@@ -220,9 +209,10 @@ def _bar(label: str, value: float, low: float, span: float) -> ChartBar:
 
 
 def _is_numeric(cells: Iterable[object]) -> bool:
-    there = [cell for cell in cells if cell is not None]
-    return bool(there) and all(
-        isinstance(cell, int | float | Decimal) and not isinstance(cell, bool) and math.isfinite(cell) for cell in there
+    values = [cell for cell in cells if cell is not None]
+    return bool(values) and all(
+        isinstance(cell, int | float | Decimal) and not isinstance(cell, bool) and math.isfinite(cell)
+        for cell in values
     )
 
 
@@ -236,19 +226,19 @@ def _lines(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[str
     written = io.StringIO()
     writer = csv.writer(written)
     writer.writerow([_safe(name) for name in schema.names])
-    given = 0
+    num_rows = 0
     for batch in batches:
         columns = [python_values(column) for column in batch.columns]
         for row in zip(*columns, strict=True):
-            if given == MAX_CSV_ROWS:
+            if num_rows == MAX_CSV_ROWS:
                 writer.writerow([f"There are more than {MAX_CSV_ROWS} rows."])
                 break
             writer.writerow([_written(cell) for cell in row])
-            given += 1
+            num_rows += 1
         yield written.getvalue()
         written.seek(0)
         written.truncate()
-        if given == MAX_CSV_ROWS:
+        if num_rows == MAX_CSV_ROWS:
             return
     yield written.getvalue()
 
@@ -278,16 +268,18 @@ def scan(call: PageCall) -> Response:
     """Show the form, and the rows."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
-    found: Found | None = None
+    answer: lookups.Found | None = None
     columns: list[tuple[str, str]] = []
     problem, status = "", 200
     if table is not None:
         try:
-            schema = variable_schema(call, table)
+            schema = lookups.variable_schema(call, table)
             columns = [(field.name, str(field.type)) for field in schema]
             if call.given("limit"):
                 most = call.number("limit", USUAL_ROWS, 1, MAX_SCAN_ROWS)
-                found = take_rows(_rows(call, table, conditions_of(call, schema, FILTERS), most + 1), most)
+                answer = lookups.take_rows(
+                    _rows(call, table, lookups.conditions_of(call, schema, FILTERS), most + 1), most
+                )
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -300,8 +292,8 @@ def scan(call: PageCall) -> Response:
         filters=FILTERS,
         usual=USUAL_ROWS,
         most=MAX_SCAN_ROWS,
-        found=found,
-        chart=chart(call, found),
+        found=answer,
+        chart=chart(call, answer),
         problem=problem,
     )
 
@@ -311,7 +303,7 @@ def scan_csv(call: PageCall) -> Response:
     table = call.table()
     if table is None:
         raise RequestError("table= must name the state to read.")
-    conditions = conditions_of(call, variable_schema(call, table), FILTERS)
+    conditions = lookups.conditions_of(call, lookups.variable_schema(call, table), FILTERS)
     rows = _rows(call, table, conditions, MAX_CSV_ROWS + 1)
     return csv_response("scan", rows.schema, rows)
 
@@ -325,7 +317,7 @@ def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit
         where=where,
         query=table.query,
         version=version,
-        timeout=PAGE_READ_SECONDS,
+        timeout=lookups.PAGE_READ_SECONDS,
     )
 
 
@@ -346,20 +338,20 @@ PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
 
 def sql(call: PageCall) -> Response:
     """Show the form, and the rows of the statement that was sent."""
-    found: Found | None = None
+    result: lookups.Found | None = None
     problem, status = "", 200
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
-                found = found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
+                result = lookups.found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
         "sql.html",
         status,
         tables=tables_of(call.overview),
-        found=found,
-        chart=chart(call, found),
+        found=result,
+        chart=chart(call, result),
         problem=problem,
         most=MAX_SQL_ROWS,
     )
@@ -381,7 +373,7 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
         answer = ProcessStatement(
             call.system.client(),
             call.form["statement"],
-            timeout=PAGE_READ_SECONDS,
+            timeout=lookups.PAGE_READ_SECONDS,
             limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),
         )
         too_long = RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.")
@@ -398,16 +390,16 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
 
 def _first(answer: ProcessStatement, most: int) -> pa.Table:
     schema, rows = answer.record_batches(PAGE_BATCH_ROWS)
-    batches, given, size = [], 0, 0
+    batches, num_rows, size = [], 0, 0
     for batch in rows:
-        batches.append(batch.slice(0, most - given))
-        given += batch.num_rows
+        batches.append(batch.slice(0, most - num_rows))
+        num_rows += batch.num_rows
         size += batches[-1].nbytes
         if size > MAX_ANSWER_BYTES:
             raise RequestLimitError(
-                f"The first {min(given, most)} rows of the answer have more than {MAX_ANSWER_BYTES >> 20} MiB. Ask "
+                f"The first {min(num_rows, most)} rows of the answer have more than {MAX_ANSWER_BYTES >> 20} MiB. Ask "
                 "for fewer columns or parts of the values, or ask the HTTP application (POST /v1/sql), which streams."
             )
-        if given >= most:
+        if num_rows >= most:
             break
     return pa.Table.from_batches(batches, schema)

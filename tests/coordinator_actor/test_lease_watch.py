@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostReport
-from coordinator_actor.threads import LeaseWatch
 from tests.coordinator_actor.coordinator_world import World
 
 

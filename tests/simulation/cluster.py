@@ -339,7 +339,7 @@ class LocalLocks:
         self._last = 100
 
     def lock(self, local_dir: Path) -> int:
-        """See ``backends.partition.local_directory.lock``."""
+        """See ``backends.partition.loading.lock``."""
         local_dir.mkdir(parents=True, exist_ok=True)
         holder = self._held.get(str(local_dir))
         if holder is not None and holder[0].is_alive:

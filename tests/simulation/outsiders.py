@@ -45,7 +45,7 @@ from spark_bridge.lookups import Batch, in_storage, recorded_in_storage
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.serving import FollowedQuery
-from spark_bridge.state_data.stored_reads import query_in_storage
+from spark_bridge.state_data.checkpoint_client import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model

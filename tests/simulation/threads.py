@@ -474,7 +474,7 @@ MODULES = (
     "spark_bridge.task.task_store",
     "spark_bridge.lookups",
     "spark_bridge.serving",
-    "spark_bridge.state_data.stored_reads",
+    "spark_bridge.state_data.checkpoint_client",
     "spark_bridge.state_surgery.",
 )
 """The modules under test, and beginnings of their names."""

@@ -38,7 +38,7 @@ from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
 from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
-from spark_bridge.state_data.stored_reads import StoredReads
+from spark_bridge.state_data.checkpoint_client import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
@@ -451,8 +451,8 @@ def run(
         ("coordinator_actor.durable.manifests", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("coordinator_actor.run.holds", "LISTED_EVERY"): 1 + seed % 3,
-        ("backends.partition.local_directory", "lock"): locks.lock,
-        ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.loading", "lock"): locks.lock,
+        ("backends.partition.loading", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.partition_state", "_pool"): threads.Background(),
         ("backends.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),

@@ -26,12 +26,18 @@ from backends.encoding.columns import from_spark_type
 from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
 
+ROOT = Path(__file__).parents[2]
+
 # Java processes live for minutes here and spend most of their time on loading and compiling code that runs a few
 # times. Cold code also needs more stack: a regular expression within Spark 4.2 has overflowed it once. For each file of
 # a checkpoint, Java starts processes (chmod), by default through a helper process.
 _JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 _JVM += " -Djdk.lang.Process.launchMechanism=VFORK"
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_JVM}".strip()
+
+# Spark finds the format ``ray_statestore`` among the packages in a Python process that its JVM starts, which knows this
+# directory from the environment alone: an editable install does not list its packages.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 # Ray would start a Python worker per CPU for tasks, each with seconds of imports. The tests run no tasks.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112, the name is Ray's

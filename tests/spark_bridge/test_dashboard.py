@@ -29,7 +29,7 @@ LABELS |= {
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda p: p.title)
 def test_a_panel_asks_for_metrics_and_labels_that_exist(panel: Panel) -> None:
-    for expr, legend in panel.targets:
+    for legend, expr in panel.targets.items():
         found = re.findall(r"(ray_statestore_\w+)\{([^}]*)\}", expr)
         assert found and len(found) == expr.count("ray_statestore_"), expr
         by = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expr) for label in group.split(",")}
@@ -43,7 +43,7 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(panel: Panel) -> None:
 def test_the_queries_are_promql(tmp_path: Path) -> None:
     rules = [
         {"record": f"r{i}", "expr": expr.replace("$__rate_interval", "1m")}
-        for i, expr in enumerate(expr for panel in PANELS for expr, _ in panel.targets)
+        for i, expr in enumerate(expr for panel in PANELS for expr in panel.targets.values())
     ]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))

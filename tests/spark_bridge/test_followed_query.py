@@ -29,7 +29,7 @@ from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.serving import FollowedQuery
-from spark_bridge.state_data.stored_reads import query_in_storage
+from spark_bridge.state_data.checkpoint_client import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE

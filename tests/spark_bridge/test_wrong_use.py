@@ -12,7 +12,7 @@ from backends.exceptions import InvalidStateStoreArgument, MissingFileError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge import serve_state, serving
-from spark_bridge.state_data.stored_reads import query_in_storage
+from spark_bridge.state_data.checkpoint_client import query_in_storage
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.state_data.format_fixtures import Stored
 

@@ -21,14 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.given_values import (
-    CAST_ERRORS,
-    array_without_loss,
-    cast_without_loss,
-    is_missing,
-    is_string,
-    plain_value,
-)
+from backends.encoding import given_values
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from backends.encoding.single_rows import KeyEncoder
@@ -61,9 +54,9 @@ def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None
         return _of_array(schema, keys)
     pandas = sys.modules.get("pandas")
     if pandas is not None:
-        found = _of_pandas(schema, keys, pandas)
-        if found is not None:
-            return found
+        columns = _of_pandas(schema, keys, pandas)
+        if columns is not None:
+            return columns
     if isinstance(keys, np.ndarray):
         return _of_numpy(schema, keys)
     if hasattr(keys, "__arrow_c_stream__"):
@@ -105,7 +98,7 @@ def _of_pandas(schema: pa.Schema, keys: Any, pandas: Any) -> list[Any] | NamedCo
 def _of_series(series: Any) -> Any:
     """Return a pandas column as an Arrow array, or the Python objects in it as a list; NaN is null, as in pandas."""
     if series.dtype == object:
-        return [None if is_missing(value, nan=True) else value for value in series]
+        return [None if given_values.is_missing(value, nan=True) else value for value in series]
     return pa.array(series, from_pandas=True)
 
 
@@ -168,10 +161,10 @@ class KeyCodec:
         arranged = None if self.is_in_order else itemgetter(*(self.by.index(name) for name in self.stored.names))
 
         def encode_one(key: Any) -> bytes:
-            given = key
+            value = key
             if arranged is not None:
-                given = arranged(key) if type(key) is tuple and len(key) == width else None
-            encoded = None if given is None and arranged is not None else encode(given)
+                value = arranged(key) if type(key) is tuple and len(key) == width else None
+            encoded = None if value is None and arranged is not None else encode(value)
             return by_columns(key) if encoded is None else encoded
 
         return encode_one
@@ -213,15 +206,15 @@ class KeyCodec:
         """The schema of the result of ``columns``."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
-    def _chosen(self, given: NamedColumns) -> list[Any]:
+    def _chosen(self, named: NamedColumns) -> list[Any]:
         """Return the columns of the key among named columns: by name, else by order."""
-        missing = [name for name in self.by if given.names.count(name) != 1]
+        missing = [name for name in self.by if named.names.count(name) != 1]
         if not missing:
-            return [given.columns[given.names.index(name)] for name in self.by]
-        if len(missing) == len(self.by) == len(given.names):
-            return given.columns
+            return [named.columns[named.names.index(name)] for name in self.by]
+        if len(missing) == len(self.by) == len(named.names):
+            return named.columns
         raise UnknownKeyOrNamespaceError(
-            f"The columns {', '.join(map(repr, given.names)) or '(none)'} are not the key columns of {self.owner}: "
+            f"The columns {', '.join(map(repr, named.names)) or '(none)'} are not the key columns of {self.owner}: "
             f"{', '.join(map(repr, missing))} must be present once. Name them so, or give the key columns alone, in "
             "that order."
         )
@@ -263,23 +256,23 @@ class KeyCodec:
             )
         return tuple(key[name] for name in self.by)
 
-    def column(self, field: pa.Field, given: Any) -> pa.Array:
+    def column(self, field: pa.Field, values: Any) -> pa.Array:
         """Return values or an Arrow array as an array of the column's type, if nothing is lost by it."""
-        if isinstance(given, list):
-            return self._of_values(field, given)
+        if isinstance(values, list):
+            return self._of_values(field, values)
         try:
-            return cast_without_loss(given, field.type)
-        except CAST_ERRORS as error:
-            raise self._refused(field, given.type, error) from error
+            return given_values.cast_without_loss(values, field.type)
+        except given_values.CAST_ERRORS as error:
+            raise self._refused(field, values.type, error) from error
 
     def _of_values(self, field: pa.Field, values: list[Any]) -> pa.Array:
         try:
-            return array_without_loss(values, field.type)
-        except CAST_ERRORS as error:
+            return given_values.array_without_loss(values, field.type)
+        except given_values.CAST_ERRORS as error:
             for value in values:
                 try:
-                    array_without_loss([value], field.type)
-                except CAST_ERRORS as why:
+                    given_values.array_without_loss([value], field.type)
+                except given_values.CAST_ERRORS as why:
                     raise self._refused(field, repr(value), why) from error
             raise self._refused(field, f"a list of {len(values)} values", error) from error
 
@@ -320,8 +313,8 @@ def key_range(
     """
     if codec.is_in_order:
         of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
-        given = (None if start is None else bound(codec, start), None if end is None else bound(codec, end))
-        first, behind = intersection(of_prefix, given)
+        key_bounds = (None if start is None else bound(codec, start), None if end is None else bound(codec, end))
+        first, behind = intersection(of_prefix, key_bounds)
         if first is not None and behind is not None and behind < first:
             bounds = {"prefix": prefix, "start": start, "end": end}
             named = ", ".join(f"{name}={value!r}" for name, value in bounds.items() if value is not None)
@@ -355,16 +348,16 @@ def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
     the first column: "ab" are "ab", "abc" and so on.
     """
     encoded = bound(codec, values)
-    if isinstance(values, str | bytes) and is_string(codec.schema.field(0).type):
+    if isinstance(values, str | bytes) and given_values.is_string(codec.schema.field(0).type):
         encoded = encoded[:-_STRING_END]
     return encoded, first_key_after(encoded)
 
 
 def bound(codec: KeyCodec, values: Any) -> bytes:
     """Return one or more first columns of a key as they are stored, without the key group."""
-    given = first_columns(codec, values)
-    fields = [codec.columns_schema.field(i) for i in range(len(given))]
-    arrays = [codec.column(field, [value]) for field, value in zip(fields, given, strict=True)]
+    first = first_columns(codec, values)
+    fields = [codec.columns_schema.field(i) for i in range(len(first))]
+    arrays = [codec.column(field, [value]) for field, value in zip(fields, first, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
     return encoded[KEY_GROUP_BYTES:]
@@ -383,12 +376,12 @@ def first_columns(codec: KeyCodec, values: Any) -> tuple[Any, ...]:
                 f"{values!r} are not the first columns of a key of {codec.owner}: give these from the first one on."
             )
         return tuple(values[name] for name in names)
-    given = values if isinstance(values, tuple) else (values,)
-    if not 1 <= len(given) <= len(codec.by):
+    parts = values if isinstance(values, tuple) else (values,)
+    if not 1 <= len(parts) <= len(codec.by):
         raise UnknownKeyOrNamespaceError(
             f"{values!r} are not the first columns of a key of {codec.owner}: it has {len(codec.by)}."
         )
-    return given
+    return parts
 
 
 def intersection(one: ScanBounds, other: ScanBounds) -> ScanBounds:
@@ -426,15 +419,15 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
         raise RequestError(
             f"where: {condition!r} is not a condition; give (column, operator, value), as ('n', '>', 10)."
         )
-    column, operator, *given = condition
+    column, operator, *operand = condition
     name: Any = _ALSO.get(operator, operator)
     name = name.lower() if isinstance(name, str) else name
     if name not in OPERATORS:
         raise RequestError(f"where: {operator!r} is not an operator; there are {', '.join(OPERATORS)}.")
-    if (name in ("is null", "is not null")) != (not given):
+    if (name in ("is null", "is not null")) != (not operand):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
-    values = list(given[0]) if name == "in" else given
-    if any(is_missing(value) for value in values):
+    values = list(operand[0]) if name == "in" else operand
+    if any(given_values.is_missing(value) for value in values):
         raise RequestError(f"where: {condition!r} compares with null, which nothing is equal to; use 'is null'.")
     kind = types.get(column)
     if kind is not None and pa.types.is_binary(kind) and any(isinstance(v, _BYTES) for v in values):
@@ -455,8 +448,8 @@ def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool
         value = value.as_py()
     if isinstance(value, np.datetime64 | dt.datetime) and kind is not None and pa.types.is_timestamp(kind):
         try:
-            value = plain_value(value, kind, lossless=True)
-        except CAST_ERRORS as error:
+            value = given_values.plain_value(value, kind, lossless=True)
+        except given_values.CAST_ERRORS as error:
             raise RequestError(f"where: {value!r} is not a {kind}: {error}") from error
     if isinstance(value, np.generic):
         value = value.astype("M8[us]").item() if isinstance(value, np.datetime64) else value.item()

@@ -506,39 +506,39 @@ class AsyncQueryableStateClient:
             del self._lookups[lookups.group]
 
     @_takes(QueryableStateClient.get_many)
-    async def get_many(self, *args: Any, **given: Any) -> Any:
+    async def get_many(self, *args: Any, **kwargs: Any) -> Any:
         """See ``QueryableStateClient.get_many``."""
-        return await self._run(self._client.get_many, *args, **given)
+        return await self._run(self._client.get_many, *args, **kwargs)
 
     @_takes(QueryableStateClient.scan)
-    def scan(self, *args: Any, **given: Any) -> AsyncStateScan:
+    def scan(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
-        return AsyncStateScan(partial(self._client.scan, *args, **given))
+        return AsyncStateScan(partial(self._client.scan, *args, **kwargs))
 
     @_takes(QueryableStateClient.key_rows)
-    def key_rows(self, *args: Any, **given: Any) -> AsyncStateScan:
+    def key_rows(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.key_rows``, and ``scan``."""
-        return AsyncStateScan(partial(self._client.key_rows, *args, **given))
+        return AsyncStateScan(partial(self._client.key_rows, *args, **kwargs))
 
     @_takes(QueryableStateClient.count)
-    async def count(self, *args: Any, **given: Any) -> int:
+    async def count(self, *args: Any, **kwargs: Any) -> int:
         """See ``QueryableStateClient.count``."""
-        return await self._run(self._client.count, *args, **given)
+        return await self._run(self._client.count, *args, **kwargs)
 
     @_takes(QueryableStateClient.watch)
-    def watch(self, *args: Any, **given: Any) -> AsyncStateWatch:
+    def watch(self, *args: Any, **kwargs: Any) -> AsyncStateWatch:
         """See ``QueryableStateClient.watch``. Returns an asynchronous iterator of ``StateChange``s."""
-        return AsyncStateWatch(self._client.watch(*args, **given))
+        return AsyncStateWatch(self._client.watch(*args, **kwargs))
 
     @_takes(QueryableStateClient.operators)
-    async def operators(self, *args: Any, **given: Any) -> list[dict[str, Any]]:
+    async def operators(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """See ``QueryableStateClient.operators``."""
-        return await self._run(self._client.operators, *args, **given)
+        return await self._run(self._client.operators, *args, **kwargs)
 
     @_takes(QueryableStateClient.describe)
-    async def describe(self, *args: Any, **given: Any) -> dict[str, Any]:
+    async def describe(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See ``QueryableStateClient.describe``."""
-        return await self._run(self._client.describe, *args, **given)
+        return await self._run(self._client.describe, *args, **kwargs)
 
     async def sql(
         self,
@@ -550,8 +550,8 @@ class AsyncQueryableStateClient:
         limits: SqlLimits | None = None,
     ) -> pa.Table:
         """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
-        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
-        return await self._run(lambda: self._client.sql(query, **given).arrow())
+        options = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        return await self._run(lambda: self._client.sql(query, **options).arrow())
 
     def sql_rows(
         self,
@@ -568,12 +568,12 @@ class AsyncQueryableStateClient:
         ``in_own_process`` runs the statement in a child process whose memory the operating system limits, so that
         statements of other people cannot take the memory of this process. Their parameters are JSON values.
         """
-        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        options = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
         if not in_own_process:
-            return AsyncSqlRows(lambda: self._client.sql(query, **given))
+            return AsyncSqlRows(lambda: self._client.sql(query, **options))
         from spark_bridge.queryable.sql.statement_process import ProcessStatement
 
-        return AsyncSqlRows(lambda: ProcessStatement(self._client, query, **given))
+        return AsyncSqlRows(lambda: ProcessStatement(self._client, query, **options))
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))

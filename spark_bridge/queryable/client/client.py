@@ -12,14 +12,7 @@ import pyarrow as pa
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
-from spark_bridge.queryable.client.arguments import (
-    COMPLETED,
-    WhereCondition,
-    check_limit,
-    comparisons,
-    key_range,
-    requested_version,
-)
+from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
     ClusterAccess,
@@ -49,7 +42,7 @@ if TYPE_CHECKING:
 class _FastLookup:
     """All that a lookup of one key in one state variable needs, for the fast path of ``get``."""
 
-    known: KnownOperator
+    target: KnownOperator
     family: str
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], dict[str, Any] | None]
@@ -143,11 +136,13 @@ class QueryableStateClient:
         address, token = from_environment(address, token)
         context = tls.client_context() if isinstance(tls, TlsConf) else tls
         if address is None:
-            found, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
+            discovery_in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
             connections = KvConnections(token or own_token, context, timeout)
             if direct is False:
-                return cls(found, connections, StateRouter(connections, via=found.proxy), timeout)
-            return cls(found, connections, StateRouter(connections), timeout)
+                return cls(
+                    discovery_in_cluster, connections, StateRouter(connections, via=discovery_in_cluster.proxy), timeout
+                )
+            return cls(discovery_in_cluster, connections, StateRouter(connections), timeout)
         if token is None:
             raise QueryableStateError(
                 "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
@@ -189,23 +184,25 @@ class QueryableStateClient:
         begun, failure = time.monotonic(), None
         if window is None and version is None and isolation == "completed":
             fast = self._fast.get((operator, query, state))
-            if fast is not None and begun - fast.known.located_at < REFRESH_SECONDS:
+            if fast is not None and begun - fast.target.located_at < REFRESH_SECONDS:
                 encoded = fast.encode(key)
                 deadline = begun + (self._access.timeout if timeout is None else timeout)
                 try:
-                    _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
+                    _, value = self._router.lookup_one(
+                        fast.target.location, fast.family, encoded, arguments.COMPLETED, deadline
+                    )
                 except Exception as error:  # noqa: BLE001 - the first attempt below, which raises final errors
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
 
-        def ask(known: KnownOperator, deadline: float) -> Any:
-            view = known.view(state)
+        def ask(target: KnownOperator, deadline: float) -> Any:
+            view = target.view(state)
             if view.kind in (VALUE, ROWS):
-                fast = _FastLookup(known, view.family, view.codec.encode_one, view.decode_one)
+                fast = _FastLookup(target, view.family, view.codec.encode_one, view.decode_one)
                 self._fast[operator, query, state] = fast
-            return KeyLookups(self._router, known, view, at, deadline).one(key, window)
+            return KeyLookups(self._router, target, view, at, deadline).one(key, window)
 
         return self._access.answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
@@ -224,10 +221,10 @@ class QueryableStateClient:
         A value that cannot be a key gets the error itself. For the keys of different callers
         (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
         """
-        at = requested_version(isolation, None)
+        at = arguments.requested_version(isolation, None)
 
-        def ask(known: KnownOperator, deadline: float) -> list[Any]:
-            return KeyLookups(self._router, known, known.view(state), at, deadline).each(keys)
+        def ask(target: KnownOperator, deadline: float) -> list[Any]:
+            return KeyLookups(self._router, target, target.view(state), at, deadline).each(keys)
 
         return self._access.answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -259,13 +256,13 @@ class QueryableStateClient:
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
         check_form(as_)
-        at = requested_version(isolation, version)
-        given = keys if hasattr(keys, "__len__") else list(keys)
+        at = arguments.requested_version(isolation, version)
+        all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
-        def ask(known: KnownOperator, deadline: float) -> pa.Table:
-            return KeyLookups(self._router, known, known.view(state), at, deadline).table(given, window)
+        def ask(target: KnownOperator, deadline: float) -> pa.Table:
+            return KeyLookups(self._router, target, target.view(state), at, deadline).table(all_keys, window)
 
-        what = f"get_many of {len(given)} keys of {operator!r}"
+        what = f"get_many of {len(all_keys)} keys of {operator!r}"
         return formed(self._access.answer(what, (operator, query), timeout, ask), as_)
 
     def key_rows(
@@ -284,23 +281,23 @@ class QueryableStateClient:
 
         ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
         """
-        at = requested_version(isolation, version)
-        given = keys if hasattr(keys, "__len__") else list(keys)
+        at = arguments.requested_version(isolation, version)
+        all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
-        def ask(known: KnownOperator, deadline: float) -> StateScan:
-            view = known.view(state)
-            codec, chosen = view.without_window, given
-            if view.window is not None and have_windows(view, given):
-                chosen = view.codec.columns(given).select(list(codec.by))
-            location = known.location
+        def ask(target: KnownOperator, deadline: float) -> StateScan:
+            view = target.view(state)
+            codec, chosen = view.without_window, all_keys
+            if view.window is not None and have_windows(view, all_keys):
+                chosen = view.codec.columns(all_keys).select(list(codec.by))
+            location = target.location
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
             request = KeyRowsRequest(location.run_id, location.operator.name, state, at, wanted)
-            answer = KeyLookups(self._router, known, view, at, deadline).key_rows(request, encoded)
+            answer = KeyLookups(self._router, target, view, at, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
-        return self._access.answer(f"key_rows of {len(given)} keys of {operator!r}", (operator, query), timeout, ask)
+        return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
     # -- all rows ------------------------------------------------------------------------------
 
@@ -314,7 +311,7 @@ class QueryableStateClient:
         limit: int | None = None,
         columns: Sequence[str] | None = None,
         *,
-        where: Sequence[WhereCondition] | None = None,
+        where: Sequence[arguments.WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
@@ -333,43 +330,43 @@ class QueryableStateClient:
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
-        at = requested_version(isolation, version)
-        check_limit(limit)
+        at = arguments.requested_version(isolation, version)
+        arguments.check_limit(limit)
 
-        def ask(known: KnownOperator, deadline: float) -> StateScan:
-            request = self._scan_request(known, state, prefix, start, end, limit, columns, where, at)
+        def ask(target: KnownOperator, deadline: float) -> StateScan:
+            request = self._scan_request(target, state, prefix, start, end, limit, columns, where, at)
 
             def relocate(error: Exception) -> Any:
                 self._access.moved((operator, query), error)
                 return self._access.known((operator, query), time.monotonic() + self._access.timeout).location
 
-            return StateScan(self._router.scan(known.location, request, deadline, relocate), limit)
+            return StateScan(self._router.scan(target.location, request, deadline, relocate), limit)
 
         return self._access.answer(f"scan({operator!r})", (operator, query), timeout, ask)
 
     @staticmethod
     def _scan_request(
-        known: KnownOperator,
+        target: KnownOperator,
         state: str | None,
         prefix: Any,
         start: Any,
         end: Any,
         limit: int | None,
         columns: Sequence[str] | None,
-        where: Sequence[WhereCondition] | None,
+        where: Sequence[arguments.WhereCondition] | None,
         at: At,
     ) -> ScanRequest:
-        view = known.view(state)
-        (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
+        view = target.view(state)
+        (first, behind), conditions = arguments.key_range(view.codec, view.window, prefix, start, end)
         return ScanRequest(
-            known.location.run_id,
-            known.location.operator.name,
+            target.location.run_id,
+            target.location.operator.name,
             state,
             at,
             first,
             behind,
             None if columns is None else list(columns),
-            comparisons([*conditions, *(where or ())], view.types),
+            arguments.comparisons([*conditions, *(where or ())], view.types),
             limit,
         )
 
@@ -381,18 +378,18 @@ class QueryableStateClient:
         prefix: Any = None,
         start: Any = None,
         end: Any = None,
-        where: Sequence[WhereCondition] | None = None,
+        where: Sequence[arguments.WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
         timeout: float | None = None,
     ) -> int:
         """Return the number of rows of ``scan``."""
-        at = requested_version(isolation, version)
+        at = arguments.requested_version(isolation, version)
 
-        def ask(known: KnownOperator, deadline: float) -> int:
-            request = self._scan_request(known, state, prefix, start, end, None, None, where, at)
-            return self._router.count(known.location, request, deadline)[1]
+        def ask(target: KnownOperator, deadline: float) -> int:
+            request = self._scan_request(target, state, prefix, start, end, None, None, where, at)
+            return self._router.count(target.location, request, deadline)[1]
 
         return self._access.answer(f"count({operator!r})", (operator, query), timeout, ask)
 
@@ -412,8 +409,8 @@ class QueryableStateClient:
 
         See ``StateWatch``.
         """
-        given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
-        return StateWatch(self._access, operator, given, state, query, from_version, timeout)
+        all_keys = keys if keys is None or hasattr(keys, "__len__") else list(keys)
+        return StateWatch(self._access, operator, all_keys, state, query, from_version, timeout)
 
     def diff(
         self,
@@ -429,10 +426,13 @@ class QueryableStateClient:
 
         See ``VersionDiff``.
         """
-        first, last = requested_version("completed", from_version), requested_version("completed", to_version)
+        first, last = (
+            arguments.requested_version("completed", from_version),
+            arguments.requested_version("completed", to_version),
+        )
 
-        def ask(known: KnownOperator, deadline: float) -> VersionDiff:
-            return VersionDiff.begin(self._router, known, known.view(state), first, last, deadline)
+        def ask(target: KnownOperator, deadline: float) -> VersionDiff:
+            return VersionDiff.begin(self._router, target, target.view(state), first, last, deadline)
 
         return self._access.answer(f"diff({operator!r})", (operator, query), timeout, ask)
 
@@ -471,17 +471,19 @@ class QueryableStateClient:
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the operators of all running queries, each with its query, key columns and state variables."""
         try:
-            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", OperatorsRequest(), timeout)
+            operators: list[dict[str, Any]] = self._access.answer_of_any_host(
+                "operators()", OperatorsRequest(), timeout
+            )
         except NoRunningQueryError:
             return []
-        return found
+        return operators
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""
 
-        def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
-            request = DescribeRequest(operator, known.location.run_id, forward=True)
-            return operator_description(known, self._access.ask_host(request, deadline)["hosts"])
+        def ask(target: KnownOperator, deadline: float) -> dict[str, Any]:
+            request = DescribeRequest(operator, target.location.run_id, forward=True)
+            return operator_description(target, self._access.ask_host(request, deadline)["hosts"])
 
         return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
 
@@ -490,8 +492,8 @@ class QueryableStateClient:
     ) -> pa.Schema:
         """Return the columns of a state variable's key in the order of ``by``, without a window."""
 
-        def ask(known: KnownOperator, deadline: float) -> pa.Schema:
-            return known.view(state).without_window.schema
+        def ask(target: KnownOperator, deadline: float) -> pa.Schema:
+            return target.view(state).without_window.schema
 
         return self._access.answer(f"key_schema({operator!r})", (operator, query), timeout, ask)
 

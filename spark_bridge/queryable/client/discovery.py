@@ -15,13 +15,7 @@ from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    EnvironmentProblemError,
-    HostUnavailableError,
-    QueryableStateError,
-    RequestError,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
@@ -64,15 +58,17 @@ class ProxyDiscovery:
         return self._current
 
     def failed(self) -> None:
-        known = list(dict.fromkeys([*self._given, *self._named]))
-        at = known.index(self._current) if self._current in known else -1
-        self._current = known[(at + 1) % len(known)]
+        addresses = list(dict.fromkeys([*self._given, *self._named]))
+        at = addresses.index(self._current) if self._current in addresses else -1
+        self._current = addresses[(at + 1) % len(addresses)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         proxy = self._current
         reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
         if not isinstance(reply, LocateReply):
-            raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
+            raise exceptions.QueryableStateError(
+                f"{proxy} answered a question for a location by {type(reply).__name__}."
+            )
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
@@ -99,7 +95,7 @@ class CoordinatorDiscovery:
         coordinator = self._coordinator
         if self._within is not None and left < DISCOVERY_SECONDS:
             if left <= 0:
-                raise HostUnavailableError("The timeout ended before the coordinator could be asked.")
+                raise exceptions.HostUnavailableError("The timeout ended before the coordinator could be asked.")
             coordinator = self._within(left)
         location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
@@ -117,14 +113,16 @@ class CoordinatorDiscovery:
             self.locate(running[0].operator.name, running[0].run_id, math.inf)
         addresses = self._addresses
         if not addresses:
-            raise QueryableStateError("The hosts of the running queries have no addresses for query clients.")
+            raise exceptions.QueryableStateError(
+                "The hosts of the running queries have no addresses for query clients."
+            )
         return addresses[0]
 
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
 
 
-class NoRunningQueryError(QueryableStateError):
+class NoRunningQueryError(exceptions.QueryableStateError):
     """No query is running, so there are no hosts to ask."""
 
 
@@ -133,17 +131,17 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
 
     Raises ``RequestError``.
     """
-    given = address.split(",") if isinstance(address, str) else list(address)
-    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
+    named = address.split(",") if isinstance(address, str) else list(address)
+    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in named]
     for plain in addresses:
         host, _, port = plain.rpartition(":")
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise RequestError(
+            raise exceptions.RequestError(
                 f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
                 "host, which `statestore status` shows."
             )
     if not addresses:
-        raise RequestError("address= is empty; give the query address of at least one host.")
+        raise exceptions.RequestError("address= is empty; give the query address of at least one host.")
     return addresses
 
 
@@ -162,7 +160,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
     try:
         import ray
     except ImportError as error:
-        raise EnvironmentProblemError(
+        raise exceptions.EnvironmentProblemError(
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
             f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
@@ -172,7 +170,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
         try:
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
         except (ConnectionError, ValueError) as error:
-            raise EnvironmentProblemError(
+            raise exceptions.EnvironmentProblemError(
                 "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
                 f"address= and token=. Ray says: {error}"
             ) from error
@@ -219,11 +217,11 @@ class KnownOperator:
 
     def view(self, state: str | None) -> StateView:
         """Return a state variable. Raises ``UnknownKvStateIdError``."""
-        found = self.views.get(state)
-        if found is None:
-            found = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
-            self.views[state] = found
-        return found
+        view = self.views.get(state)
+        if view is None:
+            view = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
+            self.views[state] = view
+        return view
 
 
 def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
@@ -254,12 +252,12 @@ class KnownOperators:
 
     def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         """Return the known operator of that name; look it up if none is known."""
-        known = self._known.get(ref)
-        if known is None:
+        target = self._known.get(ref)
+        if target is None:
             return self._look_up(ref, deadline)
-        if self._clock() - known.located_at > REFRESH_SECONDS:
-            self._refresh(ref, known)
-        return known
+        if self._clock() - target.located_at > REFRESH_SECONDS:
+            self._refresh(ref, target)
+        return target
 
     def forget(self, ref: OperatorRef) -> None:
         """Forget a location that has proved wrong."""
@@ -267,14 +265,14 @@ class KnownOperators:
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         location = self._locate(*ref, deadline)
-        known = KnownOperator.of(location, self._clock(), self._last.get(ref))
-        self._known[ref] = self._last[ref] = known
-        return known
+        target = KnownOperator.of(location, self._clock(), self._last.get(ref))
+        self._known[ref] = self._last[ref] = target
+        return target
 
-    def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
+    def _refresh(self, ref: OperatorRef, target: KnownOperator) -> None:
         # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
-        known.located_at = self._clock()
+        target.located_at = self._clock()
 
         def refresh() -> None:
             try:
@@ -352,7 +350,7 @@ class ClusterAccess:
         if should_locate(error):
             self._operators.forget(ref)
             self._on_moved()
-        if isinstance(error, ConnectionClosedError | HostUnavailableError | OSError):
+        if isinstance(error, exceptions.ConnectionClosedError | exceptions.HostUnavailableError | OSError):
             self._discovery.failed()
 
     def ask_host(self, request: Request, deadline: float) -> Any:

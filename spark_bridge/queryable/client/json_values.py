@@ -101,13 +101,13 @@ def duration_of(text: str) -> dt.timedelta:
 
     Raises ``ValueError`` and ``OverflowError``.
     """
-    found = _DURATION.fullmatch(text)
-    if found is None or text.endswith(("P", "T")):
+    match = _DURATION.fullmatch(text)
+    if match is None or text.endswith(("P", "T")):
         raise ValueError("A duration is written as P1DT2H3M4.5S.")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()[1:5])
-    micros = int((found[6] or "").ljust(6, "0"))
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()[1:5])
+    micros = int((match[6] or "").ljust(6, "0"))
     much = dt.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, microseconds=micros)
-    return -much if found[1] else much
+    return -much if match[1] else much
 
 
 def _object(items: Any) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
     if value is None:
         return None
     if pa.types.is_boolean(kind):
-        found = {"true": True, "false": False}.get(value) if isinstance(value, str) else value
-        return _of(found, bool)
+        boolean = {"true": True, "false": False}.get(value) if isinstance(value, str) else value
+        return _of(boolean, bool)
     if pa.types.is_integer(kind):
         return int(value) if isinstance(value, str) and len(value) <= 20 else _of(value, int)
     if pa.types.is_floating(kind):
@@ -184,8 +184,8 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
             return _FLOATS[value] if value in _FLOATS else float(value)
         return float(_of(value, int, float))
     if pa.types.is_decimal(kind):
-        made = decimal.Decimal(_of(value, str, int))
-        return made if made.is_finite() else _of(None, str)
+        number = decimal.Decimal(_of(value, str, int))
+        return number if number.is_finite() else _of(None, str)
     text = value
     if pa.types.is_string(kind):
         return _of(text, str)
@@ -232,8 +232,8 @@ def time_of(text: str) -> dt.datetime | np.datetime64:
     """
     if text[:1] in ("+", "-"):
         return np.datetime64(text.removesuffix("Z"), "us")
-    made = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith(("Z", "z")) else text)
-    return _in_utc(made)
+    time = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith(("Z", "z")) else text)
+    return _in_utc(time)
 
 
 def _in_utc(time: dt.datetime) -> dt.datetime:
@@ -333,11 +333,11 @@ def bound_of_json(value: Any, schema: pa.Schema, what: str) -> Any:
     parts = value if isinstance(value, list) else [value]
     if len(parts) > len(schema):
         raise UnknownKeyOrNamespaceError(f"{what} has {len(parts)} values, the key {len(schema)} columns.")
-    made = [from_json(v, f.type, f"{what}, key column {f.name!r}") for v, f in zip(parts, schema, strict=False)]
+    columns = [from_json(v, f.type, f"{what}, key column {f.name!r}") for v, f in zip(parts, schema, strict=False)]
     # A plain string is a prefix; an array with a string is the whole value of a column.
-    return made[0] if isinstance(value, str) and pa.types.is_string(schema.types[0]) else tuple(made)
+    return columns[0] if isinstance(value, str) and pa.types.is_string(schema.types[0]) else tuple(columns)
 
 
 def _key(values: Sequence[Any], schema: pa.Schema) -> Any:
-    made = [from_json(v, f.type, f"Key column {f.name!r}") for v, f in zip(values, schema, strict=True)]
-    return made[0] if len(made) == 1 else tuple(made)
+    columns = [from_json(v, f.type, f"Key column {f.name!r}") for v, f in zip(values, schema, strict=True)]
+    return columns[0] if len(columns) == 1 else tuple(columns)

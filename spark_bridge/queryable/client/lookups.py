@@ -196,7 +196,7 @@ class KeyLookups:
     """Lookups in one state variable at ``at``, until ``deadline``. Raises the errors of ``StateRouter``."""
 
     router: StateRouter
-    known: KnownOperator
+    target: KnownOperator
     view: StateView
     at: At
     deadline: float
@@ -214,14 +214,14 @@ class KeyLookups:
                 encoded = view.codec.encode_one(key)
             return self._value(encoded)
         codec = view.without_window
-        found: list[Any] | None = view.one_answer(view.rows_of(self._rows(codec.encode(codec.columns([key])))))
-        if window is None or found is None:
-            return found
+        rows: list[Any] | None = view.one_answer(view.rows_of(self._rows(codec.encode(codec.columns([key])))))
+        if window is None or rows is None:
+            return rows
         (column,) = view.row_columns[0]
-        return session_at(found, column, window)
+        return session_at(rows, column, window)
 
     def _value(self, encoded: bytes) -> dict[str, Any] | None:
-        _, value = self.router.lookup_one(self.known.location, self.view.family, encoded, self.at, self.deadline)
+        _, value = self.router.lookup_one(self.target.location, self.view.family, encoded, self.at, self.deadline)
         return None if value is None else self.view.decode_one(value)
 
     # -- keys of several callers ---------------------------------------------------------------
@@ -305,7 +305,7 @@ class KeyLookups:
         """Return the result of ``StateRouter.key_rows``, at one version, in as many requests as hosts accept."""
 
         def ask(part: pa.BinaryArray, at: At) -> tuple[int, StateAnswer]:
-            answer = self.router.key_rows(self.known.location, replace(request, at=at), part, self.deadline)
+            answer = self.router.key_rows(self.target.location, replace(request, at=at), part, self.deadline)
             return answer.version, answer
 
         answers = self._in_parts(keys, ask)
@@ -317,7 +317,7 @@ class KeyLookups:
 
     def values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
         """Return values of stored keys at one version: parts, each with the position of its first key."""
-        location, family = self.known.location, self.view.family
+        location, family = self.target.location, self.view.family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
 
     def _in_parts(
@@ -349,8 +349,7 @@ class KeyLookups:
         return answers
 
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:
-        """Return the rows of stored keys."""
-        location = self.known.location
+        location = self.target.location
         request = KeyRowsRequest(location.run_id, location.operator.name, self.view.variable.name, self.at)
         answer = self.key_rows(request, keys)
         return pa.Table.from_batches(list(answer.batches), answer.schema)
@@ -365,8 +364,8 @@ class KeyLookups:
         """
         name = self.view.window
         assert name is not None
-        if name not in self.known.window_us:
-            location = self.known.location
+        if name not in self.target.window_us:
+            location = self.target.location
             request = ScanRequest(
                 location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT
             )
@@ -375,8 +374,8 @@ class KeyLookups:
             length = length_of(self.view.operator, windows)
             if length is None:
                 return None
-            self.known.window_us[name] = length
-        return self.known.window_us[name]
+            self.target.window_us[name] = length
+        return self.target.window_us[name]
 
 
 # The answer of ``describe``: a client's own facts about an operator, and the reports of the operator's hosts.
@@ -385,13 +384,13 @@ class KeyLookups:
 _OF_HOST = ("host_id", "incarnation", "query_address", "node_id", "failure")
 
 
-def operator_description(known: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the description of an operator, ready for JSON. ``hosts`` are the answers of all hosts.
 
     ``requests`` are those of all hosts together, by verb; each host has its own, with percentiles.
     """
-    location = known.location
-    views = [known.view(v.name) for v in known.schema.in_use]
+    location = target.location
+    views = [target.view(v.name) for v in target.schema.in_use]
     of_hosts = [_described_host(location.operator.name, host) for host in hosts]
     return {
         "operator": location.operator.name,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from backends.encoding.given_values import python_rows, python_values
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.exceptions import RequestError, RequestLimitError
 
-ResultForm = Literal["arrow", "pandas", "polars", "pylist"]
 FORMS = ("arrow", "pandas", "polars", "pylist")
 
 

@@ -19,17 +19,8 @@ from spark_bridge.queryable.client.results import to_pandas, to_polars
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
-from spark_bridge.state_format.stored_rows import (
-    AFTER,
-    BEFORE,
-    CHANGE_TYPE,
-    DELETE,
-    INSERT,
-    UPDATE,
-    changed_rows,
-    key_groups_of,
-)
 
 
 class StateScan:
@@ -136,25 +127,31 @@ class VersionDiff:
         keys = len(view.codec.by) + (len(view.row_fields[0]) if view.kind in (SESSIONS, TIMERS) else 0)
         self._sides = tuple(_Side(view, answer, keys) for answer in self._answers)
         values = pa.struct(list(after.schema)[keys:])
-        structs = [pa.field(BEFORE, values), pa.field(AFTER, values)] if len(after.schema) > keys else []
-        named = list(with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(CHANGE_TYPE, pa.string())]))
+        structs = (
+            [pa.field(stored_rows.BEFORE, values), pa.field(stored_rows.AFTER, values)]
+            if len(after.schema) > keys
+            else []
+        )
+        named = list(
+            with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(stored_rows.CHANGE_TYPE, pa.string())])
+        )
         self.schema = pa.schema([named[-1], *named[:-1]])
         self._num_keys = keys
         self._batches = self._merged()
 
     @classmethod
     def begin(
-        cls, router: StateRouter, known: KnownOperator, view: StateView, first: At, last: At, deadline: float
+        cls, router: StateRouter, target: KnownOperator, view: StateView, first: At, last: At, deadline: float
     ) -> VersionDiff:
         """Begin to read both versions. Raises the errors of ``StateRouter.scan``, ``RequestError``."""
-        newest = _opened(router, known, view, last, deadline)
+        newest = _opened(router, target, view, last, deadline)
         if first.version > newest.version:
             newest.close()
             raise RequestError(
                 f"A diff from version {first.version} to version {newest.version}: give the earlier version first."
             )
         try:
-            return cls(view, _opened(router, known, view, first, deadline), newest)
+            return cls(view, _opened(router, target, view, first, deadline), newest)
         except BaseException:
             newest.close()
             raise
@@ -191,10 +188,12 @@ class VersionDiff:
             self.close()
 
     def _differing(self, before: _Rows, after: _Rows) -> pa.RecordBatch:
-        of_before, of_after = changed_rows(
+        of_before, of_after = stored_rows.changed_rows(
             (before.ids, after.ids), (before.comparable(self._num_keys), after.comparable(self._num_keys))
         )
-        types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+        types = np.where(
+            of_after < 0, stored_rows.DELETE, np.where(of_before < 0, stored_rows.INSERT, stored_rows.UPDATE)
+        )
         either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
         n = self._num_keys
         keys = [
@@ -203,8 +202,8 @@ class VersionDiff:
         structs = []
         for side, positions in ((before, of_before), (after, of_after)) if len(self.schema) > n + 1 else ():
             fields = list(self.schema.field(n + 1).type)
-            made = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
-            structs.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+            values = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
+            structs.append(values.take(pa.array(positions, pa.int64(), mask=positions < 0)))
         return pa.RecordBatch.from_arrays([pa.array(types, pa.string()), *keys, *structs], schema=self.schema)
 
 
@@ -267,12 +266,12 @@ class _Side:
         by_column = [keys.column(keys.schema.get_field_index(name)) for name in view.codec.stored.names]
         # Timers are stored by the time when they fire, sessions after one another under their key.
         columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
-        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
-        return encode_keys(made, key_groups_of(stored))
+        rows = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
+        return encode_keys(rows, stored_rows.key_groups_of(stored))
 
 
-def _opened(router: StateRouter, known: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:
-    location = known.location
+def _opened(router: StateRouter, target: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:
+    location = target.location
     request = ScanRequest(location.run_id, location.operator.name, view.variable.name, at, collect=True)
     return router.scan(location, request, deadline, in_order=True)
 

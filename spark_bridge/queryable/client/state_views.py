@@ -20,35 +20,17 @@ from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
-from spark_bridge.state_format.layouts import (
-    END,
-    ENDS_FAMILY,
-    ENTRY_KEY,
-    ENTRY_VALUE,
-    EXPIRATION,
-    LIST,
-    LIST_VALUE,
-    MAP,
-    MAP_ENTRIES,
-    MAP_VALUE,
-    PRESENT,
-    ROWS,
-    SESSION_WINDOW,
-    SESSIONS,
-    START,
-    TAIL,
-    TIMERS_BY_KEY,
-    TTL_COLUMN,
-    VALUE,
-    WINDOWS,
-    family_of,
-    window_place,
-    with_distinct_names,
-)
+from spark_bridge.state_format import layouts
 
-ONE_ROW = (VALUE, ROWS, WINDOWS)
+ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
-ALL_ROWS_COLUMNS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
+ALL_ROWS_COLUMNS = {
+    layouts.LIST: layouts.LIST_VALUE,
+    layouts.MAP: layouts.MAP_VALUE,
+    TIMERS: TIMERS,
+    layouts.SESSIONS: layouts.SESSIONS,
+    layouts.WINDOWS: layouts.WINDOWS,
+}
 """The kinds that have several rows per key, and the column of ``get_many`` that has all rows of a key."""
 
 
@@ -68,7 +50,7 @@ class StateView:
     @cached_property
     def family(self) -> str:
         """The column family of single values."""
-        return DEFAULT_FAMILY if self.variable.kind == ROWS else family_of(self.variable)[0]
+        return DEFAULT_FAMILY if self.variable.kind == layouts.ROWS else layouts.family_of(self.variable)[0]
 
     @cached_property
     def schema(self) -> StateSchema:
@@ -78,7 +60,7 @@ class StateView:
     @cached_property
     def window(self) -> str | None:
         """The key column that is the window, if the kind is ``WINDOWS``."""
-        at = window_place(self.variable)
+        at = layouts.window_place(self.variable)
         return None if at is None else str(self.codec.stored.names[at])
 
     @cached_property
@@ -98,7 +80,7 @@ class StateView:
     @cached_property
     def is_aggregate(self) -> bool:
         """Whether the stored value is the state of aggregate functions, which has results."""
-        if self.variable.kind != ROWS:
+        if self.variable.kind != layouts.ROWS:
             return False
         try:
             return bool(result_fields(self.schema.value))
@@ -109,18 +91,18 @@ class StateView:
     def value_fields(self) -> list[pa.Field]:
         """The columns of a value, for the kinds that have one row per key."""
         fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
-        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != TTL_COLUMN]
+        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
 
     @property
     def _has_ttl(self) -> bool:
-        return TTL_COLUMN in self.schema.value.names
+        return layouts.TTL_COLUMN in self.schema.value.names
 
     def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
         """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
         if not self._has_ttl:
             return values
         states = self.schema.decode_values(values)
-        expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), at_ms)
+        expired = pc.less_equal(states.column(states.schema.get_field_index(layouts.TTL_COLUMN)), at_ms)
         if not pc.any(expired).as_py():
             return values
         return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
@@ -134,7 +116,7 @@ class StateView:
         if self.is_aggregate:
             columns = results(states)
         else:
-            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != TTL_COLUMN]
+            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != layouts.TTL_COLUMN]
         fields = self.value_fields
         return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, fields, strict=True)]
 
@@ -167,7 +149,12 @@ class StateView:
         one = pa.array([value], pa.binary())
         if self._has_ttl:
             states = self.schema.decode_values(one)
-            if _alive({TTL_COLUMN: states.column(states.schema.get_field_index(TTL_COLUMN))[0].as_py()}) is None:
+            if (
+                _alive(
+                    {layouts.TTL_COLUMN: states.column(states.schema.get_field_index(layouts.TTL_COLUMN))[0].as_py()}
+                )
+                is None
+            ):
                 return None
         return {f.name: python_value(c[0]) for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
 
@@ -185,7 +172,7 @@ class StateView:
         return keys, self._schema_behind(keys)
 
     def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
-        return with_distinct_names([*keys, *self.value_fields])
+        return layouts.with_distinct_names([*keys, *self.value_fields])
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -194,21 +181,23 @@ class StateView:
         """The columns of a row after those of the key: the columns that distinguish a key's rows, and the value."""
         inner: list[pa.Field] = []
         if self.kind == TIMERS:
-            return [pa.field(EXPIRATION, pa.int64())], []
-        if self.kind == SESSIONS:
-            session = self.schema.value.field(SESSIONS).type.value_type
-            bounds = [session.field(name) for name in (START, END)]
-            state = pa.schema([f for f in session if f.name not in (START, END)])
-            return [pa.field(SESSION_WINDOW, pa.struct(bounds))], result_fields(state)
-        if self.kind == LIST:
-            value = list(self.schema.value.field(TAIL).type.value_type)
-        elif self.kind == MAP:
-            entry = self.schema.value.field(MAP_ENTRIES).type.value_type
-            inner = list(entry.field(ENTRY_KEY).type)
-            value = list(entry.field(ENTRY_VALUE).type)
+            return [pa.field(layouts.EXPIRATION, pa.int64())], []
+        if self.kind == layouts.SESSIONS:
+            session = self.schema.value.field(layouts.SESSIONS).type.value_type
+            bounds = [session.field(name) for name in (layouts.START, layouts.END)]
+            state = pa.schema([f for f in session if f.name not in (layouts.START, layouts.END)])
+            return [pa.field(layouts.SESSION_WINDOW, pa.struct(bounds))], result_fields(state)
+        if self.kind == layouts.LIST:
+            value = list(self.schema.value.field(layouts.TAIL).type.value_type)
+        elif self.kind == layouts.MAP:
+            entry = self.schema.value.field(layouts.MAP_ENTRIES).type.value_type
+            inner = list(entry.field(layouts.ENTRY_KEY).type)
+            value = list(entry.field(layouts.ENTRY_VALUE).type)
         else:
-            value = [] if self.schema.value.names == PRESENT.names and not self.is_aggregate else self.value_fields
-        return inner, [f for f in value if f.name != TTL_COLUMN]
+            value = (
+                [] if self.schema.value.names == layouts.PRESENT.names and not self.is_aggregate else self.value_fields
+            )
+        return inner, [f for f in value if f.name != layouts.TTL_COLUMN]
 
     @cached_property
     def row_columns(self) -> tuple[list[str], list[str]]:
@@ -220,7 +209,7 @@ class StateView:
     def scan_fields(self) -> list[pa.Field]:
         """The columns of a scan, without key group and partition."""
         inner, value = self.row_fields
-        return list(with_distinct_names([*self.codec.schema, *inner, *value]))
+        return list(layouts.with_distinct_names([*self.codec.schema, *inner, *value]))
 
     @property
     def types(self) -> dict[str, pa.DataType]:
@@ -252,25 +241,25 @@ class StateView:
         """
         if not len(rows.position):
             return None
-        if self.kind == MAP:
+        if self.kind == layouts.MAP:
             return dict(zip(plain_values(rows.inner, hashable=True), plain_values(rows.value), strict=True))
-        in_order = rows.ordered(by_window=self.kind in (WINDOWS, SESSIONS))
+        in_order = rows.ordered(by_window=self.kind in (layouts.WINDOWS, layouts.SESSIONS))
         return plain_values({**in_order.inner, **in_order.value})
 
     def listed(self, rows: KeyedResults, n: int) -> pa.Array:
         """Return all rows of each of ``n`` keys in a list, or a map; null for a key without rows."""
-        in_order = rows.ordered(by_window=self.kind in (WINDOWS, SESSIONS))
-        return in_order.maps(n) if self.kind == MAP else in_order.lists(n)
+        in_order = rows.ordered(by_window=self.kind in (layouts.WINDOWS, layouts.SESSIONS))
+        return in_order.maps(n) if self.kind == layouts.MAP else in_order.lists(n)
 
     def listed_table(self, keys: pa.RecordBatch, listed: pa.Array) -> pa.Table:
         """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
-        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
+        schema = layouts.with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
         return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
 
 
 def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
     """Return the columns of a row without the time when it expires; None if it has expired."""
-    expiry = row.pop(TTL_COLUMN)
+    expiry = row.pop(layouts.TTL_COLUMN)
     return None if expiry is not None and expiry <= now_ms() else row
 
 
@@ -284,13 +273,13 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
     Raises ``UnknownKvStateIdError`` naming the state variables that there are.
     """
-    known = schema.in_use
+    variables = schema.in_use
     if state is None:
-        named = list(known) if len(known) == 1 else [v for v in known if v.kind != TIMERS]
+        named = list(variables) if len(variables) == 1 else [v for v in variables if v.kind != TIMERS]
     else:
-        named = [v for v in known if v.name == state]
+        named = [v for v in variables if v.name == state]
     if len(named) != 1:
-        names = ", ".join(f"{v.name!r} ({v.kind})" for v in known) or "none"
+        names = ", ".join(f"{v.name!r} ({v.kind})" for v in variables) or "none"
         wanted = "needs state=, one of" if state is None else f"has no state variable {state!r}; there are"
         raise UnknownKvStateIdError(f"Operator {operator!r} {wanted} its state variables: {names}.")
     (variable,) = named
@@ -301,11 +290,11 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
 def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
     """Return the columns of the key as they are stored, and the kind."""
-    if variable.kind == ROWS:
+    if variable.kind == layouts.ROWS:
         stored = variable.families[DEFAULT_FAMILY].key
-        if ENDS_FAMILY in variable.families:
-            return stored, SESSIONS
-        return stored, ROWS if window_place(variable) is None else WINDOWS
+        if layouts.ENDS_FAMILY in variable.families:
+            return stored, layouts.SESSIONS
+        return stored, layouts.ROWS if layouts.window_place(variable) is None else layouts.WINDOWS
     if variable.kind == TIMERS:
-        return family_of(variable, TIMERS_BY_KEY)[1].key, TIMERS
-    return family_of(variable)[1].key, variable.kind
+        return layouts.family_of(variable, layouts.TIMERS_BY_KEY)[1].key, TIMERS
+    return layouts.family_of(variable)[1].key, variable.kind

@@ -12,22 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    QueryEndedError,
-    QueryTimeoutError,
-    RequestLimitError,
-    StateVersionError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
-from spark_bridge.queryable.protocol import (
-    AwaitRequest,
-    ChangesRequest,
-    CountReply,
-    RowBatchDecoder,
-    RowsReply,
-    pack_bytes,
-)
 from spark_bridge.queryable.routing.scatter_gather import Attempts
 
 AWAIT_SECONDS = 2.0
@@ -127,17 +114,17 @@ class StateWatch:
             begun = self._position
             try:
                 yield from self._next_changes(attempts.deadline)
-            except RequestLimitError:
+            except exceptions.RequestLimitError:
                 if self._position == begun:
                     raise
                 attempts = self._attempts()  # the caller took long over the changes: the rest is another answer
             except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
-                has_ended = has_ended or (isinstance(error, QueryEndedError) and self._run_id is not None)
+                has_ended = has_ended or (isinstance(error, exceptions.QueryEndedError) and self._run_id is not None)
                 try:
                     delay = attempts.delay(error)
-                except (QueryEndedError, QueryTimeoutError):
+                except (exceptions.QueryEndedError, exceptions.QueryTimeoutError):
                     # Any error after the end counts as the end: the last request may have had too little time.
                     if has_ended:
                         return
@@ -152,38 +139,38 @@ class StateWatch:
 
         The position advances with the returned changes.
         """
-        known = self._access.known(self._ref, deadline)
-        position = self._begin(known, deadline)
-        completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
+        target = self._access.known(self._ref, deadline)
+        position = self._begin(target, deadline)
+        completed = self._completed(target, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
         while position < completed and not self._closed.is_set():
             until = min(completed, position + VERSIONS_AT_ONCE)
-            for change in self._changes_until(known, position, until, time.monotonic() + self._timeout):
-                self._position, self._given_by = change.version, known.location.run_id
+            for change in self._changes_until(target, position, until, time.monotonic() + self._timeout):
+                self._position, self._given_by = change.version, target.location.run_id
                 yield change
                 if self._closed.is_set():
                     return
-            self._position, self._given_by = until, known.location.run_id
+            self._position, self._given_by = until, target.location.run_id
             position = until
 
-    def _begin(self, known: KnownOperator, deadline: float) -> int:
+    def _begin(self, target: KnownOperator, deadline: float) -> int:
         """Return the position: it is set at the beginning, and proved when the query has been restarted."""
-        location = known.location
+        location = target.location
         if self._position is None:
-            self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
+            self._position = max(location.completed_version, self._completed(target, 0, 0.0, deadline))
             self._given_by = location.run_id
         elif location.run_id != self._run_id and location.completed_version < self._position:
-            self._prove(known, self._position, deadline)
+            self._prove(target, self._position, deadline)
         self._run_id = location.run_id
         return self._position
 
-    def _prove(self, known: KnownOperator, position: int, deadline: float) -> None:
+    def _prove(self, target: KnownOperator, position: int, deadline: float) -> None:
         """Raise ``StateVersionError`` if a run begins before the position."""
-        location = known.location
+        location = target.location
         is_first = self._run_id is None
         # A location may be slightly stale, but a new run is located at its first version or later.
         try:
-            completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
-        except QueryEndedError:
+            completed = self._completed(target, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+        except exceptions.QueryEndedError:
             completed = location.completed_version  # no later one comes
         if completed >= position:
             return
@@ -191,49 +178,51 @@ class StateWatch:
         query = f"{location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id}"
         of = f"operator {operator!r} (query {query})"
         if is_first:
-            raise StateVersionError(
+            raise exceptions.StateVersionError(
                 f"from_version={position} of {of} is not completed: the last completed version is {completed}. If the "
                 "query was rolled back, read its state again and watch from there."
             )
-        raise StateVersionError(
+        raise exceptions.StateVersionError(
             f"The query was rolled back: {of} continued from version {completed}, but changes up to version {position} "
             "were already returned and are now invalid. Read the state again and watch from there."
         )
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
+    def _completed(self, target: KnownOperator, after: int, seconds: float, deadline: float) -> int:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
-        reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
-        if not isinstance(reply, CountReply):
-            raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
+        reply = self._access.ask_host(protocol.AwaitRequest(target.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, protocol.CountReply):
+            raise exceptions.ConnectionClosedError(
+                f"A host answered a question for its version by {type(reply).__name__}."
+            )
         return reply.count
 
-    def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
+    def _changes_until(self, target: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
         """Yield the changes of each version up to ``until``, each once all changes of the version have arrived."""
-        location = known.location
-        view = known.view(self._state)
+        location = target.location
+        view = target.view(self._state)
         body = b""
         if self._keys is not None:
             codec = view.without_window
-            body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
+            body = protocol.pack_bytes(codec.encode(codec.columns(self._keys)).unique())
         # A run that begins below the position may be past it by now: the host knows which run has made the version.
         previous_run = self._given_by if self._given_by != location.run_id else ""
-        request = ChangesRequest(
+        request = protocol.ChangesRequest(
             location.run_id, location.operator.name, after, until, view.variable.name, previous_run
         )
-        decoder = RowBatchDecoder()
+        decoder = protocol.RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
         stream = self._access.stream(request, body, deadline)
         try:
             for reply, content in stream:
-                rows = decoder.decode(content) if isinstance(reply, RowsReply) else None
+                rows = decoder.decode(content) if isinstance(reply, protocol.RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
-                    found = part.column(0)[0].as_py()
-                    if found != version and parts:
+                    first_version = part.column(0)[0].as_py()
+                    if first_version != version and parts:
                         yield StateChange(version, _one(parts))
                         parts = []
-                    version = found
+                    version = first_version
                     parts.append(part)
         finally:
             stream.close()

@@ -67,12 +67,7 @@ class VersionedReader:
         self._lock = threading.Lock()
 
     def read(
-        self,
-        plan: OperatorPlan,
-        partitions: Sequence[int],
-        at: At,
-        read: Callable[[PartitionView], T],
-        keep: ExitStack,
+        self, plan: OperatorPlan, partitions: Sequence[int], at: At, read: Callable[[PartitionView], T], keep: ExitStack
     ) -> tuple[int, list[T]]:
         """Return the version, and the result of ``read`` for each partition at that version.
 
@@ -200,12 +195,7 @@ class VersionedReader:
     # -- an exact version ----------------------------------------------------------------------
 
     def _exactly(
-        self,
-        plan: OperatorPlan,
-        partitions: Sequence[int],
-        at: At,
-        read: Callable[[PartitionView], T],
-        keep: ExitStack,
+        self, plan: OperatorPlan, partitions: Sequence[int], at: At, read: Callable[[PartitionView], T], keep: ExitStack
     ) -> tuple[int, list[T]]:
         if at.version < 0:
             raise RequestError(f"version={at.version} is not a version; the first one is 0.")

@@ -301,12 +301,7 @@ class ChangeFeed:
             raise
 
     def _piece(
-        self,
-        plan: OperatorPlan,
-        rows: VariableRows,
-        piece: Piece,
-        wanted: GroupingKeyFilter | None,
-        keep: ExitStack,
+        self, plan: OperatorPlan, rows: VariableRows, piece: Piece, wanted: GroupingKeyFilter | None, keep: ExitStack
     ) -> Iterator[VersionChanges]:
         """Yield the changes of each version to the variable's families in one partition, versions ascending."""
         place = plan.place

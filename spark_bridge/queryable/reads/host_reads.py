@@ -133,14 +133,13 @@ class HostReads(PartitionedReads):
     # -- plans and partitions ------------------------------------------------------------------
 
     def _plan(self, run_id: str, operator: str) -> OperatorPlan:
-        known = self._plans.get((run_id, operator))
-        if known is not None:
-            return known
+        cached = self._plans.get((run_id, operator))
+        if cached is not None:
+            return cached
         registration = self._host.cache.registration(run_id)
         if registration is None:
-            self._host.version_requests.completed_version(
-                run_id, 0, self._reader.wait_seconds
-            )  # raises if the run does not exist
+            # Raises if the run does not exist.
+            self._host.version_requests.completed_version(run_id, 0, self._reader.wait_seconds)
             registration = self._host.loads.read_result(
                 (run_id, operator),
                 lambda: self._host.grants.for_read(run_id, operator, 0).registration,

@@ -142,17 +142,17 @@ def _more(
 
 
 def rows_of_keys(
-    plan: OperatorPlan, rows: VariableRows, found: Sequence[FoundPairs], *, by_window: bool
+    plan: OperatorPlan, rows: VariableRows, groups: Sequence[FoundPairs], *, by_window: bool
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows in the columns of ``VariableRows.output`` and the position of each row's key, ascending.
 
     Within a key as in a scan. ``by_window``: the rows of one key are in several partitions, and come in the order of
     their windows.
     """
-    positions = np.concatenate([f.positions for f in found]) if found else np.zeros(0, np.int64)
-    keys = joined_arrays([f.keys for f in found])
-    values = joined_arrays([f.values for f in found])
-    more = {position: pairs for f in found for position, pairs in f.more.items()}
+    positions = np.concatenate([f.positions for f in groups]) if groups else np.zeros(0, np.int64)
+    keys = joined_arrays([f.keys for f in groups])
+    values = joined_arrays([f.values for f in groups])
+    more = {position: pairs for f in groups for position, pairs in f.more.items()}
     if by_window:
         # Without their key groups, the stored keys of one grouping key are in the order of their windows.
         ids = without_prefix(keys)
@@ -199,15 +199,15 @@ def _decoded(
     values: pa.BinaryArray,
     positions: Positions,
 ) -> pa.RecordBatch:
-    made = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
-    groups = key_groups_of(keys)[made.pair]
+    decoded = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
+    groups = key_groups_of(keys)[decoded.pair]
     n = len(rows.key)
     columns = [
-        *(made.columns[i] for i in rows.key_order),
-        *made.columns[n:],
+        *(decoded.columns[i] for i in rows.key_order),
+        *decoded.columns[n:],
         pa.array(groups, pa.int32()),
         pa.array(plan.partitions_of(groups.astype(np.int64)), pa.int32()),
-        pa.array(positions[made.pair], pa.int64()),
+        pa.array(positions[decoded.pair], pa.int64()),
     ]
     return pa.RecordBatch.from_arrays(columns, names=[*rows.output.names, POSITION])
 
@@ -254,10 +254,10 @@ class KeyWindowIndex:
         """Return the index of a loaded partition, or a new one for a mere copy (``instance`` None)."""
         if instance is None:
             return cls(key, place)
-        held = instance.key_windows
-        if not isinstance(held, KeyWindowIndex):
-            held = instance.key_windows = cls(key, place)
-        return held
+        windows = instance.key_windows
+        if not isinstance(windows, KeyWindowIndex):
+            windows = instance.key_windows = cls(key, place)
+        return windows
 
     def follow_changes(self, base: str | None, head: str, changes: Changes) -> None:
         """Add the windows of the version with the head ``head``, which has ``changes`` over the one with the head
@@ -266,10 +266,10 @@ class KeyWindowIndex:
         if base not in self._heads:
             return
         pairs = changes.families.get(DEFAULT_FAMILY)
-        found = self._windows_of(iter(() if pairs is None else (pairs.keys,)))
+        changed = self._windows_of(iter(() if pairs is None else (pairs.keys,)))
         with self._lock:
             if base in self._heads:
-                self._windows |= found
+                self._windows |= changed
                 self._heads[head] = None
 
     def windows(self, view: PartitionView) -> frozenset[bytes]:
@@ -279,24 +279,24 @@ class KeyWindowIndex:
             if is_known and len(self._windows) <= 2 * self._scanned + _MIN_RESCAN:
                 return self._windows
         scanned = view.reads.scan(view.version, head=view.head)
-        found = self._windows_of(batch.column(0) for batch in scanned)
+        windows = self._windows_of(batch.column(0) for batch in scanned)
         with self._lock:
             if is_known:
                 # Most windows that commits have added no longer exist. Other versions are scanned again.
-                self._windows, self._heads = found, BoundedDict(KNOWN_HEADS)
+                self._windows, self._heads = windows, BoundedDict(KNOWN_HEADS)
             else:
-                self._windows |= found
-            self._scanned = len(found)
+                self._windows |= windows
+            self._scanned = len(windows)
             if view.head is not None:
                 self._heads[view.head] = None
-        return found
+        return windows
 
     def _windows_of(self, keys: Iterator[pa.BinaryArray]) -> frozenset[bytes]:
-        found: set[bytes] = set()
+        windows: set[bytes] = set()
         for part in keys:
             if len(part):
-                found.update(pc.unique(self._window_bytes(part)).to_pylist())
-        return frozenset(found)
+                windows.update(pc.unique(self._window_bytes(part)).to_pylist())
+        return frozenset(windows)
 
     def _window_bytes(self, keys: pa.BinaryArray) -> pa.BinaryArray:
         before = [_width(field.type) for field in list(self._key)[: self._place]]
@@ -360,18 +360,18 @@ class WindowedKeys:
     def find(self, plan: OperatorPlan, view: PartitionView) -> FoundPairs:
         """Return the pairs that a partition has of the keys, in the order of the keys and then of the windows."""
         index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
-        found: list[FoundPairs] = []
+        pairs: list[FoundPairs] = []
         for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
             raise_if_cancelled()
             own = partitions == view.partition
-            found.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
-        if not found:
+            pairs.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
+        if not pairs:
             nothing = pa.array([], pa.binary())
             return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
         return FoundPairs(
-            np.concatenate([f.positions for f in found]),
-            joined_arrays([f.keys for f in found]),
-            joined_arrays([f.values for f in found]),
+            np.concatenate([f.positions for f in pairs]),
+            joined_arrays([f.keys for f in pairs]),
+            joined_arrays([f.values for f in pairs]),
             {},
         )
 
@@ -382,9 +382,9 @@ class WindowedKeys:
 
         They are kept, because partitions usually have the same windows.
         """
-        made = self._made.get(windows)
-        if made is not None:
-            yield made
+        candidates = self._made.get(windows)
+        if candidates is not None:
+            yield candidates
             return
         decoded = index.decoded(windows)
         step = max(1, CANDIDATES // max(1, len(decoded)))
@@ -397,8 +397,8 @@ class WindowedKeys:
     def _with_windows(self, plan: OperatorPlan, columns: pa.RecordBatch, windows: pa.Array, first: int) -> _Candidates:
         of_key = np.repeat(np.arange(columns.num_rows), len(windows))
         of_window = np.tile(np.arange(len(windows)), columns.num_rows)
-        made = [column.take(pa.array(of_key)) for column in columns.columns]
-        made.insert(self.place, windows.take(pa.array(of_window)))
-        batch = pa.RecordBatch.from_arrays(made, schema=self.rows.key)
+        arrays = [column.take(pa.array(of_key)) for column in columns.columns]
+        arrays.insert(self.place, windows.take(pa.array(of_window)))
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self.rows.key)
         groups = key_groups(batch, plan.registration.key_groups)
         return encode_keys(batch, groups), plan.partitions_of(groups.astype(np.int64)), of_key + first

@@ -57,7 +57,6 @@ class OperatorPlan:
 
     @property
     def run_id(self) -> str:
-        """The id of the run."""
         return self.registration.run_id
 
     @property
@@ -89,9 +88,9 @@ class OperatorPlan:
         """
         if name is None:
             own = [v for v in self.variables if v.name == DEFAULT_FAMILY]
-            found = own or [v for v in self.variables if v.kind != TIMERS] or list(self.variables)
-            if len(found) == 1:
-                return found[0]
+            candidates = own or [v for v in self.variables if v.kind != TIMERS] or list(self.variables)
+            if len(candidates) == 1:
+                return candidates[0]
             raise UnknownKvStateIdError(
                 f"Operator {self.operator!r} needs state=, one of its state variables: {self._variable_names()}."
             )
@@ -104,10 +103,12 @@ class OperatorPlan:
 
     def rows(self, variable: StateVariable, alive_at: int, *, collect: bool = False) -> VariableRows:
         """Return how rows of a variable are made, without rows that have expired at ``alive_at`` (ms since 1970)."""
-        known = self._rows.get((variable.name, collect))
-        if known is None:
-            known = self._rows[variable.name, collect] = VariableRows(self.schema, variable, collect, alive_at=alive_at)
-        return replace(known, alive_at=alive_at) if known.has_ttl else known
+        cached = self._rows.get((variable.name, collect))
+        if cached is None:
+            cached = self._rows[variable.name, collect] = VariableRows(
+                self.schema, variable, collect, alive_at=alive_at
+            )
+        return replace(cached, alive_at=alive_at) if cached.has_ttl else cached
 
     @cached_property
     def _rows(self) -> dict[tuple[str, bool], VariableRows]:
@@ -124,20 +125,20 @@ class OperatorPlan:
     def _variable_names(self) -> str:
         return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
 
-    def partitions(self, given: list[int] | None) -> list[int]:
+    def partitions(self, named: list[int] | None) -> list[int]:
         """Return the partitions that a request names, or all.
 
         Raises ``RequestError`` for partitions that there are not.
         """
         n = self.spec.num_partitions
-        if given is None:
+        if named is None:
             return list(range(n))
-        wrong = [p for p in given if not 0 <= p < n]
-        if wrong or len(set(given)) != len(given):
+        wrong = [p for p in named if not 0 <= p < n]
+        if wrong or len(set(named)) != len(named):
             raise RequestError(
-                f"Operator {self.operator!r} has the partitions 0 to {n - 1}, each once; asked were {given}."
+                f"Operator {self.operator!r} has the partitions 0 to {n - 1}, each once; asked were {named}."
             )
-        return given
+        return named
 
     def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
         """Return the key groups that stored keys begin with.
@@ -185,32 +186,31 @@ class OperatorPlan:
 
     def partitions_of(self, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the partitions of key groups."""
-        found: npt.NDArray[np.int64] = groups * self.spec.num_partitions // self.registration.key_groups
-        return found
+        partitions: npt.NDArray[np.int64] = groups * self.spec.num_partitions // self.registration.key_groups
+        return partitions
 
     def key_groups_of(self, partition: int) -> range:
-        """Return the key groups of a partition."""
         return range(*partition_range(partition, self.spec.num_partitions, self.registration.key_groups))
 
 
 # Summaries of operators, ready for JSON: the state variables that can be queried, and their columns.
 
 
-def operator_summary(found: RunningOperator) -> dict[str, Any]:
+def operator_summary(running: RunningOperator) -> dict[str, Any]:
     """Return the summary of one operator: its query, its versions, its state variables with their columns."""
-    schema = OperatorSchema.from_json(found.operator.schema)
+    schema = OperatorSchema.from_json(running.operator.schema)
     return {
-        "operator": found.operator.name,
-        "kind": found.operator.kind,
-        "query_name": found.query_name,
-        "query_id": found.query_id,
-        "run_id": found.run_id,
-        "partitions": found.operator.num_partitions,
-        "key_groups": found.key_groups,
-        "backend": found.operator.backend,
-        "oldest_version": found.oldest_version,
-        "completed_version": found.completed_version,
-        "ended": found.ended,
+        "operator": running.operator.name,
+        "kind": running.operator.kind,
+        "query_name": running.query_name,
+        "query_id": running.query_id,
+        "run_id": running.run_id,
+        "partitions": running.operator.num_partitions,
+        "key_groups": running.key_groups,
+        "backend": running.operator.backend,
+        "oldest_version": running.oldest_version,
+        "completed_version": running.completed_version,
+        "ended": running.ended,
         "state": variables_summary(schema),
     }
 
@@ -277,7 +277,7 @@ class OperatorDirectory:
         return location
 
     def operators(self) -> list[dict[str, Any]]:
-        return [operator_summary(found) for found in self._running()]
+        return [operator_summary(running) for running in self._running()]
 
     def _running(self) -> tuple[RunningOperator, ...]:
         until, operators = self._operators
@@ -292,17 +292,16 @@ class OperatorDirectory:
         info = self._host.info
         wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
         if operator is not None and not wanted:
-            self._host.coordinator.locate(
-                operator, query
-            )  # raises which operators there are, or that the query has ended
+            # Raises which operators there are, or that the query has ended.
+            self._host.coordinator.locate(operator, query)
         described = []
-        for found in wanted:
-            completed = self._host.completed.newest(found.run_id)
+        for running in wanted:
+            completed = self._host.completed.newest(running.run_id)
             described.append(
                 {
-                    **operator_summary(found),
+                    **operator_summary(running),
                     "completed_version_here": None if completed is None else completed.version,
-                    "held": self._host.reads.partitions(found.run_id, found.operator.name),
+                    "held": self._host.reads.partitions(running.run_id, running.operator.name),
                 }
             )
         return {
@@ -323,6 +322,6 @@ class OperatorDirectory:
         self._operators = (-math.inf, ())
 
 
-def _is_wanted(found: RunningOperator, operator: str | None, query: str | None) -> bool:
-    names = (found.query_name, found.query_id, found.run_id)
-    return (operator is None or operator == found.operator.name) and (query is None or query in names)
+def _is_wanted(running: RunningOperator, operator: str | None, query: str | None) -> bool:
+    names = (running.query_name, running.query_id, running.run_id)
+    return (operator is None or operator == running.operator.name) and (query is None or query in names)

@@ -83,19 +83,19 @@ def gather_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
     Larger batches stay as they are.
     """
-    held: list[pa.RecordBatch] = []
+    pending: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
         raise_if_cancelled()
         if not batch.num_rows:
             continue
-        held.append(batch)
+        pending.append(batch)
         num_rows, nbytes = num_rows + batch.num_rows, nbytes + batch.nbytes
         if num_rows >= STREAM_BATCH_ROWS or nbytes >= STREAM_BATCH_BYTES:
-            yield _one(held)
-            held, num_rows, nbytes = [], 0, 0
-    if held:
-        yield _one(held)
+            yield _one(pending)
+            pending, num_rows, nbytes = [], 0, 0
+    if pending:
+        yield _one(pending)
 
 
 def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -131,12 +131,12 @@ class KeyBounds:
 
     def ranges(self, groups: range) -> list[KeyRange]:
         """Return the ranges of stored keys in these key groups."""
-        found: list[KeyRange] = []
+        ranges: list[KeyRange] = []
         for group in groups:
             begin = group.to_bytes(KEY_GROUP_BYTES, "big")
             after = (group + 1).to_bytes(KEY_GROUP_BYTES, "big") if group + 1 < 1 << 16 else None
-            found.append((begin + (self.start or b""), after if self.end is None else begin + self.end))
-        return found
+            ranges.append((begin + (self.start or b""), after if self.end is None else begin + self.end))
+        return ranges
 
     def within(self, pairs: pa.RecordBatch, skipped: int = KEY_GROUP_BYTES) -> pa.RecordBatch:
         """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key are ignored."""
@@ -175,12 +175,12 @@ def _pairs(
         return reads.scan(at, None, None, family, head=view.head)
     if rows.kind == TIMERS:
         # Stored by time: the timers of some keys may be anywhere.
-        found = reads.scan(at, None, None, family, head=view.head)
-        return gather_batches(bounds.within(batch, KEY_GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
+        pairs = reads.scan(at, None, None, family, head=view.head)
+        return gather_batches(bounds.within(batch, KEY_GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(pairs))
     ranges = bounds.ranges(groups)
     if len(ranges) > MAX_RANGES:
-        found = reads.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
-        return gather_batches(bounds.within(batch) for batch in _checked(found))
+        pairs = reads.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
+        return gather_batches(bounds.within(batch) for batch in _checked(pairs))
     return gather_batches(chain.from_iterable(reads.scan_ranges(ranges, at, family, head=view.head)))
 
 
@@ -219,11 +219,11 @@ RowPredicate = Callable[[pa.RecordBatch], pa.Array]
 class RowSelection:
     """Turns rows in the columns of ``VariableRows.output`` into the rows and columns of an answer.
 
-    Make one with ``of``. ``schema`` is the answer's; ``taken`` are the positions of its columns among the given ones.
+    Make one with ``of``. ``schema`` is the answer's; ``positions`` are those of its columns among all columns.
     """
 
     schema: pa.Schema
-    taken: tuple[int, ...]
+    positions: tuple[int, ...]
     predicates: tuple[RowPredicate, ...]
 
     @classmethod
@@ -246,26 +246,26 @@ class RowSelection:
         if rows.has_ttl and not rows.collect:
             hidden.add(len(output) - 3)
         if columns is None:
-            taken = [i for i in range(len(output)) if i not in hidden]
+            positions = [i for i in range(len(output)) if i not in hidden]
         else:
-            taken = [_place(output, name) for name in columns]
-            if len(set(taken)) < len(taken):
+            positions = [_place(output, name) for name in columns]
+            if len(set(positions)) < len(positions):
                 twice = next(name for name in output.names if columns.count(name) > 1)
                 raise RequestError(f"Column {twice!r} is asked for more than once; name each column once.")
-            if not taken:
+            if not positions:
                 raise RequestError("columns=[] asks for no columns; name at least one, or leave it out.")
-        fields = [output.field(i) for i in taken]
+        fields = [output.field(i) for i in positions]
         if with_position:
             name = POSITION
             while name in (f.name for f in fields):
                 name += "_"
-            taken = [len(output), *taken]
+            positions = [len(output), *positions]
             fields = [pa.field(name, pa.int64()), *fields]
-        return cls(pa.schema(fields), tuple(taken), tuple(_predicate(output, comparison) for comparison in where))
+        return cls(pa.schema(fields), tuple(positions), tuple(_predicate(output, comparison) for comparison in where))
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows and columns of the answer among the given ones."""
-        columns = [batch.column(i) for i in self.taken]
+        columns = [batch.column(i) for i in self.positions]
         if self.predicates:
             passing = reduce(pc.and_, [predicate(batch) for predicate in self.predicates])
             columns = [column.filter(passing) for column in columns]
@@ -332,15 +332,15 @@ def normalized_condition(comparison: Comparison, kind: pa.DataType) -> Compariso
         return Comparison(comparison.column, operator, [_bytes(comparison, value) for value in values])
     if not (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_floating(kind)):
         return comparison
-    made: list[_Fitted] = []
+    fitted: list[_Fitted] = []
     for value in values:
         number = _number(value, kind)
         if number is None:
             return comparison  # which is refused by its value
-        made.append(_fitted("=" if operator == "in" else operator, number, kind))
+        fitted.append(_fitted("=" if operator == "in" else operator, number, kind))
     if operator == "in":
-        return Comparison(comparison.column, "in", [value for name, value in made if name == "="])
-    ((name, only),) = made
+        return Comparison(comparison.column, "in", [value for name, value in fitted if name == "="])
+    ((name, only),) = fitted
     return Comparison(comparison.column, name, [] if only is None else [only])
 
 
@@ -424,16 +424,16 @@ def scalar_of(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
             raise TypeError("bytes")
         if pa.types.is_decimal(kind):
             return pa.scalar(str(value)).cast(kind)
-        given = pa.scalar(value)
+        scalar = pa.scalar(value)
         if pa.types.is_timestamp(kind) and kind.tz is not None and isinstance(value, str):
-            return _instant(given, kind)
-        return given.cast(kind)
+            return _instant(scalar, kind)
+        return scalar.cast(kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{value!r} cannot be compared with column {column!r}, which is {kind}: {error}") from error
 
 
-def _instant(given: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
+def _instant(scalar: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
     try:
-        return given.cast(kind)
+        return scalar.cast(kind)
     except pa.ArrowInvalid:  # a time without a zone is UTC
-        return pc.assume_timezone(given.cast(pa.timestamp(kind.unit)), "UTC").cast(kind)
+        return pc.assume_timezone(scalar.cast(pa.timestamp(kind.unit)), "UTC").cast(kind)

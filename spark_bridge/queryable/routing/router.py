@@ -19,28 +19,9 @@ from msgspec.structs import replace
 
 from backends.encoding.columns import concatenated, placed
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    HostUnavailableError,
-    RequestError,
-    RequestLimitError,
-    StateVersionError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import (
-    At,
-    AwaitRequest,
-    CountReply,
-    EndOfRows,
-    KeyRowsRequest,
-    LookupReply,
-    LookupRequest,
-    ScanRequest,
-    StateAnswer,
-    StateReads,
-    pack_one,
-    unpack_one,
-)
 from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
 from spark_bridge.queryable.routing.scatter_gather import (
     KeyPositions,
@@ -83,7 +64,7 @@ def joined_values(arrays: Sequence[pa.BinaryArray], places: Sequence[KeyPosition
     try:
         return concatenated(arrays) if places is None else placed(arrays, places)
     except pa.ArrowInvalid as error:
-        raise RequestLimitError(
+        raise exceptions.RequestLimitError(
             f"The values of these keys do not fit into one Arrow array ({error}): ask for fewer keys."
         ) from error
 
@@ -136,10 +117,10 @@ class SeenVersions:
             # between.
             self._versions[run_id] = version
 
-    def floor(self, run_id: str, at: At) -> At:
+    def floor(self, run_id: str, at: protocol.At) -> protocol.At:
         """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen."""
         seen = self._versions.get(run_id, 0)
-        return at if at.version >= seen else At("completed", seen)
+        return at if at.version >= seen else protocol.At("completed", seen)
 
 
 _instances: WeakSet[SeenVersions] = WeakSet()
@@ -180,7 +161,7 @@ class VersionAlignment:
         self._seen = seen
 
     def answers(
-        self, run_id: str, requests: Sequence[ScatteredRequest[T]], at: At, deadline: float
+        self, run_id: str, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
     ) -> tuple[int, list[T]]:
         """Return the version, and the answer to each request. With ``latest`` the version is the lowest one.
 
@@ -198,12 +179,12 @@ class VersionAlignment:
                 answers = self._aligned(requests, answers, at.version, deadline)
                 versions = [version for version, _ in answers]
                 low, high = min(versions), max(versions)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
         if is_completed:
             self._seen.note(run_id, low)
         elif at.isolation == "version" and not low == high == at.version:
-            raise ConnectionClosedError(
+            raise exceptions.ConnectionClosedError(
                 f"Version {at.version} of run {run_id} was asked for, versions {versions} came."
             )
         return low, [answer for _, answer in answers]
@@ -217,13 +198,15 @@ class VersionAlignment:
         if low >= floor:
             ahead = [i for i, version in enumerate(versions) if version > low]
             try:
-                again = self._hosts.answers([requests[i] for i in ahead], At("version", low, held_only=True), deadline)
-            except StateVersionError:
+                again = self._hosts.answers(
+                    [requests[i] for i in ahead], protocol.At("version", low, held_only=True), deadline
+                )
+            except exceptions.StateVersionError:
                 pass  # the slowest host is further behind than the other hosts hold versions
             else:
                 return _replaced(answers, ahead, again)
         behind = [i for i, version in enumerate(versions) if version < high]
-        again = self._hosts.answers([requests[i] for i in behind], At("completed", high), deadline)
+        again = self._hosts.answers([requests[i] for i in behind], protocol.At("completed", high), deadline)
         return _replaced(answers, behind, again)
 
 
@@ -234,7 +217,7 @@ def _replaced(answers: list[tuple[int, T]], places: list[int], newer: list[tuple
     return changed
 
 
-def retryable(at: At, error: StateVersionError) -> Exception:
+def retryable(at: protocol.At, error: exceptions.StateVersionError) -> Exception:
     """Return the error to raise instead of ``error`` for a request at ``at``: a retryable one for ``completed``.
 
     A caller that asks for the completed version has named none. A host that does not know the version which other hosts
@@ -242,7 +225,9 @@ def retryable(at: At, error: StateVersionError) -> Exception:
     """
     if at.isolation != "completed":
         return error
-    return HostUnavailableError(f"A host does not have a version that others have shown to be completed: {error}")
+    return exceptions.HostUnavailableError(
+        f"A host does not have a version that others have shown to be completed: {error}"
+    )
 
 
 class PinnedVersion:
@@ -253,7 +238,7 @@ class PinnedVersion:
     every host much longer.
     """
 
-    def __init__(self, asked: At) -> None:
+    def __init__(self, asked: protocol.At) -> None:
         self.at = asked
         self._asked = asked
         self._restarts = MAX_RESTARTS
@@ -261,9 +246,9 @@ class PinnedVersion:
     def answered(self, version: int) -> None:
         """Note the version of a chunk's answer."""
         if self.at.isolation == "completed":
-            self.at = At("version", version, held_only=True)
+            self.at = protocol.At("version", version, held_only=True)
 
-    def restarts(self, error: StateVersionError) -> bool:
+    def restarts(self, error: exceptions.StateVersionError) -> bool:
         """Return whether all chunks are read again after a chunk has failed; else that chunk is.
 
         Raises ``error``, or the retryable one for it, if neither can help.
@@ -271,14 +256,16 @@ class PinnedVersion:
         if self._asked.isolation != "completed" or not self.at.held_only:
             raise retryable(self._asked, error) from error
         if not self._restarts:
-            self.at = At("version", self.at.version)
+            self.at = protocol.At("version", self.at.version)
             return False
         self._restarts -= 1
         self.at = self._asked
         return True
 
 
-def read_in_chunks(chunks: Sequence[P], at: At, read: Callable[[P, At], tuple[int, T]]) -> tuple[int, list[T]]:
+def read_in_chunks(
+    chunks: Sequence[P], at: protocol.At, read: Callable[[P, protocol.At], tuple[int, T]]
+) -> tuple[int, list[T]]:
     """Return the version, and the answer of ``read`` to each of the chunks; there is at least one."""
     pinned = PinnedVersion(at)
     version = 0
@@ -286,7 +273,7 @@ def read_in_chunks(chunks: Sequence[P], at: At, read: Callable[[P, At], tuple[in
     while len(answers) < len(chunks):
         try:
             version, answer = read(chunks[len(answers)], pinned.at)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             if pinned.restarts(error):
                 answers.clear()
             continue
@@ -324,7 +311,7 @@ class StateRouter:
         connections: KvConnections,
         *,
         via: str | Callable[[], str] | None = None,
-        local: tuple[str, StateReads] | None = None,
+        local: tuple[str, protocol.StateReads] | None = None,
         seen: SeenVersions | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -333,7 +320,7 @@ class StateRouter:
         self._via = via
         self._forward = via is not None
         self._local_address: str = "" if local is None else local[0]
-        self._local: StateReads | None = None if local is None else local[1]
+        self._local: protocol.StateReads | None = None if local is None else local[1]
         self.seen = seen or SeenVersions()
         self._hosts = VersionAlignment(ScatterGather(connections, self._local_address, self._local), self.seen)
         self._clock = clock
@@ -347,7 +334,7 @@ class StateRouter:
     # -- keys ----------------------------------------------------------------------------------
 
     def lookup_one(
-        self, location: OperatorLocation, family: str, key: bytes, at: At, deadline: float
+        self, location: OperatorLocation, family: str, key: bytes, at: protocol.At, deadline: float
     ) -> tuple[int, bytes | None]:
         """Return the version, and the stored value of one stored key; None if the key has none."""
         table = self._table(location)
@@ -356,25 +343,25 @@ class StateRouter:
         is_completed = at.isolation == "completed"
         if is_completed:
             at = self.seen.floor(run_id, at)
-        request = LookupRequest(run_id, location.operator.name, at, family, self._forward)
+        request = protocol.LookupRequest(run_id, location.operator.name, at, family, self._forward)
         address = table.address_of(key) if self._via is None else self._proxy()
         value: bytes | None
         try:
             if self._local is not None and address == self._local_address:
                 version, value = self._local.lookup_one(request, key)
             else:
-                reply, body = self._connections.request(address, request, pack_one(key), deadline)
-                if type(reply) is not LookupReply:
+                reply, body = self._connections.request(address, request, protocol.pack_one(key), deadline)
+                if type(reply) is not protocol.LookupReply:
                     unexpected(address, reply)
-                version, value = reply.version, unpack_one(body)
-        except StateVersionError as error:
+                version, value = reply.version, protocol.unpack_one(body)
+        except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
         if is_completed:
             self.seen.note(run_id, version)
         return version, value
 
     def lookup(
-        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: At, deadline: float
+        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
         """Return the version, and the stored values of stored keys in the order of ``keys``; null for keys without a
         value.
@@ -389,7 +376,7 @@ class StateRouter:
         return version, joined_values(answers)
 
     def _lookup_chunk(
-        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: At, deadline: float
+        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
         shares = self._shares(location, keys)
         requests = [ScatteredLookup(share, location, family, self._forward) for share in shares]
@@ -399,8 +386,8 @@ class StateRouter:
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
     def key_rows(
-        self, location: OperatorLocation, request: KeyRowsRequest, keys: pa.BinaryArray, deadline: float
-    ) -> StateAnswer:
+        self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float
+    ) -> protocol.StateAnswer:
         """Return the rows of stored grouping keys.
 
         The column ``position`` is the position of the row's key in ``keys``, and ascends within a batch. The rows of
@@ -409,7 +396,7 @@ class StateRouter:
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         is_windowed = self._table(location).is_windowed(request.state)
 
-        def read(chunk: pa.BinaryArray, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+        def read(chunk: pa.BinaryArray, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
             shares = self._shares(location, chunk, is_windowed)
             requests = [ScatteredKeyRows(share, replace(asked, partitions=share.partitions)) for share in shares]
             version, answers = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, chunk))
@@ -428,11 +415,11 @@ class StateRouter:
             for begin, (_, rows) in zip(begins, answers, strict=False)
             for batch in rows
         ]
-        return StateAnswer(version, answers[0][0], iter(batches))
+        return protocol.StateAnswer(version, answers[0][0], iter(batches))
 
     def _shares(self, location: OperatorLocation, keys: pa.BinaryArray, is_everywhere: bool = False) -> list[KeyShare]:
         if keys.null_count:
-            raise RequestError(f"{keys.null_count} of {len(keys)} stored keys are null.")
+            raise exceptions.RequestError(f"{keys.null_count} of {len(keys)} stored keys are null.")
         if self._via is not None:
             return [KeyShare(self._proxy(), keys, None)]
         table = self._table(location)
@@ -440,7 +427,7 @@ class StateRouter:
 
     # -- ranges --------------------------------------------------------------------------------
 
-    def count(self, location: OperatorLocation, request: ScanRequest, deadline: float) -> tuple[int, int]:
+    def count(self, location: OperatorLocation, request: protocol.ScanRequest, deadline: float) -> tuple[int, int]:
         """Return the version, and the number of rows of ``scan``."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
@@ -448,7 +435,9 @@ class StateRouter:
         else:
             shares = self._table(location).partitions_by_owner(request.partitions)
             if not shares:
-                raise RequestError("A count of no partitions was asked for; partitions= must name one at least.")
+                raise exceptions.RequestError(
+                    "A count of no partitions was asked for; partitions= must name one at least."
+                )
             requests = [ScatteredCount(address, replace(asked, partitions=owned)) for address, owned in shares]
         version, counts = self._hosts.answers(location.run_id, requests, request.at, deadline)
         count = sum(counts)
@@ -457,12 +446,12 @@ class StateRouter:
     def scan(
         self,
         location: OperatorLocation,
-        request: ScanRequest,
+        request: protocol.ScanRequest,
         deadline: float,
         relocate: Callable[[Exception], OperatorLocation] | None = None,
         *,
         in_order: bool = False,
-    ) -> StateAnswer:
+    ) -> protocol.StateAnswer:
         """Return the rows of all partitions (or of ``request.partitions``), all owners in parallel, at one version.
 
         ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the
@@ -473,7 +462,7 @@ class StateRouter:
         """
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
-            raise RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
+            raise exceptions.RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
         request = replace(request, run_id=location.run_id, forward=self._forward)
         asked = request.at
         is_completed = asked.isolation == "completed"
@@ -481,12 +470,12 @@ class StateRouter:
             request = replace(request, at=self.seen.floor(location.run_id, asked))
             if len(shares) > 1:
                 version = self._completed_now(location, request, shares, deadline)
-                request = replace(request, at=At("version", version))
+                request = replace(request, at=protocol.At("version", version))
         plan = ScanPlan(
             request=request,
             location=location,
             open_stream=self._open_scan,
-            address_of=lambda found, partition: self._scan_shares(found, [partition], in_order)[0][0],
+            address_of=lambda located, partition: self._scan_shares(located, [partition], in_order)[0][0],
             relocate=None if request.at.isolation == "latest" else relocate,
             timeout=self._connections.timeout,
             is_stable=self._table(location).is_stable(request.state),
@@ -495,11 +484,11 @@ class StateRouter:
         )
         try:
             batches = RoutedScan(plan, shares, deadline, in_order=in_order)
-        except StateVersionError as error:
+        except exceptions.StateVersionError as error:
             raise retryable(asked, error) from error
         if is_completed:
             self.seen.note(location.run_id, batches.version)
-        return StateAnswer(batches.version, batches.schema, batches)
+        return protocol.StateAnswer(batches.version, batches.schema, batches)
 
     def _scan_shares(
         self, location: OperatorLocation, partitions: list[int] | None, in_order: bool
@@ -517,7 +506,11 @@ class StateRouter:
         return [(proxy, group) for group in groups if group]
 
     def _completed_now(
-        self, location: OperatorLocation, request: ScanRequest, shares: list[tuple[str, list[int]]], deadline: float
+        self,
+        location: OperatorLocation,
+        request: protocol.ScanRequest,
+        shares: list[tuple[str, list[int]]],
+        deadline: float,
     ) -> int:
         """Return the version of a scan, which all hosts are then asked for: the later one of an owner's and the
         location's.
@@ -529,18 +522,18 @@ class StateRouter:
             # A scan of no rows of one partition: the partition's owner answers.
             beginning = replace(request, partitions=partitions[:1], limit=0)
             reply, _ = list(self._connections.stream(address, beginning, b"", deadline))[-1]
-            if type(reply) is not EndOfRows:
+            if type(reply) is not protocol.EndOfRows:
                 unexpected(address, reply)
             completed = reply.version
         elif self._local is not None and any(owner == self._local_address for owner, _ in shares):
             completed = self._local.await_completed(request.run_id, 0, 0.0)
         else:
-            reply, _ = self._connections.request(address, AwaitRequest(request.run_id, 0, 0.0), b"", deadline)
-            if type(reply) is not CountReply:
+            reply, _ = self._connections.request(address, protocol.AwaitRequest(request.run_id, 0, 0.0), b"", deadline)
+            if type(reply) is not protocol.CountReply:
                 unexpected(address, reply)
             completed = reply.count
         if completed < 0:
-            raise HostUnavailableError(
+            raise exceptions.HostUnavailableError(
                 f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."
             )
         completed = max(completed, location.completed_version)
@@ -548,7 +541,7 @@ class StateRouter:
         self.seen.note(request.run_id, completed)
         return max(request.at.version, completed)
 
-    def _open_scan(self, address: str, request: ScanRequest, deadline: float) -> PendingScan:
+    def _open_scan(self, address: str, request: protocol.ScanRequest, deadline: float) -> PendingScan:
         if self._local is not None and address == self._local_address:
             return partial(self._local.scan, request)
         return self._connections.stream(address, request, b"", deadline)

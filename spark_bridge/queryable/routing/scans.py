@@ -18,22 +18,14 @@ from msgspec.structs import replace
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvExchange
-from spark_bridge.queryable.protocol import (
-    At,
-    EndOfRows,
-    RowBatchDecoder,
-    RowsReply,
-    ScanRequest,
-    StateAnswer,
-    raise_if_cancelled,
-)
 from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, should_locate, unexpected
 
 # Sources of the rows of a routed scan: a stream of another host, or an iterator of this process.
 
 
-PendingScan: TypeAlias = KvExchange | Callable[[], StateAnswer]
+PendingScan: TypeAlias = KvExchange | Callable[[], protocol.StateAnswer]
 """A scan that a server has been asked for; or a function that begins the scan in this process."""
 
 
@@ -45,7 +37,7 @@ class RemoteRows:
 
     def __init__(self, stream: KvExchange) -> None:
         self.stream = stream
-        self._decoder = RowBatchDecoder()
+        self._decoder = protocol.RowBatchDecoder()
         self._first: pa.RecordBatch | None = None
         self.version = 0
         self._is_over = False
@@ -65,11 +57,11 @@ class RemoteRows:
     def _next(self) -> pa.RecordBatch | None:
         while True:
             reply, body = next(self.stream)
-            if type(reply) is EndOfRows:
+            if type(reply) is protocol.EndOfRows:
                 self._is_over = True
                 self.version = reply.version
                 return None
-            if type(reply) is not RowsReply:
+            if type(reply) is not protocol.RowsReply:
                 self.stream.close()
                 unexpected(self.stream.address, reply)
             self.version = reply.version
@@ -97,7 +89,7 @@ class LocalRows:
     def __init__(self, version: int, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         self.version = version
         self.schema = schema
-        self._answer = StateAnswer(version, schema, batches)
+        self._answer = protocol.StateAnswer(version, schema, batches)
 
     def read(self) -> pa.RecordBatch | None:
         """Return the next rows; None at the end."""
@@ -141,9 +133,9 @@ class ScanPlan:
     - ``is_stable``: a second scan of a version finds the same rows.
     """
 
-    request: ScanRequest
+    request: protocol.ScanRequest
     location: OperatorLocation
-    open_stream: Callable[[str, ScanRequest, float], PendingScan]
+    open_stream: Callable[[str, protocol.ScanRequest, float], PendingScan]
     address_of: Callable[[OperatorLocation, int], str]
     relocate: Callable[[Exception], OperatorLocation] | None
     timeout: float
@@ -160,8 +152,8 @@ class ScanResumption:
     version: int
     relocate: Callable[[Exception], OperatorLocation]
 
-    def rows(self, partitions: Sequence[int], given: int, failure: Exception) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has returned.
+    def rows(self, partitions: Sequence[int], num_rows: int, failure: Exception) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of ``partitions`` without the first ``num_rows`` ones, which the broken stream has returned.
 
         ``failure`` is the error of that stream. Raises what ``Attempts.delay`` raises if attempts no longer help.
         """
@@ -169,7 +161,7 @@ class ScanResumption:
         error: Exception | None = failure
         location = plan.location
         attempts = self._attempts()
-        drop = given
+        drop = num_rows
         left = list(partitions)
         while left:
             if error is not None:
@@ -193,7 +185,7 @@ class ScanResumption:
                     seen += batch.num_rows
                     behind = seen - drop
                     if behind <= 0:
-                        raise_if_cancelled()
+                        protocol.raise_if_cancelled()
                     else:
                         yield batch.slice(max(0, batch.num_rows - behind))
                 drop = max(0, drop - seen)
@@ -211,7 +203,7 @@ class ScanResumption:
         plan = self.plan
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
-        request = replace(plan.request, at=At("version", self.version), partitions=[partition])
+        request = replace(plan.request, at=protocol.At("version", self.version), partitions=[partition])
         if location.run_id != plan.location.run_id:
             request = replace(request, run_id=location.run_id, previous_run=plan.location.run_id)
         source = scan_source(plan.open_stream(address, request, deadline))
@@ -253,7 +245,7 @@ class _Stream:
 
     partitions: list[int]
     source: ScanSource
-    given: int = 0
+    num_rows: int = 0
     is_resumed: bool = False
 
 
@@ -318,12 +310,14 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 batch = stream.source.read()
             except BaseException as error:
                 relocate = self._plan.relocate
-                may_resume = not stream.is_resumed and (self._plan.is_stable or not stream.given)
+                may_resume = not stream.is_resumed and (self._plan.is_stable or not stream.num_rows)
                 if relocate is None or not may_resume or not isinstance(error, MOVED):
                     self.close()
                     raise
                 stream.source.close()
-                rest = ScanResumption(self._plan, self.version, relocate).rows(stream.partitions, stream.given, error)
+                rest = ScanResumption(self._plan, self.version, relocate).rows(
+                    stream.partitions, stream.num_rows, error
+                )
                 stream.source = LocalRows(self.version, self.schema, rest)
                 stream.is_resumed = True
                 continue
@@ -333,7 +327,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             if not batch.num_rows:
                 self._check_cancelled()
                 continue
-            stream.given += batch.num_rows
+            stream.num_rows += batch.num_rows
             if self._left is not None:
                 batch = batch.slice(0, self._left)
                 self._left -= batch.num_rows
@@ -344,7 +338,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
     def _check_cancelled(self) -> None:
         """Raise if this is a proxy's scan, and the proxy's client no longer wants the rows."""
         try:
-            raise_if_cancelled()
+            protocol.raise_if_cancelled()
         except BaseException:
             self.close()
             raise

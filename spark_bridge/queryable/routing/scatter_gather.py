@@ -26,36 +26,9 @@ from coordinator_actor.exceptions import (
     UnknownRunError,
 )
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    AccessDeniedError,
-    ConnectionClosedError,
-    HostUnavailableError,
-    NotOwnerError,
-    QueryEndedError,
-    QueryTimeoutError,
-    TooManyRequestsError,
-    UnknownKeyOrNamespaceError,
-    UnknownKvStateKeyGroupLocationError,
-    UnknownOperatorError,
-    WrongOperatorError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections, KvExchange
-from spark_bridge.queryable.protocol import (
-    At,
-    CountReply,
-    CountRequest,
-    EndOfRows,
-    KeyRowsRequest,
-    LookupReply,
-    LookupRequest,
-    Reply,
-    RowBatchDecoder,
-    RowsReply,
-    ScanRequest,
-    StateReads,
-    pack_bytes,
-    unpack_bytes,
-)
 from spark_bridge.state_format.layouts import window_place
 
 # The owner of each partition and key of an operator: an ``OperatorLocation`` in the form that routing needs.
@@ -173,14 +146,14 @@ class RoutingTable:
         shares: list[tuple[str, list[int]]] = []
         for partition in range(self.num_partitions) if partitions is None else partitions:
             if not 0 <= partition < self.num_partitions:
-                raise UnknownKvStateKeyGroupLocationError(
+                raise exceptions.UnknownKvStateKeyGroupLocationError(
                     f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition "
                     f"{partition}; it has {self.num_partitions}."
                 )
             address = self.addresses[self._hosts[partition]] or self._no_owner()
-            known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
-            if known and known[0][0] == address:
-                known[0][1].append(partition)
+            shares_of_address = shares[-1:] if in_order else [share for share in shares if share[0] == address]
+            if shares_of_address and shares_of_address[0][0] == address:
+                shares_of_address[0][1].append(partition)
             else:
                 shares.append((address, [partition]))
         return shares
@@ -195,8 +168,8 @@ class RoutingTable:
         """Return whether a version has the same rows at any time: no row expires."""
         return is_stable(self.location.operator.schema, state)
 
-    def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
-        return UnknownKeyOrNamespaceError(
+    def _no_key(self, key: bytes) -> exceptions.UnknownKeyOrNamespaceError:
+        return exceptions.UnknownKeyOrNamespaceError(
             f"{key!r} is not a stored key of operator {self.location.operator.name!r}: it begins with none of the "
             f"{self.key_groups} key groups."
         )
@@ -204,7 +177,7 @@ class RoutingTable:
     def _no_owner(self) -> Any:
         location = self.location
         silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
-        raise UnknownKvStateKeyGroupLocationError(
+        raise exceptions.UnknownKvStateKeyGroupLocationError(
             f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that "
             f"answers queries; hosts without a query address: {', '.join(silent)}."
         )
@@ -228,11 +201,11 @@ def _variables(schema: str, state: str | None) -> list[StateVariable]:
 
     Empty if the schema is not known.
     """
-    known = list(OperatorSchema.from_json(schema).in_use) if schema else []
+    variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
     if state is None:
-        own = [v for v in known if v.name == DEFAULT_FAMILY]
-        return own or [v for v in known if v.kind != TIMERS] or known
-    return [v for v in known if v.name == state]
+        own = [v for v in variables if v.name == DEFAULT_FAMILY]
+        return own or [v for v in variables if v.kind != TIMERS] or variables
+    return [v for v in variables if v.name == state]
 
 
 # The requests that a router sends to several hosts at once, each at a version that is chosen when it is sent.
@@ -248,13 +221,13 @@ class ScatteredRequest(Protocol[T_co]):
     def address(self) -> str:
         """The query address of the host."""
 
-    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
+    def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
         """Send the request to the host's server, without waiting for the answer."""
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, T_co]:
         """Wait for the server's answer, and return its version and content."""
 
-    def read(self, reads: StateReads, at: At) -> tuple[int, T_co]:
+    def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, T_co]:
         """Answer the request in this process, from ``reads``."""
 
 
@@ -271,25 +244,25 @@ class ScatteredLookup:
     def address(self) -> str:
         return self.share.address
 
-    def _request(self, at: At) -> LookupRequest:
-        return LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
+    def _request(self, at: protocol.At) -> protocol.LookupRequest:
+        return protocol.LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
-    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        return connections.begin(self.address, self._request(at), pack_bytes(self.share.keys), deadline)
+    def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
+        return connections.begin(self.address, self._request(at), protocol.pack_bytes(self.share.keys), deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
         reply, body = exchange.finish()
-        if type(reply) is not LookupReply:
+        if type(reply) is not protocol.LookupReply:
             unexpected(exchange.address, reply)
-        return reply.version, self._checked(unpack_bytes(body))
+        return reply.version, self._checked(protocol.unpack_bytes(body))
 
-    def read(self, reads: StateReads, at: At) -> tuple[int, pa.BinaryArray]:
+    def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, pa.BinaryArray]:
         version, values = reads.lookup(self._request(at), self.share.keys)
         return version, self._checked(values)
 
     def _checked(self, values: pa.BinaryArray) -> pa.BinaryArray:
         if len(values) != len(self.share.keys):
-            raise ConnectionClosedError(
+            raise exceptions.ConnectionClosedError(
                 f"{self.address} answered {len(values)} values for {len(self.share.keys)} keys."
             )
         return values
@@ -300,32 +273,34 @@ class ScatteredKeyRows:
     """Ask one host for the rows of some grouping keys: for their schema and batches."""
 
     share: KeyShare
-    request: KeyRowsRequest
+    request: protocol.KeyRowsRequest
 
     @property
     def address(self) -> str:
         return self.share.address
 
-    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        return connections.begin(self.address, replace(self.request, at=at), pack_bytes(self.share.keys), deadline)
+    def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
+        return connections.begin(
+            self.address, replace(self.request, at=at), protocol.pack_bytes(self.share.keys), deadline
+        )
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        decoder = RowBatchDecoder()
+        decoder = protocol.RowBatchDecoder()
         batches = []
         version = 0
         for reply, body in exchange:
-            if type(reply) is not RowsReply and type(reply) is not EndOfRows:
+            if type(reply) is not protocol.RowsReply and type(reply) is not protocol.EndOfRows:
                 unexpected(exchange.address, reply)
             version = reply.version
-            if type(reply) is RowsReply:
+            if type(reply) is protocol.RowsReply:
                 batch = decoder.decode(body)
                 if batch is not None and batch.num_rows:
                     batches.append(batch)
         if decoder.schema is None:
-            raise ConnectionClosedError(f"{exchange.address} answered rows without a schema.")
+            raise exceptions.ConnectionClosedError(f"{exchange.address} answered rows without a schema.")
         return version, (decoder.schema, batches)
 
-    def read(self, reads: StateReads, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+    def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
         answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
         return answer.version, (answer.schema, [batch for batch in answer.batches if batch.num_rows])
 
@@ -335,24 +310,24 @@ class ScatteredCount:
     """Ask one host for the number of rows of a scan."""
 
     address: str
-    request: ScanRequest
+    request: protocol.ScanRequest
 
-    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        return connections.begin(self.address, CountRequest(replace(self.request, at=at)), b"", deadline)
+    def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
+        return connections.begin(self.address, protocol.CountRequest(replace(self.request, at=at)), b"", deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
         reply, _ = exchange.finish()
-        if type(reply) is not CountReply:
+        if type(reply) is not protocol.CountReply:
             unexpected(exchange.address, reply)
         return reply.version, reply.count
 
-    def read(self, reads: StateReads, at: At) -> tuple[int, int]:
+    def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, int]:
         return reads.count(replace(self.request, at=at))
 
 
-def unexpected(address: str, reply: Reply) -> NoReturn:
+def unexpected(address: str, reply: protocol.Reply) -> NoReturn:
     """Raise ``ConnectionClosedError`` for a reply of another kind than the request has."""
-    raise ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")
+    raise exceptions.ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")
 
 
 T = TypeVar("T")
@@ -364,12 +339,12 @@ class ScatterGather:
     Requests to ``local_address`` are answered by ``local`` in this process, without a network.
     """
 
-    def __init__(self, connections: KvConnections, local_address: str, local: StateReads | None) -> None:
+    def __init__(self, connections: KvConnections, local_address: str, local: protocol.StateReads | None) -> None:
         self._connections = connections
         self._local_address = local_address
         self._local = local
 
-    def answers(self, requests: Sequence[ScatteredRequest[T]], at: At, deadline: float) -> list[tuple[int, T]]:
+    def answers(self, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float) -> list[tuple[int, T]]:
         """Return version and answer of each request; ``deadline`` is a time of ``time.monotonic``.
 
         All requests are sent before any answer is read. If some fail, the other answers are read all the same, so that
@@ -409,24 +384,24 @@ class ScatterGather:
 
 
 MOVED = (
-    ConnectionClosedError,
-    HostUnavailableError,
-    NotOwnerError,
+    exceptions.ConnectionClosedError,
+    exceptions.HostUnavailableError,
+    exceptions.NotOwnerError,
     OSError,
     RetiredRunError,
     StaleOwnerError,
     UnknownHostError,
-    UnknownKvStateKeyGroupLocationError,
+    exceptions.UnknownKvStateKeyGroupLocationError,
     UnknownRunError,
 )
 """Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
 restarted.
 """
-BUSY = (QueryBusyError, TooManyRequestsError)
+BUSY = (QueryBusyError, exceptions.TooManyRequestsError)
 """Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
-PERMANENT = (AccessDeniedError, QueryTimeoutError, WrongOperatorError)
+PERMANENT = (exceptions.AccessDeniedError, exceptions.QueryTimeoutError, exceptions.WrongOperatorError)
 """Errors that no attempt helps, though their base classes may pass."""
-FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
+FINAL_ERRORS = (exceptions.QueryEndedError, exceptions.UnknownOperatorError)
 """Errors that are final for a client that asks for the first time.
 
 A client that has had answers of the operator waits until its deadline for the query to be started again.
@@ -482,7 +457,7 @@ class Attempts:
         if now + delay >= self.deadline:
             if isinstance(error, FINAL_ERRORS):
                 raise error
-            raise QueryTimeoutError(
+            raise exceptions.QueryTimeoutError(
                 f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
                 f"{self._failures} attempts; last failure: {type(error).__name__}: {error}"
             ) from error

@@ -341,8 +341,8 @@ def refuse_handshake(connected: socket.socket, error: ssl.SSLError) -> None:
         if error.reason in NO_TLS:
             # A client without TLS understands no TLS alert, but a frame; as a plain socket, which this one was until
             # now.
-            said = Failure(TlsError.__name__, "This host answers by TLS only: give tls= to connect.")
-            socket.socket.sendall(connected, b"".join(frame(said)))
+            failure = Failure(TlsError.__name__, "This host answers by TLS only: give tls= to connect.")
+            socket.socket.sendall(connected, b"".join(frame(failure)))
         socket.socket.shutdown(connected, socket.SHUT_WR)
         for _ in range(LINGER_READS):
             connected.settimeout(max(deadline - time.monotonic(), 0.001))

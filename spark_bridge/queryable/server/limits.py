@@ -252,7 +252,6 @@ class LatencyHistogram:
         self.total = 0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bucket_of(seconds)] += 1
         self.total += 1
 
@@ -275,28 +274,28 @@ class LatencyHistogram:
 
         A bucket counts for the first bound that its middle does not exceed.
         """
-        found = [0] * (len(bounds) + 1)
+        counts = [0] * (len(bounds) + 1)
         for bucket, count in enumerate(self.counts):
             if count:
-                found[bisect_left(bounds, middle_of(bucket))] += count
-        return list(accumulate(found))
+                counts[bisect_left(bounds, middle_of(bucket))] += count
+        return list(accumulate(counts))
 
-    def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
-        """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed.
+    def quantiles(self) -> list[float]:
+        """Return the latencies in seconds that the shares ``QUANTILES`` of requests did not exceed.
 
         0.0 without requests.
         """
         if not self.total:
-            return [0.0] * len(wanted)
-        found: list[float] = []
+            return [0.0] * len(QUANTILES)
+        seconds: list[float] = []
         seen = 0
         for bucket, count in enumerate(self.counts):
             seen += count
-            while len(found) < len(wanted) and seen >= wanted[len(found)] * self.total:
-                found.append(middle_of(bucket))
-            if len(found) == len(wanted):
+            while len(seconds) < len(QUANTILES) and seen >= QUANTILES[len(seconds)] * self.total:
+                seconds.append(middle_of(bucket))
+            if len(seconds) == len(QUANTILES):
                 break
-        return found
+        return seconds
 
 
 def bucket_of(seconds: float) -> int:
@@ -422,7 +421,7 @@ class RequestStatistics:
 
     def deltas(self) -> list[RequestDelta]:
         """Return the figures since the last call, of operators and verbs with requests."""
-        found = []
+        changes = []
         with self._taking:
             for key, series in self._all():
                 with series.lock:
@@ -432,8 +431,8 @@ class RequestStatistics:
                 if not since.total:
                     continue
                 self._taken[key] = histogram, failures
-                found.append(RequestDelta(*key, since.total, failures - failures_before, since))
-        return found
+                changes.append(RequestDelta(*key, since.total, failures - failures_before, since))
+        return changes
 
     def _all(self) -> list[tuple[tuple[str, str], _Series]]:
         with self._lock:

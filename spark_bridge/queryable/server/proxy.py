@@ -21,24 +21,9 @@ from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
 from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, OperatorSpec
-from spark_bridge.exceptions import (
-    HostUnavailableError,
-    QueryEndedError,
-    QueryTimeoutError,
-    SparkBridgeError,
-    UnknownOperatorError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import (
-    ChangesRequest,
-    DescribeReply,
-    DescribeRequest,
-    KeyRowsRequest,
-    LookupRequest,
-    ScanRequest,
-    StateAnswer,
-    StateReads,
-)
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import FINAL_ERRORS, MOVED, Attempts, should_locate
 from spark_bridge.queryable.server.limits import RequestLimits
@@ -177,20 +162,20 @@ class LocationCache:
 
     def _find(self, run_id: str, operator: str) -> str:
         """Return the job of a run that is not cached."""
-        known = self._jobs.get(run_id)
-        if known is not None:
+        job = self._jobs.get(run_id)
+        if job is not None:
             # Its oracle was removed: the query has perhaps ended, and may have been started again.
-            ended = self._ended.get(known)
+            ended = self._ended.get(job)
             if ended is None or self._clock() - ended[1] > ENDED_SECONDS:
-                self._fetch(known, 0.0, operator)
-            return known
+                self._fetch(job, 0.0, operator)
+            return job
         try:
-            found = self._coordinator.locate(operator, run_id)
+            location = self._coordinator.locate(operator, run_id)
         except EndedError as error:
             raise RetiredRunError(f"Run {run_id} is over; locate the operator again. ({error})") from error
         except UnknownError as error:
             raise RetiredRunError(f"Run {run_id} is not running; locate the operator again. ({error})") from error
-        self._specs[run_id, operator] = found.operator
+        self._specs[run_id, operator] = location.operator
         self._fetch(run_id, 0.0, operator)
         return self._jobs.get(run_id, run_id)
 
@@ -216,7 +201,7 @@ class LocationCache:
                 with self._lock:
                     self._ended[job_id] = str(error), self._clock()
                 return
-            except (CoordinatorError, HostUnavailableError) as error:
+            except (CoordinatorError, exceptions.HostUnavailableError) as error:
                 if cached is None:
                     raise
                 log.info("Query %s is served from cached locations: %s", job_id, error)
@@ -243,7 +228,7 @@ class LocationCache:
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
         if operator not in {o.name for o in oracle.operators}:
             exist = ", ".join(repr(o.name) for o in oracle.operators)
-            raise UnknownOperatorError(
+            raise exceptions.UnknownOperatorError(
                 f"Query {oracle.name or oracle.query_id} (run {oracle.run_id}) has no operator {operator!r}; "
                 f"operators that exist: {exist}."
             )
@@ -264,7 +249,7 @@ class LocationCache:
     def _not_running(self, job_id: str, run_id: str) -> Exception:
         ended = self._ended.get(job_id)
         if ended is not None:
-            return QueryEndedError(ended[0])
+            return exceptions.QueryEndedError(ended[0])
         return RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
 
     # -- refreshes of oracles in use -----------------------------------------------------------
@@ -319,7 +304,7 @@ class ForwardingReads:
 
     def __init__(
         self,
-        own: Callable[[], StateReads],
+        own: Callable[[], protocol.StateReads],
         address: Callable[[], str],
         locations: LocationCache,
         connections: KvConnections,
@@ -337,7 +322,7 @@ class ForwardingReads:
         self._sleep = sleep
 
     @cached_property
-    def own(self) -> StateReads:
+    def own(self) -> protocol.StateReads:
         """The answers of this host."""
         return self._find_own()
 
@@ -348,7 +333,7 @@ class ForwardingReads:
 
     # -- for all hosts -------------------------------------------------------------------------
 
-    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: protocol.LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         if not request.forward:
             return self.own.lookup(request, keys)
         return self._answer(
@@ -356,7 +341,7 @@ class ForwardingReads:
             lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
         )
 
-    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: protocol.LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         if not request.forward:
             return self.own.lookup_one(request, key)
         return self._answer(
@@ -366,7 +351,7 @@ class ForwardingReads:
             ),
         )
 
-    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: protocol.KeyRowsRequest, keys: pa.BinaryArray) -> protocol.StateAnswer:
         if not request.forward:
             return self.own.key_rows(request, keys)
         return _state_answer(
@@ -377,7 +362,7 @@ class ForwardingReads:
             )
         )
 
-    def scan(self, request: ScanRequest) -> StateAnswer:
+    def scan(self, request: protocol.ScanRequest) -> protocol.StateAnswer:
         """See ``StateReads``.
 
         The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows come as they arrive.
@@ -401,7 +386,7 @@ class ForwardingReads:
             )
         )
 
-    def count(self, request: ScanRequest) -> tuple[int, int]:
+    def count(self, request: protocol.ScanRequest) -> tuple[int, int]:
         if not request.forward:
             return self.own.count(request)
         return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
@@ -411,7 +396,7 @@ class ForwardingReads:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         return self.own.locate(operator, query)
 
-    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: protocol.ChangesRequest, keys: pa.BinaryArray | None) -> protocol.StateAnswer:
         return self.own.changes(request, keys)
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
@@ -431,7 +416,7 @@ class ForwardingReads:
 
     def _answer(
         self,
-        request: LookupRequest | KeyRowsRequest | ScanRequest,
+        request: protocol.LookupRequest | protocol.KeyRowsRequest | protocol.ScanRequest,
         ask: Callable[[OperatorLocation, float], T],
         *,
         with_schema: bool = False,
@@ -454,7 +439,7 @@ class ForwardingReads:
                 attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
                 try:
                     delay = attempts.delay(error)
-                except QueryTimeoutError:
+                except exceptions.QueryTimeoutError:
                     raise error from None  # the client has more time
                 self._moved(run_id, error)
             self._sleep(delay)
@@ -464,8 +449,8 @@ class ForwardingReads:
             self._locations.refresh(run_id)
 
 
-def _state_answer(answer: StateAnswer) -> StateAnswer:
-    return StateAnswer(answer.version, answer.schema, answer.batches)
+def _state_answer(answer: protocol.StateAnswer) -> protocol.StateAnswer:
+    return protocol.StateAnswer(answer.version, answer.schema, answer.batches)
 
 
 FORWARDED_SECONDS = 30.0
@@ -489,7 +474,7 @@ class KvStateClientProxy(KvStateServer):
 
     def __init__(
         self,
-        reads: Callable[[], StateReads],
+        reads: Callable[[], protocol.StateReads],
         coordinator: CoordinatorPort,
         tokens: TokenVerifier,
         hosts: KvConnections,
@@ -520,16 +505,16 @@ class KvStateClientProxy(KvStateServer):
         """
         self._locations.update(job_id, oracle)
 
-    def describe(self, request: DescribeRequest) -> dict[str, Any]:
+    def describe(self, request: protocol.DescribeRequest) -> dict[str, Any]:
         """See ``KvStateServer``; with ``forward`` the answer has all hosts of the operator's query, as ``hosts``."""
         if not request.forward or request.operator is None:
             return super().describe(request)
         location = self._reads.locate(request.operator, request.query)
         addresses = dict.fromkeys(owner.query_address for owner in location.owners)
-        asked = DescribeRequest(request.operator, location.run_id)
+        asked = protocol.DescribeRequest(request.operator, location.run_id)
         return {"hosts": self._described(addresses, asked)}
 
-    def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
+    def _described(self, addresses: Iterable[str], request: protocol.DescribeRequest) -> list[dict[str, Any]]:
         """Return the descriptions of hosts; for a host that does not answer, the reason."""
         deadline = time.monotonic() + DESCRIBE_SECONDS
         answers: list[dict[str, Any]] = []
@@ -540,15 +525,15 @@ class KvStateClientProxy(KvStateServer):
                 continue
             try:
                 begun.append(self._hosts.begin(address, request, b"", deadline))
-            except (SparkBridgeError, OSError) as error:
+            except (exceptions.SparkBridgeError, OSError) as error:
                 answers.append({"query_address": address, "failure": str(error)})
         for exchange in begun:
             try:
                 reply, body = exchange.finish()
-            except (SparkBridgeError, CoordinatorError, OSError) as error:
+            except (exceptions.SparkBridgeError, CoordinatorError, OSError) as error:
                 answers.append({"query_address": exchange.address, "failure": str(error)})
                 continue
-            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is DescribeReply else {})
+            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is protocol.DescribeReply else {})
         return answers
 
     def start(self) -> None:

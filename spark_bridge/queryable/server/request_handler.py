@@ -14,34 +14,7 @@ import pyarrow as pa
 
 from backends.encoding.columns import content_bytes
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.queryable.protocol import (
-    AwaitRequest,
-    ChangesRequest,
-    CountReply,
-    CountRequest,
-    DescribeReply,
-    DescribeRequest,
-    EndOfRows,
-    KeyRowsRequest,
-    LocateOperatorRequest,
-    LocateReply,
-    LookupReply,
-    LookupRequest,
-    OperatorsRequest,
-    Reply,
-    Request,
-    RowsReply,
-    ScanRequest,
-    StateAnswer,
-    StateReads,
-    active_context,
-    before_slow_work,
-    frame,
-    pack_bytes,
-    pack_one,
-    unpack_bytes,
-    unpack_one,
-)
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.server.framed_socket import TOKEN_SECONDS, ClientGoneError, ClientSession, FramedSocket
 from spark_bridge.queryable.server.limits import (
     AdmissionControl,
@@ -71,7 +44,9 @@ class RowSender:
     ``is_short``: the last batch is held back, to be sent together with the end. ``lag_ms`` is that of the version.
     """
 
-    def __init__(self, frames: FramedSocket, answer: StateAnswer, deadline: float, is_short: bool, lag_ms: int) -> None:
+    def __init__(
+        self, frames: FramedSocket, answer: protocol.StateAnswer, deadline: float, is_short: bool, lag_ms: int
+    ) -> None:
         self.num_rows = 0
         self._frames = frames
         self._answer = answer
@@ -94,9 +69,9 @@ class RowSender:
             self._is_begun = True
             body = b"".join((self._answer.schema.serialize(), body))
         if self._held:
-            before_slow_work()  # a client that reads slowly must not keep others from their lookups
+            protocol.before_slow_work()  # a client that reads slowly must not keep others from their lookups
             self._frames.send(self._held, self._deadline)
-        self._held = frame(RowsReply(self._answer.version, self._lag_ms), body)
+        self._held = protocol.frame(protocol.RowsReply(self._answer.version, self._lag_ms), body)
         if not self._is_short:
             self._frames.send(self._held, self._deadline)
             self._held = []
@@ -110,8 +85,10 @@ class RowSender:
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
         if not self._is_begun:
-            self._held = frame(RowsReply(self._answer.version, self._lag_ms), self._answer.schema.serialize())
-        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows, self._lag_ms))]
+            self._held = protocol.frame(
+                protocol.RowsReply(self._answer.version, self._lag_ms), self._answer.schema.serialize()
+            )
+        return [*self._held, *protocol.frame(protocol.EndOfRows(self._answer.version, self.num_rows, self._lag_ms))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -169,7 +146,7 @@ class ServedRequest:
         self._admit(self._limiter)
         self._began = self._checked_at = time.monotonic()
         self.deadline = self._began + self._limits.scan_seconds
-        self._keep.enter_context(active_context(self))
+        self._keep.enter_context(protocol.active_context(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,12 +228,12 @@ class ServerContext:
     ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
     """
 
-    reads: StateReads
+    reads: protocol.StateReads
     tokens: TokenVerifier
     limits: RequestLimits
     statistics: RequestStatistics
     host_id: str
-    describe: Callable[[DescribeRequest], dict[str, Any]]
+    describe: Callable[[protocol.DescribeRequest], dict[str, Any]]
     admission: AdmissionControl
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -271,53 +248,53 @@ class RequestHandler:
         self._frames = frames
         self._session = session
 
-    def handle(self, request: Request, body: memoryview) -> None:
+    def handle(self, request: protocol.Request, body: memoryview) -> None:
         """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
         reads, wait_seconds = self._server.reads, self._limits.wait_seconds
         match request:
-            case LookupRequest():
+            case protocol.LookupRequest():
                 self._lookup(request, body)
-            case KeyRowsRequest():
+            case protocol.KeyRowsRequest():
                 keys = self._keys(body)
                 with self._lookup_context(request.forward, may_stay=False) as context:
                     last = self._send_rows(request.run_id, reads.key_rows(request, keys), context, is_short=True)
                 self._frames.send(last, time.monotonic() + self._limits.transfer_seconds)
-            case ScanRequest():
+            case protocol.ScanRequest():
                 with self._scan_context(request.forward) as context:
                     self._frames.send(self._send_rows(request.run_id, reads.scan(request), context), context.deadline)
-            case CountRequest():
+            case protocol.CountRequest():
                 with self._scan_context(request.scan.forward):
                     version, count = reads.count(request.scan)
-                self.send(CountReply(version, count, reads.lag_ms(request.scan.run_id)))
-            case ChangesRequest():
+                self.send(protocol.CountReply(version, count, reads.lag_ms(request.scan.run_id)))
+            case protocol.ChangesRequest():
                 some_keys = self._keys(body) if len(body) else None
                 with self._scan_context(False) as context:
                     last = self._send_rows(request.run_id, reads.changes(request, some_keys), context)
                     self._frames.send(last, context.deadline)
-            case AwaitRequest():
+            case protocol.AwaitRequest():
                 completed = self._await(request)
-                self.send(CountReply(completed, completed, reads.lag_ms(request.run_id)))
-            case LocateOperatorRequest():
+                self.send(protocol.CountReply(completed, completed, reads.lag_ms(request.run_id)))
+            case protocol.LocateOperatorRequest():
                 with self._admission.locates.admitted(wait_seconds):
                     location = reads.locate(request.operator, request.query)
-                self.send(LocateReply(), msgspec.json.encode(location))
-            case OperatorsRequest():
+                self.send(protocol.LocateReply(), msgspec.json.encode(location))
+            case protocol.OperatorsRequest():
                 with self._admission.descriptions.admitted(wait_seconds):
                     operators = reads.operators()
-                self.send(DescribeReply(), msgspec.json.encode(operators))
-            case DescribeRequest():
+                self.send(protocol.DescribeReply(), msgspec.json.encode(operators))
+            case protocol.DescribeRequest():
                 admission = self._admission
                 limiter = admission.forwarded_descriptions if request.forward else admission.descriptions
                 with limiter.admitted(wait_seconds):
                     described = self._server.describe(request)
-                self.send(DescribeReply(), msgspec.json.encode(described))
+                self.send(protocol.DescribeReply(), msgspec.json.encode(described))
             case _:
                 raise RequestError("A Hello is only said once, at the beginning.")
 
-    def _lookup(self, request: LookupRequest, body: memoryview) -> None:
+    def _lookup(self, request: protocol.LookupRequest, body: memoryview) -> None:
         reads, admission = self._server.reads, self._admission
         if body[:4] == _ONE_KEY:
-            key = unpack_one(body)
+            key = protocol.unpack_one(body)
             if key is None:
                 raise RequestError("A key that is looked up is null.")
             if request.at.isolation == "version":
@@ -331,7 +308,8 @@ class RequestHandler:
                 finally:
                     limiter.release()
             self.send(
-                LookupReply(version, reads.lag_ms(request.run_id)), _ABSENT_VALUE if value is None else pack_one(value)
+                protocol.LookupReply(version, reads.lag_ms(request.run_id)),
+                _ABSENT_VALUE if value is None else protocol.pack_one(value),
             )
             return
         takes_slot = not request.forward and len(body) <= COMPUTE_SLOT_BYTES
@@ -340,8 +318,8 @@ class RequestHandler:
             with self._lookup_context(request.forward) as context:
                 version, values = reads.lookup(request, keys)
                 context.reserve_at_least(4 * len(values) + content_bytes(values))
-                packed = pack_bytes(values)
-        self.send(LookupReply(version, reads.lag_ms(request.run_id)), packed)
+                packed = protocol.pack_bytes(values)
+        self.send(protocol.LookupReply(version, reads.lag_ms(request.run_id)), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
@@ -365,12 +343,12 @@ class RequestHandler:
             raise RequestLimitError(
                 f"A request of {count:,} keys is more than the {self._limits.max_keys:,} allowed here: split it."
             )
-        keys = unpack_bytes(self._frames.keep(body))
+        keys = protocol.unpack_bytes(self._frames.keep(body))
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null.")
         return keys
 
-    def _await(self, request: AwaitRequest) -> int:
+    def _await(self, request: protocol.AwaitRequest) -> int:
         """Wait for a version, in slices. No limiter is needed, because the thread only waits."""
         deadline = time.monotonic() + min(request.seconds, MAX_AWAIT_SECONDS)
         while True:
@@ -382,7 +360,9 @@ class RequestHandler:
             if self._server.stopping.is_set() or self._frames.is_closed_by_client():
                 return completed
 
-    def _send_rows(self, run_id: str, answer: StateAnswer, context: ServedRequest, is_short: bool = False) -> list[Any]:
+    def _send_rows(
+        self, run_id: str, answer: protocol.StateAnswer, context: ServedRequest, is_short: bool = False
+    ) -> list[Any]:
         """Send rows as they come; return the last frames, which are still to be sent.
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
@@ -398,6 +378,6 @@ class RequestHandler:
             answer.close()
         return sender.last_frames()
 
-    def send(self, reply: Reply, body: bytes = b"") -> None:
+    def send(self, reply: protocol.Reply, body: bytes = b"") -> None:
         """Send an answer of one frame. Raises ``ClientGoneError`` if the client does not take it in time."""
-        self._frames.send(frame(reply, body), time.monotonic() + self._limits.transfer_seconds)
+        self._frames.send(protocol.frame(reply, body), time.monotonic() + self._limits.transfer_seconds)

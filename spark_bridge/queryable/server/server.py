@@ -15,32 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from backends.background_loop import failing_loops
 from spark_bridge.exceptions import AccessDeniedError, RequestError, RequestLimitError, TooManyRequestsError
-from spark_bridge.queryable.protocol import (
-    MAX_HEADER_BYTES,
-    PROTOCOL,
-    AwaitRequest,
-    ChangesRequest,
-    CountRequest,
-    DescribeRequest,
-    Hello,
-    KeyRowsRequest,
-    LocateOperatorRequest,
-    LookupRequest,
-    OperatorsRequest,
-    Request,
-    ScanRequest,
-    StateReads,
-    Welcome,
-    decode_request,
-)
-from spark_bridge.queryable.server.framed_socket import (
-    ClientGoneError,
-    ClientSession,
-    FramedSocket,
-    IdleClientError,
-    failure_of,
-    refuse_handshake,
-)
+from spark_bridge.queryable import protocol
+from spark_bridge.queryable.server import framed_socket
 from spark_bridge.queryable.server.limits import AdmissionControl, RequestLimits, RequestStatistics, seconds_left
 from spark_bridge.queryable.server.request_handler import RequestHandler, ServerContext
 
@@ -58,15 +34,15 @@ MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 
 VERBS: dict[type[Any], str] = {
-    LocateOperatorRequest: "locate",
-    LookupRequest: "lookup",
-    KeyRowsRequest: "rows",
-    ScanRequest: "scan",
-    CountRequest: "count",
-    ChangesRequest: "changes",
-    AwaitRequest: "await",
-    OperatorsRequest: "operators",
-    DescribeRequest: "describe",
+    protocol.LocateOperatorRequest: "locate",
+    protocol.LookupRequest: "lookup",
+    protocol.KeyRowsRequest: "rows",
+    protocol.ScanRequest: "scan",
+    protocol.CountRequest: "count",
+    protocol.ChangesRequest: "changes",
+    protocol.AwaitRequest: "await",
+    protocol.OperatorsRequest: "operators",
+    protocol.DescribeRequest: "describe",
 }
 
 
@@ -76,8 +52,10 @@ class ServerConnection:
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
         self._limits = server.limits
-        self._frames = FramedSocket(connected, server.admission.buffered_bytes, server.limits.wait_seconds)
-        self._session = ClientSession(self._frames, server.tokens)
+        self._frames = framed_socket.FramedSocket(
+            connected, server.admission.buffered_bytes, server.limits.wait_seconds
+        )
+        self._session = framed_socket.ClientSession(self._frames, server.tokens)
         self._handler = RequestHandler(server, self._frames, self._session)
         self._is_welcome = False
 
@@ -87,7 +65,7 @@ class ServerConnection:
             if self._greet():
                 while self._serve_one() and not self._server.stopping.is_set():
                     pass
-        except ClientGoneError as error:
+        except framed_socket.ClientGoneError as error:
             log.debug("A connection ended: %s", error)
 
     def refuse(self, error: Exception) -> None:
@@ -95,7 +73,7 @@ class ServerConnection:
         try:
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
-        except ClientGoneError:
+        except framed_socket.ClientGoneError:
             log.debug("A client that was refused left first")
 
     def wake(self) -> None:
@@ -121,22 +99,22 @@ class ServerConnection:
                 if received is None:
                     return False
                 hello = decoded_request(received[0])
-            except (RequestError, RequestLimitError, TooManyRequestsError, IdleClientError) as error:
+            except (RequestError, RequestLimitError, TooManyRequestsError, framed_socket.IdleClientError) as error:
                 raise AccessDeniedError(
                     f"A connection begins with a Hello and a token, within {HELLO_SECONDS:g} s: {error}"
                 ) from error
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, protocol.Hello):
                 raise AccessDeniedError("A connection begins with a Hello and a token.")
             self._session.authenticate(hello.token, started)
-            if hello.protocol != PROTOCOL:
+            if hello.protocol != protocol.PROTOCOL:
                 raise RequestError(
-                    f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore "
-                    "for both."
+                    f"The client speaks protocol {hello.protocol}, this host {protocol.PROTOCOL}: use the same "
+                    "ray-statestore for both."
                 )
             # Only now, so that clients without a token take no place of those with one.
             self._server.admission.connections.acquire(0.0)
             self._is_welcome = True
-        except ClientGoneError:
+        except framed_socket.ClientGoneError:
             raise
         except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._observe("", "hello", started, failed=True)
@@ -144,7 +122,9 @@ class ServerConnection:
             self._frames.linger(MAX_HELLO_BYTES)
             return False
         limits = self._limits
-        self._handler.send(Welcome(PROTOCOL, self._server.host_id, limits.max_request_bytes, limits.max_keys))
+        self._handler.send(
+            protocol.Welcome(protocol.PROTOCOL, self._server.host_id, limits.max_request_bytes, limits.max_keys)
+        )
         self._observe("", "hello", started)
         return True
 
@@ -153,9 +133,9 @@ class ServerConnection:
         limits = self._limits
         try:
             received = self._frames.receive(
-                limits.max_request_bytes + MAX_HEADER_BYTES, limits.idle_seconds, limits.transfer_seconds
+                limits.max_request_bytes + protocol.MAX_HEADER_BYTES, limits.idle_seconds, limits.transfer_seconds
             )
-        except IdleClientError:
+        except framed_socket.IdleClientError:
             return False
         except (RequestError, RequestLimitError, TooManyRequestsError) as error:
             self._observe("", UNREADABLE, time.monotonic(), failed=True)
@@ -170,12 +150,12 @@ class ServerConnection:
         try:
             request = decoded_request(header)
             verb = VERBS.get(type(request), verb)
-            of_operator = request.scan if type(request) is CountRequest else request
+            of_operator = request.scan if type(request) is protocol.CountRequest else request
             operator = getattr(of_operator, "operator", None) or ""
             self._session.check_token(started)
             self._handler.handle(request, body)
             failed = False
-        except ClientGoneError:
+        except framed_socket.ClientGoneError:
             failed = False  # a client that has seen enough of a scan leaves, too
             raise
         except Exception as error:  # noqa: BLE001 - sent to the client, and logged
@@ -188,16 +168,16 @@ class ServerConnection:
         return True
 
     def _fail(self, error: Exception) -> None:
-        self._handler.send(failure_of(error))
+        self._handler.send(framed_socket.failure_of(error))
 
     def _observe(self, operator: str, verb: str, started: float, failed: bool = False) -> None:
         self._server.statistics.observe(operator, verb, time.monotonic() - started, failed)
 
 
-def decoded_request(header: memoryview) -> Request:
+def decoded_request(header: memoryview) -> protocol.Request:
     """Return the request of a header. Raises ``RequestError`` for other bytes."""
     try:
-        request: Request = decode_request(header)
+        request: protocol.Request = protocol.decode_request(header)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, and so are those of UTF-8
         raise RequestError(f"The request is malformed: {error}") from error
     return request
@@ -229,7 +209,7 @@ class KvStateServer:
 
     def __init__(
         self,
-        reads: StateReads,
+        reads: protocol.StateReads,
         tokens: TokenVerifier,
         *,
         ip: str,
@@ -295,9 +275,8 @@ class KvStateServer:
         if running is not None:
             running.stopping.set()
         if listener is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # some systems say "not connected"; the accepting thread sees the end by itself
+            # Some systems say "not connected"; the accepting thread sees the end by itself.
+            with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         if acceptor is not None:
@@ -324,7 +303,7 @@ class KvStateServer:
                 ", ".join(left[:5]),
             )
 
-    def describe(self, request: DescribeRequest) -> dict[str, Any]:
+    def describe(self, request: protocol.DescribeRequest) -> dict[str, Any]:
         """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
 
         A proxy overrides it for ``forward``.
@@ -413,7 +392,7 @@ class KvStateServer:
         except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone
             log.debug("A connection was not made: %s", error)
             if isinstance(error, ssl.SSLError) and connection is None:
-                refuse_handshake(connected, error)
+                framed_socket.refuse_handshake(connected, error)
         except Exception:
             log.exception("A connection ended with an error")
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from backends.encoding.operator_schema import TIMERS
-from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, push_down
 
 _IDENTIFIER = r'(?:"(?:[^"]|"")+"|[^\W\d][\w$]*)'
@@ -32,12 +31,12 @@ def candidate_names(statement: str) -> list[tuple[str, ...]]:
 
     There are more names than tables, because columns and keywords are names too.
     """
-    found: dict[tuple[str, ...], None] = {}
+    names: dict[tuple[str, ...], None] = {}
     for lexeme in _LEXEMES.finditer(statement):
         if lexeme["name"] is not None:
             parts = _PART.findall(lexeme["name"])
-            found[tuple(p[1:-1].replace('""', '"') if p[0] == '"' else p for p in parts)] = None
-    return list(found)
+            names[tuple(p[1:-1].replace('""', '"') if p[0] == '"' else p for p in parts)] = None
+    return list(names)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class UnclearNameError(Exception):
     """Several tables have a name."""
 
 
-def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTable | None:
+def resolve(name: tuple[str, ...], tables: Sequence[CatalogTable]) -> CatalogTable | None:
     """Return the table that a name in SQL means; None if there is none. Case counts only if it tells two tables apart.
 
     A single name with dots is also read as several parts. Raises ``UnclearNameError``, which names the tables that
@@ -119,13 +118,13 @@ def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTabl
     for fold in (str, str.lower):
         for parts in readings:
             wanted = tuple(map(fold, parts))
-            found = [s for s in known if wanted in (tuple(map(fold, n)) for n in s.names)]
-            if len(found) == 1:
-                return found[0]
-            if found:
-                options = ", ".join(sorted(s.full_name for s in found))
+            matches = [s for s in tables if wanted in (tuple(map(fold, n)) for n in s.names)]
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                options = ", ".join(sorted(s.full_name for s in matches))
                 raise UnclearNameError(f"{'.'.join(map(quoted, name))} can be any of {options}; write which one.")
-            operators = [s for s in known if wanted in {(fold(s.operator),), (fold(s.query or ""), fold(s.operator))}]
+            operators = [s for s in tables if wanted in {(fold(s.operator),), (fold(s.query or ""), fold(s.operator))}]
             if operators:
                 options = ", ".join(sorted(s.full_name for s in operators))
                 raise UnclearNameError(
@@ -167,35 +166,13 @@ class SqlClient(Protocol):
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of the running queries."""
 
-    def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Sequence[Comparison] = (),
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows of a state variable."""
+    @property
+    def scan(self) -> Callable[..., VersionedRows]:
+        """The method that returns the rows of a state variable."""
 
-    def key_rows(
-        self,
-        operator: str,
-        keys: pa.RecordBatch,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows that some keys have, in the columns of ``scan``."""
+    @property
+    def key_rows(self) -> Callable[..., VersionedRows]:
+        """The method that returns the rows that some keys have, in the columns of ``scan``."""
 
 
 # State variables as the Arrow datasets that DuckDB reads, all of one statement at one version.
@@ -238,29 +215,11 @@ class StatementSnapshot:
     def _open(
         self, table: CatalogTable, pushdown: ScanPushdown, limit: int | None, version: int | None
     ) -> VersionedRows:
+        asked = {"columns": pushdown.columns, "query": table.query_id, "version": version, "timeout": self._timeout}
         if pushdown.keys is not None:
-            return self._client.key_rows(
-                table.operator,
-                pushdown.keys,
-                table.state,
-                pushdown.columns,
-                query=table.query_id,
-                version=version,
-                timeout=self._timeout,
-            )
-        return self._client.scan(
-            table.operator,
-            table.state,
-            pushdown.prefix,
-            pushdown.start,
-            pushdown.end,
-            limit,
-            pushdown.columns,
-            where=pushdown.where,
-            query=table.query_id,
-            version=version,
-            timeout=self._timeout,
-        )
+            return self._client.key_rows(table.operator, pushdown.keys, table.state, **asked)
+        bounds = pushdown.prefix, pushdown.start, pushdown.end
+        return self._client.scan(table.operator, table.state, *bounds, limit=limit, where=pushdown.where, **asked)
 
 
 class StateDataset(pads.Dataset):  # type: ignore[misc]
@@ -273,7 +232,6 @@ class StateDataset(pads.Dataset):  # type: ignore[misc]
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
         return self._schema
 
     @cached_property

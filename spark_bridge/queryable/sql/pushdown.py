@@ -220,8 +220,8 @@ def _conditions(node: Node, schema: pa.Schema) -> Iterator[ColumnCondition]:
     if node.function in ("and", "and_kleene"):
         for argument in node.arguments:
             yield from _conditions(argument, schema)
-    elif (found := _condition(node, schema)) is not None:
-        yield found
+    elif (condition := _condition(node, schema)) is not None:
+        yield condition
 
 
 def _condition(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | None:
@@ -262,8 +262,8 @@ def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool
     """
     values = [v for v in options["value_set"] if v.is_valid or not nulls]
     fitting = [_fitting(schema, column, v) for v in values]
-    found = tuple(v for v in fitting if v is not None)
-    return ColumnCondition(column, "in", found) if len(found) == len(values) else None
+    not_null = tuple(v for v in fitting if v is not None)
+    return ColumnCondition(column, "in", not_null) if len(not_null) == len(values) else None
 
 
 def _alternatives(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | None:
@@ -346,10 +346,10 @@ def as_json(value: pa.Scalar) -> str | int | float | bool | None:
 def _keys(conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequence[str]) -> pa.RecordBatch | None:
     """Return the only keys that can pass, if there are conditions on all columns of the key; else None."""
     choices = [_choices(conditions, column) for column in key]
-    found = [c for c in choices if c is not None]
-    if not key or len(found) < len(choices) or math.prod(map(len, found)) > MAX_PUSHED_KEYS:
+    keys = [c for c in choices if c is not None]
+    if not key or len(keys) < len(choices) or math.prod(map(len, keys)) > MAX_PUSHED_KEYS:
         return None
-    rows = list(itertools.product(*(dict.fromkeys(v.as_py() for v in choice) for choice in found)))
+    rows = list(itertools.product(*(dict.fromkeys(v.as_py() for v in choice) for choice in keys)))
     fields = [schema.field(column) for column in key]
     arrays = [pa.array([row[i] for row in rows], f.type) for i, f in enumerate(fields)]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

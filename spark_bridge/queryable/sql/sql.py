@@ -396,14 +396,14 @@ def sql(
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.
     may_share = connection is not None or statement_kind(duckdb, statement) == "SELECT"
-    known = catalog(client.operators())
+    all_tables = catalog(client.operators())
     snapshot = StatementSnapshot(client, timeout, version)
     tables: dict[tuple[str, ...], StateDataset] = {}
     queries: dict[str, str] = {}  # a table of each query, by its id
     unclear: list[str] = []
     for name in candidate_names(statement):
         try:
-            table = resolve(name, known)
+            table = resolve(name, all_tables)
         except UnclearNameError as error:
             unclear.append(str(error))
         else:
@@ -428,7 +428,7 @@ def sql(
         if _NO_TABLE.search(str(error)) is None:
             raise_client_error(snapshot, error)
             raise
-        exist = ", ".join(sorted(s.full_name for s in known)) or "none"
+        exist = ", ".join(sorted(s.full_name for s in all_tables)) or "none"
         more = " ".join([*unclear, f"Tables of running queries: {exist}."])
         raise UnknownOperatorError(f"{error}\n{more}") from error
     except duckdb.Error as error:

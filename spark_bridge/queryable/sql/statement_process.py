@@ -32,14 +32,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    EnvironmentProblemError,
-    RequestError,
-    RequestLimitError,
-    SparkBridgeError,
-    rebuilt_error,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.sql.catalog import SqlClient, VersionedRows
 from spark_bridge.queryable.sql.sql import SqlLimits, StatementDatabase, import_duckdb, spill_directory, sql
@@ -97,7 +90,7 @@ class ProcessStatement:
                 }
             ).encode()
         except TypeError as error:
-            raise RequestError(f"Parameters of such a statement are JSON values: {error}.") from error
+            raise exceptions.RequestError(f"Parameters of such a statement are JSON values: {error}.") from error
         self._is_closed = self._is_sent = self._is_done = False
         self._lock = threading.Lock()  # between ``end`` and ``close``
         self._process = _taken_process()
@@ -153,7 +146,7 @@ class ProcessStatement:
         self._is_done = "stays" in report
         self._process.is_reusable = report.get("stays", False)
         if "error" in report:
-            raise rebuilt_error(report["error"], report["message"])
+            raise exceptions.rebuilt_error(report["error"], report["message"])
 
     def _broken_off(self) -> Exception:
         """Return the reason why there is no more of the answer."""
@@ -163,10 +156,10 @@ class ProcessStatement:
         code = self._process.popen.wait()
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if not self._is_sent:
-            return EnvironmentProblemError(
+            return exceptions.EnvironmentProblemError(
                 f"The process for SQL statements did not start ({cause}); its output says why."
             )
-        return RequestLimitError(
+        return exceptions.RequestLimitError(
             f"The process of the statement ended ({cause}) before its answer was complete: it or the machine may have "
             f"run out of memory. The statement may use {self.limits.memory_bytes >> 20:,} MiB. Ask for less, have that "
             "limit raised (SqlLimits, sql_memory_bytes of the HTTP application, --sql-memory of 'statestore ui'), or "
@@ -185,7 +178,7 @@ class ProcessStatement:
 
     def interrupt(self) -> None:
         """End the statement, from another thread."""
-        self.end(RequestError("The statement was ended before it was done."))
+        self.end(exceptions.RequestError("The statement was ended before it was done."))
 
     def close(self) -> None:
         """Release the process. The statement is ended if it still runs."""
@@ -386,7 +379,7 @@ def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     scans = socket.socket(fileno=scans_fd)
     threading.Thread(target=_exit_with_parent, args=(scans, directory), daemon=True).start()
-    with contextlib.suppress(SparkBridgeError):  # the statement reports that DuckDB is not installed
+    with contextlib.suppress(exceptions.SparkBridgeError):  # the statement reports that DuckDB is not installed
         import_duckdb().connect(":memory:", config={"threads": 1}).sql("select 1").to_arrow_table()
     grown = _memory("VmRSS") + MAX_GROWTH_BYTES
     with contextlib.suppress(ConnectionError), socket.socket(fileno=statements_fd).makefile("rwb") as file:
@@ -395,7 +388,7 @@ def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
         for line in file:
             request = json.loads(line)
             limits = SqlLimits(**request["limits"])
-            with contextlib.suppress(SparkBridgeError):
+            with contextlib.suppress(exceptions.SparkBridgeError):
                 # The statement finds its database and the threads of that made, so they do not count for it.
                 StatementDatabase(import_duckdb(), limits, may_share=True)
             end = _run(request, limits, scans, file)
@@ -452,8 +445,8 @@ def _run(request: dict[str, Any], limits: SqlLimits, scans: socket.socket, file:
     except Exception as error:  # noqa: BLE001 - the parent raises it
         if isinstance(error, MemoryError):
             error = limits.exceeded(error)
-        is_known = isinstance(error, SparkBridgeError)
-        return {"error": type(error).__name__ if is_known else RequestError.__name__, "message": str(error)}
+        is_known = isinstance(error, exceptions.SparkBridgeError)
+        return {"error": type(error).__name__ if is_known else exceptions.RequestError.__name__, "message": str(error)}
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     return {}
@@ -468,7 +461,7 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield from _pieces(batch.slice(0, half))
         yield from _pieces(batch.slice(half))
     elif batch.nbytes > MAX_ROW_BYTES:
-        raise RequestLimitError(
+        raise exceptions.RequestLimitError(
             f"A row of the answer has {batch.nbytes >> 20} MiB; at most {MAX_ROW_BYTES >> 20} MiB are possible. Ask "
             "for fewer columns, or for a part of the value."
         )
@@ -488,43 +481,17 @@ class _ParentClient:
         return self._operators
 
     def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Sequence[Comparison] = (),
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
+        self, operator: str, state: str | None, *bounds: Any, where: Sequence[Comparison], **asked: Any
     ) -> VersionedRows:
-        """Return the rows of a state variable."""
-        bounds = {
+        values_of_bounds = {
             f"{bound} {number}": value
-            for bound, values in zip(_BOUNDS, (prefix, start, end), strict=True)
+            for bound, values in zip(_BOUNDS, bounds, strict=True)
             for number, value in enumerate(values or ())
         }
-        asked = {"limit": limit, "columns": columns, "query": query, "version": version}
         where_json = msgspec.to_builtins(where)
-        return self._asked(operator, state, asked, pa.RecordBatch.from_pylist([bounds]), where=where_json)
+        return self._asked(operator, state, asked, pa.RecordBatch.from_pylist([values_of_bounds]), where=where_json)
 
-    def key_rows(
-        self,
-        operator: str,
-        keys: pa.RecordBatch,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> VersionedRows:
-        """Return the rows that some keys have, in the columns of ``scan``."""
-        asked = {"columns": columns, "query": query, "version": version}
+    def key_rows(self, operator: str, keys: pa.RecordBatch, state: str | None, **asked: Any) -> VersionedRows:
         return self._asked(operator, state, asked, keys, is_lookup=True)
 
     def _asked(
@@ -541,6 +508,7 @@ class _ParentClient:
         with ours, theirs:
             socket.send_fds(self._scans, [b"s"], [theirs.fileno()])
             file = ours.makefile("rwb")
+        del asked["timeout"]  # the parent has it
         request = {"operator": operator, "state": state, "where": where, "is_lookup": is_lookup, **asked}
         file.write(json.dumps(request).encode() + b"\n")
         with pa.ipc.new_stream(file, keys.schema) as writer:
@@ -556,7 +524,8 @@ class _ParentRows:
         self._file = file
         version = file.read(8)
         if len(version) < 8:
-            raise ConnectionClosedError("The scan of a SQL statement has failed.")  # the parent has its error
+            # The parent has its error.
+            raise exceptions.ConnectionClosedError("The scan of a SQL statement has failed.")
         self.version = int.from_bytes(version, "little", signed=True)
         self._reader = pa.ipc.open_stream(file)
         self.schema = self._reader.schema

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
-from backends.engines import cached_rows, row_cache
+from backends.engines import cached_rows
 from backends.engines.row_cache import RowCache
 from backends.host_memory import ROW_CACHE, HostMemory
 
@@ -50,7 +50,7 @@ class Below:
             else:
                 self.pairs[key] = value
         keys = binary(list(changes))
-        self.cache.update(keys, row_cache.hash_keys(keys), binary(list(changes.values())))
+        self.cache.update(keys, cached_rows.hash_keys(keys), binary(list(changes.values())))
 
 
 def key_sets():

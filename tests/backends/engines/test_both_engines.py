@@ -13,7 +13,7 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb_scan
+from backends.engines import rocksdb_files
 from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.sorted_map_engine import SortedMapEngine
@@ -86,8 +86,8 @@ def random_ranges(seed):
 def test_ascending_ranges_follow_one_another(engine, family, monkeypatch):
     pairs = sorted(expected(family).items())
     for seed in range(60):
-        monkeypatch.setattr(rocksdb_scan, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))
-        monkeypatch.setattr(rocksdb_scan, "ROCKSDB_SCAN_ROWS", random.Random(seed).choice([4, 1 << 14]))
+        monkeypatch.setattr(rocksdb_files, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))
+        monkeypatch.setattr(rocksdb_files, "ROCKSDB_SCAN_ROWS", random.Random(seed).choice([4, 1 << 14]))
         ranges = random_ranges(seed)
         rows = [(r["key"], r["value"]) for b in engine.scan_ranges(ranges, family) for r in b.to_pylist()]
         inside = [(k, v) for s, e in ranges for k, v in pairs if k >= s and (not e or k < e)]
@@ -113,7 +113,7 @@ def test_a_family_that_is_not_there_is_empty(engine):
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_sorted_pairs_are_taken_in_bulk(made, tmp_path, monkeypatch, file_bytes):
     """Includes parts that do not follow the last one of their family, and families without pairs."""
-    monkeypatch.setattr(rocksdb_scan, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(rocksdb_files, "FILE_BYTES", file_bytes)
     pairs = SortedPairs.from_dict(PAIRS)
     parts = [
         ("default", pairs.slice(300, 100)),

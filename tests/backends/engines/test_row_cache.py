@@ -7,7 +7,7 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb, row_cache
+from backends.engines import cached_rows, rocksdb, row_cache
 from backends.engines.cached_rows import hash_keys
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import RowCache
@@ -108,7 +108,7 @@ def test_a_value_read_before_a_write_is_not_kept_after_it():
 @pytest.mark.parametrize("limit", [3000, only_thorough(20_000), MIB])
 def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
     if collisions is not None:
-        monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(collisions))
+        monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(collisions))
     for seed in range(2):
         rng = random.Random(f"{limit} {collisions} {seed}")
         below = Below(limit)
@@ -130,7 +130,7 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
 
 
 def test_keys_of_one_hash_are_distinguished(monkeypatch):
-    monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(1))
+    monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(1))
     below = Below()
     below.put({b"key one": b"1", b"key two": b"2"})
     for _ in range(3):

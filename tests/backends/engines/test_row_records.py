@@ -24,7 +24,7 @@ def user(i):
 def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, collisions, seed):
     """Also absent ones, keys of several widths in one request, and where rows of other widths come later."""
     if collisions is not None:
-        monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(collisions))
+        monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(collisions))
     rng = random.Random(f"{limit} {collisions} {seed}")
     below = Below(limit)
     keys = [user(i) for i in range(120)]

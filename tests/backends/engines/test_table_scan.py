@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import rocksdict
 import xxhash
 from rocksdict import Checkpoint, DBCompressionType, Options, Rdict, SstFileWriter
 
@@ -24,7 +25,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_files, sst_reader
 from backends.engines.rocksdb import LocalRocksDB
-from backends.engines.rocksdb_scan import RocksDBScan
+from backends.engines.rocksdb_files import RocksDBScan
 from backends.engines.sst_reader import (
     DamagedTableError,
     Table,
@@ -222,7 +223,7 @@ def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkey
     (tmp_path / "db" / rocksdb_files.FLUSH_DIRECTORY).unlink()
     asked: list[Rdict] = []
     with monkeypatch.context() as patched:
-        patched.setattr(rocksdb_files, "Checkpoint", asked.append)
+        patched.setattr(rocksdict, "Checkpoint", asked.append)
         with patched.context() as full:
             full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
             by_rocksdb()
@@ -259,7 +260,7 @@ def test_scans_opened_side_by_side_have_files_written_once(tmp_path: Path, monke
         assert both_ask.wait(PATIENCE)
         return Checkpoint(database)
 
-    monkeypatch.setattr(rocksdb_files, "Checkpoint", checkpoint)
+    monkeypatch.setattr(rocksdict, "Checkpoint", checkpoint)
     monkeypatch.setattr(db.engine._file_scans, "_flushing", NotedLock())
     with ThreadPoolExecutor(2) as threads:
         for scan in [threads.submit(db.scan) for _ in range(2)]:
@@ -485,7 +486,7 @@ def test_a_missing_property_of_rocksdb_is_not_taken_for_zero(tmp_path: Path, mon
         with monkeypatch.context() as patched:
             patched.setattr(rocksdb_files, "_IN_MEMORY", ("rocksdb.no-such-property", name))
             patched.setattr(rocksdb_files, "FLUSH_PAIRS", 1)
-            patched.setattr(rocksdb_files, "Checkpoint", asked.append)
+            patched.setattr(rocksdict, "Checkpoint", asked.append)
             assert isinstance(db.engine.scan(None, None), RocksDBScan) and not asked
     assert isinstance(db.engine.scan(None, None), TableScan)
     monkeypatch.setattr(rocksdb_files, "_TABLES", "rocksdb.no-such-property")

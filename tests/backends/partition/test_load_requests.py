@@ -11,8 +11,7 @@ from backends.conf import StateStoreConf
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.partition import loading
 from backends.partition.loading import ChangelogReads
-from backends.partition.partition_state import PartitionState, open_partition
-from backends.partition.snapshot_uploads import store_snapshots
+from backends.partition.partition_state import PartitionState, open_partition, store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.object_files import ALONE, SharedObjects
 from backends.storage.requests import RequestCounts

@@ -207,6 +207,8 @@ def test_a_provider_is_named_by_its_import_path(location):
     assert StateStoreConf(provider="file").provider_class() is FileStateStoreProvider
     # As manifests may name it that were written before the modules moved:
     assert StateStoreConf(provider="backends.file.FileStateStoreProvider").provider_class() is FileStateStoreProvider
+    moved = "backends.providers.file.FileStateStoreProvider"
+    assert StateStoreConf(provider=moved).provider_class() is FileStateStoreProvider
     for wrong in (
         "no.such.module.Class",
         "backends.engines.sorted_map_engine.NoSuchClass",

@@ -22,10 +22,9 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import OperatorFigures, OperatorSpec, QueryRegistration
-from coordinator_actor.threads import LeaseWatch
 from spark_bridge import QueryableStateClient
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.task.executor import Endpoints

@@ -53,6 +53,6 @@ def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reference_has_the_codes_of_each_command() -> None:
     section = REFERENCE.read_text().partition("## Exit codes")[2].partition("## Commands")[0]
-    named = set(re.findall(r"`([a-z]+(?: [a-z]+)?)`", section))
+    named = set(re.findall(r"`([a-z-]+(?: [a-z]+)?)`", section))
     told = [name.removeprefix("statestore ") for name in COMMANDS]
     assert [name for name in told if name not in named and name.split()[0] not in named | {"run"}] == []

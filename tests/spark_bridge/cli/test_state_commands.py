@@ -178,7 +178,7 @@ def test_ctrl_c_ends_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait(self, timeout: float | None = None) -> bool:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_client, "threading", SimpleNamespace(Event=Interrupted))
+    monkeypatch.setattr(checkpoint_client, "threading", SimpleNamespace(Event=Interrupted, Lock=threading.Lock))
     result = run("watch", "totals", "a", "0", "--from-version", "4")
     assert result.stdout.count("\n") == 1 and not result.stderr
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import StorageError
-from backends.partition.snapshot_uploads import SnapshotUploads, store_snapshots
+from backends.partition.partition_state import SnapshotUploads, store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.messages import OperatorSpec

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyspark
 import pytest
 
-from backends.exceptions import VersionNotFoundError
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from spark_bridge.state_data.frames import state_changes_table, state_table
 from spark_bridge.state_data.source_options import SourceOptions
 from tests.spark_bridge.state_flows import Flow
@@ -18,7 +18,7 @@ from tests.spark_bridge.state_flows import Flow
 pytestmark = [
     pytest.mark.spark,  # only Spark 4 has such streams; no session is needed
     pytest.mark.spark42_only,
-    pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Spark 3.5 has no Python data sources."),
+    pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Earlier lines of Spark have no limits."),
 ]
 USERS = [(user, 0) for user in "abcdefgh"]
 
@@ -37,15 +37,15 @@ def batch(flow: Flow) -> None:
     flow.batch({user: lambda of: of.total.update((version, "x")) for user in USERS})
 
 
-def stream(flow: Flow, **options: Any) -> Any:
+def stream(flow: Flow, reader_class: str = "ChangeStreamReader", **options: Any) -> Any:
     from pyspark.sql.pandas.types import from_arrow_schema
 
+    from spark_bridge.state_data import state_reader
     from spark_bridge.state_data.source_options import source_schema
-    from spark_bridge.state_data.state_reader import ChangeStreamReader
 
     given = {"path": flow.location, "operator": "op", "stateVarName": "total", "readChangeFeed": True, **options}
     of = SourceOptions.of({name: str(value) for name, value in given.items()})
-    return ChangeStreamReader(of, from_arrow_schema(source_schema(of)))
+    return getattr(state_reader, reader_class)(of, from_arrow_schema(source_schema(of)))
 
 
 def rows(reader: Any, begin: int, end: int) -> list[Any]:
@@ -101,6 +101,23 @@ def test_rolled_back_query_is_reported(flow: Flow) -> None:
     with pytest.raises(VersionNotFoundError, match="went back to version 3, but changes up to version 5 have been"):
         reader.latestOffset({"version": 5}, reader.getDefaultReadLimit())
     check_new_stream(flow, 3)
+
+
+def test_spark_4_0_reads_all_versions_and_reports_a_rolled_back_query(flow: Flow) -> None:
+    """It gives the reader neither the start of a batch nor a limit, and asks for the partitions of any two offsets."""
+    reader = stream(flow, "UnlimitedChangeStreamReader")
+    assert reader.latestOffset() == {"version": 5}
+    for name in ("commits/4", "commits/3", "offsets/4"):
+        (Path(flow.location) / name).unlink()
+    end = reader.latestOffset()
+    with pytest.raises(VersionNotFoundError, match="went back to version 3, but changes up to version 5 have been"):
+        reader.partitions({"version": 5}, end)
+    assert {row["after"]["n"] for row in rows(reader, -1, end["version"])} == {3}
+
+
+def test_spark_4_0_refuses_a_limit_of_versions(flow: Flow) -> None:
+    with pytest.raises(InvalidStateStoreArgument, match=r"on Spark 4\.0 or 4\.1 has no option 'maxVersionsPerTrigger'"):
+        stream(flow, "UnlimitedChangeStreamReader", maxVersionsPerTrigger=2)
 
 
 def test_missing_versions_are_reported(flow: Flow) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.state_http import service
+from spark_bridge.state_http import models
 from spark_bridge.state_http.access import HttpLimits
 from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
@@ -117,7 +117,7 @@ def test_keep_alive_comments_advance_over_versions_without_changes(cluster: Clus
 def test_a_large_version_comes_in_pieces_of_which_only_the_last_has_an_id(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "PIECE_ROWS", 10)
+    monkeypatch.setattr(models, "PIECE_ROWS", 10)
     with served(cluster) as url, events(url, from_version=1) as stream:
         cluster.batch({n: (n, "x") for n in range(100, 125)})
         found = changes(stream)

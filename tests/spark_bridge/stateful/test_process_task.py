@@ -18,7 +18,7 @@ from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.operators.map_in_arrow import NO_LIMIT
 from spark_bridge.stateful import process_task
 from spark_bridge.stateful.arrow_task import ArrowLogic
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, TaskInput, frozen
+from spark_bridge.stateful.process_task import Mode, ProcessLogic, TaskInput, frozen
 from spark_bridge.stateful.stateful_processor import (
     ArrowStatefulProcessor,
     ExpiredTimerInfo,
@@ -296,7 +296,7 @@ def test_initial_state_exists_before_the_first_batch(form: str) -> None:
     first: Logic = (
         ArrowLogic(processor, "none", INPUT, ROWS, OUTPUT, is_initial=True)
         if isinstance(processor, ArrowStatefulProcessor)
-        else InitialStateLogic(processor, "pandas" if form == "pandas" else "rows", "none", INPUT)
+        else ProcessLogic(processor, "pandas" if form == "pandas" else "rows", "none", INPUT, OUTPUT, is_initial=True)
     )
     then, run.logic = run.logic, first
     assert run.batch(rows(("a", 5), ("b", 1), ("a", 6)), NO_TIME) == []

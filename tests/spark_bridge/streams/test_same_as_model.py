@@ -14,7 +14,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import StatefulProcessor
 from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.process_task import InitialStateLogic, ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.process_task import ProcessLogic, ProcessorState, TaskInput
 from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import EventTime
@@ -76,7 +76,7 @@ def check_random_commands(processor: type, time_mode: str, seed: int, batches: i
     common = {"processor": made, "mode": mode, "time_mode": time_mode.lower(), "limits": limits}
     logic = ProcessLogic(**common, input=TaskInput(codec.struct, keys, event_time), output=struct_of(OUTPUT))
     starts = RowCodec(struct_of(INITIAL))
-    initial = InitialStateLogic(**common, input=TaskInput(starts.struct, keys))
+    initial = ProcessLogic(**common, input=TaskInput(starts.struct, keys), output=struct_of(OUTPUT), is_initial=True)
 
     model = Model(time_mode)
     run = OperatorRun(initial, schema, BY, num_partitions=rng.choice([1, 3]))

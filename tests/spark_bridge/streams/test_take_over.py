@@ -24,6 +24,7 @@ from spark_bridge import (
     StatefulProcessorHandle,
     aggregate,
     deduplicate,
+    join,
     state_table,
     take_over,
     transform_with_state,
@@ -132,6 +133,28 @@ def watermarked(df: DataFrame, delay: str = "5 minutes") -> DataFrame:
     return df.withWatermark("ts", delay)
 
 
+def sides(df: DataFrame, key: str | None = None) -> tuple[DataFrame, DataFrame]:
+    """The rows of a stream as two sides of a join: under names of their own, or with a common key."""
+    left, right = (watermarked(df.where(f"amount {by} 4")) for by in ("<", ">="))
+    return (
+        left.selectExpr(f"user AS {key or 'lu'}", "amount AS la", "ts AS lt"),
+        right.selectExpr(f"user AS {key or 'ru'}", "amount AS ra", "ts AS rt"),
+    )
+
+
+def joined_by_spark(df: DataFrame, how: str) -> DataFrame:
+    left, right = sides(df)
+    joined = left.join(right, F.expr("lu = ru AND rt BETWEEN lt AND lt + INTERVAL 3 MINUTES"), how)
+    if how == "leftSemi":
+        return joined
+    return joined.select(F.coalesce("lu", "ru").alias("user"), "la", "lt", "ra", "rt")
+
+
+def joined_here(df: DataFrame, how: str) -> DataFrame:
+    left, right = sides(df, "user")
+    return join(left, right, on="user", operator="totals", how=how, within=("0 seconds", "3 minutes"))
+
+
 Transform = Callable[[DataFrame], DataFrame]
 CASES: dict[str, tuple[str, Transform, Transform]] = {
     "aggregate": (
@@ -220,6 +243,9 @@ CASES: dict[str, tuple[str, Transform, Transform]] = {
             time_mode="eventTime",
         ),
     ),
+    "inner join": ("append", lambda df: joined_by_spark(df, "inner"), lambda df: joined_here(df, "inner")),
+    "outer join": ("append", lambda df: joined_by_spark(df, "fullOuter"), lambda df: joined_here(df, "full")),
+    "semi join": ("append", lambda df: joined_by_spark(df, "leftSemi"), lambda df: joined_here(df, "left_semi")),
     "group state": (
         "update",
         lambda df: df.groupBy("user").applyInPandasWithState(
@@ -252,6 +278,7 @@ def outputs(found: dict[int, list[Any]]) -> list[Any]:
     [
         ("aggregate", "HDFSBackedStateStoreProvider", False),
         ("windows", "RocksDBStateStoreProvider", True),
+        ("outer join", "RocksDBStateStoreProvider", True),
         *starmap(
             only_thorough,
             (
@@ -261,6 +288,8 @@ def outputs(found: dict[int, list[Any]]) -> list[Any]:
                 ("duplicates within the watermark", "RocksDBStateStoreProvider", False),
                 ("processor", "RocksDBStateStoreProvider", True),
                 ("group state", "HDFSBackedStateStoreProvider", False),
+                ("inner join", "HDFSBackedStateStoreProvider", False),
+                ("semi join", "RocksDBStateStoreProvider", False),
             ),
         ),
     ],
@@ -285,9 +314,11 @@ def test_query_continues_as_if_it_had_not_stopped(
     shutil.copytree(old, never_stopped)
 
     program = taken(stream.read())
-    report = take_over(old, new, program, dry_run=True, workers=OwnWorkers())
+    # Spark keeps the left rows of this join under the names of the source.
+    columns = {"totals": {"la": "amount", "lt": "ts"}} if case == "semi join" else None
+    report = take_over(old, new, program, columns=columns, dry_run=True, workers=OwnWorkers())
     assert report.dry_run and not Path(new).exists() and report.samples_after
-    report = take_over(old, new, program, workers=OwnWorkers())
+    report = take_over(old, new, program, columns=columns, workers=OwnWorkers())
     assert sum(report.rows_written.values()) > 0
     assert sorted(path.relative_to(old) for path in Path(old).rglob("*")) == files
 
@@ -331,27 +362,27 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     query.stop()
     said = refusal(count_and_sum)
     assert "total=sum does not find its buffers there (0 count, 1 buf, 2 sum)" in said
-    assert "buffers={'totals': {'total': 0}}" in said
+    assert "columns={'totals': {'total': 0}}" in said
     assert "the program needs the functions" in refusal(totals(n=S.count())).lower()
     assert "n=collect_list" in refusal(totals(n=S.collect_list("amount", limit=3)))
     by_amount = totals("amount", n=S.count())
-    assert "key has the columns 'user', and the program's key needs 'amount'" in refusal(
-        by_amount, buffers={"totals": {"n": 0}}
+    assert "key has the columns 'user', and the program's has 'amount'. Both must be as many" in refusal(
+        by_amount, columns={"totals": {"n": 0}}
     )
     assert "of the kind deduplicate, and cannot take over" in refusal(
         deduplicate(df, "user", operator="totals"), operators={"totals": 0}
     )
     assert "{'totals': 0}" in refusal(count_and_sum, operators={"totals": 1})
-    assert "buffers= names 'other'" in refusal(count_and_sum, buffers={"other": {}})
+    assert "columns= names 'other'" in refusal(count_and_sum, columns={"other": {}})
     both = df.union(stream.read())
     assert "has 1 sources, and the program has 2" in refusal(
         aggregate(both, by="user", operator="totals", n=S.count(), total=S.sum("amount")),
-        buffers={"totals": {"n": 0, "total": 2}},
+        columns={"totals": {"n": 0, "total": 2}},
     )
     assert "not the checkpoint of a query" in refusal(count_and_sum, str(stream.root / "in"))
 
     # The remedy: places of buffers. The list is left out.
-    report = take_over(old, str(new), count_and_sum, buffers={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
+    report = take_over(old, str(new), count_and_sum, columns={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
     taken = {row["user"]: (row["n"], row["total"]) for row in state_table(str(new), "totals").to_pylist()}
     data = pd.DataFrame(rows(0), columns=["user", "amount", "price", "cents", "ts"])
     sums = data.groupby("user", dropna=False)["amount"].agg(["size", "sum"])
@@ -362,5 +393,5 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
 
 def refused_again(old: str, new: str, program: DataFrame) -> str:
     with pytest.raises(SavepointError) as refused:
-        take_over(old, new, program, buffers={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
+        take_over(old, new, program, columns={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
     return str(refused.value)
