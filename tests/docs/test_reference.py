@@ -38,7 +38,7 @@ def test_a_changed_docstring_changes_its_page(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_lines_that_generate_nothing_are_errors() -> None:
-    with pytest.raises(ValueError, match="no generator 'opinions'"):
+    with pytest.raises(ValueError, match="Unknown generator 'opinions'"):
         rendered(f"# Page\n\n<!-- generated: opinions spark_bridge -->\n{END}\n")
     with pytest.raises(ValueError, match="1 lines begin a generated block, 0 end one"):
         rendered("# Page\n\n<!-- generated: module spark_bridge.functions -->\n")

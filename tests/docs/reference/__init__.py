@@ -61,7 +61,7 @@ def _block(page: str, block: re.Match[str]) -> str:
     }
     name = block["generator"]
     if name not in generators:
-        raise ValueError(f"There is no generator {name!r} of {block[1]!r}; there are {', '.join(generators)}.")
+        raise ValueError(f"Unknown generator {name!r} in {block[1]!r}: use one of {', '.join(generators)}.")
     before = _FENCED.sub("", _BLOCK.sub("", page[: block.start()]))
     level = len(_HEADING.findall(before)[-1])
     return f"{block[1]}\n\n{generators[name](block['arguments'], level).strip()}\n\n{END}"

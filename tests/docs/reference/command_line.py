@@ -28,7 +28,7 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def markdown(script: str, level: int) -> str:
     """Return a section for each command of a console script of pyproject.toml, one heading below ``level``. Raises
-    ``ValueError`` if there is no such script.
+    ``ValueError`` for an unknown script.
     """
     entry = re.search(rf'^{re.escape(script)} = "(.+):\w+"$', PROJECT.read_text(), re.MULTILINE)
     if entry is None:
