@@ -99,6 +99,10 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
 	@touch $@
 
+.PHONY: reference
+reference: $(STAMP) ## Write the generated blocks of docs/reference from docstrings, options, commands and metrics
+	@$(BIN)/python -m tests.docs.reference
+
 .PHONY: screenshots
 screenshots: $(STAMP) ## Take the pictures of the page for the docs, in docs/images; needs Debian's chromium
 	$(BIN)/python -m tests.spark_bridge.ui.screenshots

@@ -15,25 +15,13 @@ version = release = re.search(r'^version = "(.+)"$', (HERE.parent / "pyproject.t
 
 extensions = [
     "myst_parser",
-    "sphinx.ext.autodoc",
-    "command_line",
-    "metrics_table",
-    "docstrings",
-    "options",
     "root_pages",
 ]
 exclude_patterns = ["_build", "_extensions"]
 templates_path: list[str] = []
 
 myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 3
-
-autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
-python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
-add_module_names = False
+myst_heading_anchors = 4
 
 smartquotes = False  # "--option" stays what it is
 

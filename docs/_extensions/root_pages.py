@@ -1,6 +1,7 @@
 """Links to pages outside of docs/, such as SECURITY.md: on the site they lead to the page that includes the file.
 
-Pages that the site writes have a note for readers on GitHub, where they are nearly empty. The site leaves the note out.
+Pages that include another file have a note for readers on GitHub, which does not include it. The site leaves the note
+out.
 """
 
 from __future__ import annotations

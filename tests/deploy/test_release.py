@@ -1,16 +1,18 @@
-"""``deploy/release.sh``: what it refuses, each with the remedy, and the tag that it makes."""
+"""``deploy/release.sh``: refusals, each with the remedy, and the tag. The description for the package index."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "deploy" / "release.sh"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "release.sh"
 
 
 @pytest.fixture
@@ -69,3 +71,15 @@ def test_release_of_another_version_without_a_date_or_with_changes_is_refused(re
     commit(repository)
     assert release(repository, "build", "1.2.3").returncode == 0
     assert git(repository, "tag") == ""
+
+
+def test_the_description_for_the_package_index_has_absolute_links_to_files_that_exist() -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]()
+    targets = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    ours = re.compile(
+        r"https://(?:raw\.githubusercontent|github)\.com/ray-statestore/ray-statestore/(?:blob/)?main/(.+)"
+    )
+    paths = [link[1].removesuffix("?sanitize=true") for target in targets if (link := ours.fullmatch(target))]
+    assert len(paths) > 20 and [path for path in paths if not (ROOT / path.partition("#")[0]).exists()] == []
+    assert "(https://raw.githubusercontent.com/ray-statestore/ray-statestore/main/docs/images/roles.svg" in description

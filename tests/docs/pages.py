@@ -14,7 +14,7 @@ may be between the blocks of a page:
     <!-- shown only: needs a bucket on S3 -->     the next block is not run, for this reason
 
 In a block marked ``sh``, the lines with ``statestore`` are run, and the targets of ``make`` must exist. All other
-commands need a "shown only".
+commands need a "shown only". Blocks marked ``py`` are signatures and examples of docstrings, which are not run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ TOP = (
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"^(?:{'|'.join(TOP)})(?:/[\w.*<>-]+)*/?(?:::\w+)?$")
 _MODULE = re.compile(r"^(?:backends|coordinator_actor|spark_bridge)(?:\.\w+)+$")
-_OPTIONS = re.compile(r"^```\{options\} (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _COMMAND = re.compile(r"^statestore\b[^|]*")
 _RECORD_OF_THE_PAST = ("CHANGELOG.md", "benchmarks/RESULTS.md")
@@ -94,7 +93,7 @@ def test_commands_and_their_options_exist(page: Page) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_modules_and_tests_exist(page: Page) -> None:
     text = prose(page)
-    names = {*_CODE.findall(text), *_OPTIONS.findall(text)}
+    names = set(_CODE.findall(text))
     assert {name: why for name in sorted(names) if (why := missing(name)) is not None} == {}
 
 

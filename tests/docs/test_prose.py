@@ -1,4 +1,7 @@
-"""Pages keep to 120 columns, except tables, code and unbreakable links. Prose avoids phrases that are hard to read."""
+"""Pages keep to 120 columns, except tables, code, generated blocks and unbreakable links.
+
+Prose avoids phrases that are hard to read.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Page, pages
+from tests.docs.reference import without_generated
 
 WIDTH = 120
 OTHERS = ("benchmarks/RESULTS.md",)
@@ -18,7 +22,7 @@ OTHERS = ("benchmarks/RESULTS.md",)
 def too_long(page: Page) -> list[int]:
     """The numbers of lines of prose that are longer than ``WIDTH``."""
     found, fence = [], ""
-    for number, line in enumerate(page.path.read_text().splitlines(), start=1):
+    for number, line in enumerate(without_generated(page.path.read_text()).splitlines(), start=1):
         mark = line.lstrip()[:3]
         if mark in ("```", ":::"):
             fence = "" if fence == mark else fence or mark
@@ -58,7 +62,9 @@ STRINGS = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE"
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and content of the lines of prose: comments and strings of a program, a page without its code."""
+    """Yield number and content of the lines of prose: comments and strings of a program, a page without its code and
+    generated blocks.
+    """
     if path.suffix == ".py":
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
@@ -66,7 +72,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
                     yield from enumerate(token.string.splitlines(), start=token.start[0])
         return
     is_code = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(without_generated(path.read_text()).splitlines(), start=1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code:

@@ -1,13 +1,8 @@
-"""The directive ``options``: the fields of a class as a table, so that pages cannot drift from the code.
+"""The fields of a dataclass, a pydantic model or a ``msgspec.Struct`` as a table: name, type, default, meaning.
 
-    ```{options} backends.StateStoreConf
-    ```
-
-The class is a dataclass, a pydantic model, or a ``msgspec.Struct``. The table has name, type and default of every
-field. What a field means is read from the class: the description of a pydantic field,
-or the line of the docstring's list that begins with the field's name in double backticks, such as "- ``fsync``: ...".
-The rest of the
-docstring stands above the table. A field whose default is such a class itself gets a table of its own below.
+The meaning is the description of a pydantic field, or the line of the docstring's list that begins with the field's
+name in double backticks, such as "- ``fsync``: ...". The rest of the docstring comes before the table. A field whose
+default is such a class itself gets another table below.
 """
 
 from __future__ import annotations
@@ -16,12 +11,11 @@ import dataclasses
 import inspect
 import re
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+
+from tests.docs.reference.docstrings import as_markdown, inline
 
 _ITEM = re.compile(r"^- (``\w+``(?:, ``\w+``)*): (.*)$")
 _SCALE = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -135,17 +129,6 @@ def _type_name(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
-class OptionsDirective(SphinxDirective):
-    """Write the table of one class."""
-
-    required_arguments = 1
-    option_spec: ClassVar[dict[str, Any]] = {}
-
-    def run(self) -> list[nodes.Node]:
-        """Return the prose and the table of the class, and of the classes nested in it."""
-        return self.parse_text_to_nodes(markdown(load(self.arguments[0])))
-
-
 def markdown(kind: Any) -> str:
     """Return the prose and the table of a class, and of the classes nested in it."""
     prose, options, nested = options_of(kind)
@@ -156,12 +139,6 @@ def markdown(kind: Any) -> str:
     rows = [headings, ["---"] * len(headings)]
     for option in options:
         cells = [f"``{option.name}``", f"``{option.type}``", option.default, option.meaning]
-        rows.append([cell.replace("|", "\\|") for cell in cells[: len(headings)]])
+        rows.append([inline(cell).replace("|", "\\|") for cell in cells[: len(headings)]])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return "\n\n".join([prose, table, *(f"**{one.__name__}**\n\n{markdown(one)}" for one in nested)])
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directive."""
-    app.add_directive("options", OptionsDirective)
-    return {"parallel_read_safe": True}
+    return "\n\n".join([as_markdown(prose), table, *(f"**{one.__name__}**\n\n{markdown(one)}" for one in nested)])
