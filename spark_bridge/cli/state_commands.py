@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -328,13 +329,21 @@ def take_over_query(
 
     Example: statestore take-over s3a://bucket/old s3://bucket/new my_job:totals --dry-run
     """
+    import ray
     from pyspark.sql import SparkSession
 
     from spark_bridge.state_surgery.take_over import take_over
 
     numbers = or_exit(lambda: _operator_numbers(operator or []))
     make_stream = or_exit(lambda: _function_at(program))
-    spark = SparkSession.builder.appName("statestore take-over").config("spark.log.level", "ERROR").getOrCreate()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers of a local Spark import this package too
+    quiet = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false", "spark.ui.enabled": "false"}
+    builder = SparkSession.builder.appName("statestore take-over")
+    for name, value in quiet.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    if not ray.is_initialized():
+        ray.init(logging_level="ERROR", log_to_driver=False)
     report = or_exit(
         lambda: take_over(
             spark_checkpoint,
@@ -355,9 +364,10 @@ def take_over_query(
         output.printer().print(f"{owner}/{variable}: {rows:,} rows", highlight=False)
         if dry_run and (sample := report.samples_after.get((owner, variable))) is not None:
             output.print_rows(sample.schema, iter(sample.to_batches()), output.PrintedForm.table)
-    done = "nothing was written" if dry_run else f"{report.checkpoint_location} is ready"
     begins = f"the query begins with batch {(report.batch_id or 0) + 1}"
-    output.printer().print(f"{done}: {begins}. Do not start the old query again.", soft_wrap=True, highlight=False)
+    done = f"{report.checkpoint_location} is ready: {begins}. Do not start the old query again."
+    text = f"Nothing was written. After take-over, {begins}." if dry_run else done
+    output.printer().print(text, soft_wrap=True, highlight=False)
 
 
 def _operator_numbers(pairs: list[str]) -> dict[str, int]:

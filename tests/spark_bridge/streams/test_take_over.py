@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from decimal import Decimal
@@ -32,7 +35,8 @@ from spark_bridge import (
 )
 from spark_bridge import functions as S
 from tests.effort import only_thorough
-from tests.spark_bridge.conftest import Stream, wait_until
+from tests.patience import HANG
+from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 from tests.spark_bridge.streams.processors import drain, gather, ordered
 
@@ -395,3 +399,42 @@ def refused_again(old: str, new: str, program: DataFrame) -> str:
     with pytest.raises(SavepointError) as refused:
         take_over(old, new, program, columns={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
     return str(refused.value)
+
+
+PROGRAM = """
+from ray_statestore import aggregate
+from ray_statestore import functions as S
+
+def totals(spark):
+    clicks = spark.readStream.schema("{schema}").parquet("{directory}")
+    return aggregate(clicks, by="user", operator="totals", num_partitions=2, n=S.count(), total=S.sum("amount"))
+"""
+
+
+@pytest.mark.thorough  # otherwise: the tests above; the command starts a Spark and a Ray of its own
+def test_command_takes_over_a_query(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
+    stream = make_stream(INPUT)
+    old = str(stream.root / "old")
+    stream.add(rows(0))
+    query, _ = gather(stream.read().groupBy("user").agg(F.count("*"), F.sum("amount")), old)
+    drain(query, old, stream.files)
+    query.stop()
+    (tmp_path / "my_job.py").write_text(PROGRAM.format(schema=INPUT, directory=stream.root / "in"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "spark_bridge.cli.main", "take-over", old, str(tmp_path / "new"), *arguments]
+        environment = {**driver_environment(tmp_path), "PYTHONPATH": str(Path.cwd()), "SPARK_MASTER": "local[1]"}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=HANG
+        )
+
+    looked = run("my_job:totals", "--dry-run")
+    assert looked.returncode == 0, looked.stderr
+    assert "totals/default: 6 rows" in looked.stdout and "Nothing was written" in looked.stdout
+    assert not (tmp_path / "new").exists()
+    done = run("my_job:totals", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows_written"] == {"totals/default": 6}
+    assert state_table(str(tmp_path / "new"), "totals").num_rows == 6
+    wrong = run("my_job:nothing")
+    assert wrong.returncode == 2 and "must be MODULE:FUNCTION" in wrong.stderr, wrong.stderr
