@@ -87,7 +87,10 @@ def chromium() -> Iterator[Any]:
 
 
 class Tab:
-    """A page of the browser that remembers what went wrong in it."""
+    """A page of the browser that remembers what went wrong in it, but for messages that contain an ``expected`` text.
+
+    The browser may log a message long after the event: a test says what it expects, and need not wait for it.
+    """
 
     def __init__(self, browser: Any, base: str, token: str | None = ACT, viewport: Any = None, scheme: str = "light"):
         self.base = base
@@ -99,10 +102,15 @@ class Tab:
             cookie = {"name": SESSION_COOKIE, "value": token, "url": base, "httpOnly": True, "sameSite": "Strict"}
             self.context.add_cookies([cookie])
         self.page = self.context.new_page()
-        self.problems: list[str] = []
-        self.page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("request", lambda r: None if r.url.startswith(base) else self.problems.append(f"asks {r.url}"))
+        self.expected: list[str] = []
+        self._messages: list[str] = []
+        self.page.on("console", lambda m: self._messages.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self._messages.append(str(error)))
+        self.page.on("request", lambda r: None if r.url.startswith(base) else self._messages.append(f"asks {r.url}"))
+
+    @property
+    def problems(self) -> list[str]:
+        return [text for text in self._messages if not any(known in text for known in self.expected)]
 
     def open(self, path: str) -> Tab:
         self.page.goto(self.base + path, wait_until="load")
