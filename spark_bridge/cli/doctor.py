@@ -258,8 +258,8 @@ MIN_FREE = 2 << 30
 def python_check() -> Iterator[Check]:
     """Check whether this Python is supported, and whether Spark's workers have the same."""
     version = ".".join(map(str, sys.version_info[:3]))
-    is_known = (3, 10) <= sys.version_info[:2] < (3, 14)
-    remedy = "" if is_known else "Use Python 3.10 to 3.13."
+    is_known = (3, 10) <= sys.version_info[:2] < (3, 15)
+    remedy = "" if is_known else "Use Python 3.10 to 3.14."
     yield Check(MACHINE_AREA, "python", OK if is_known else ERROR, f"Python {version} at {sys.executable}", remedy)
     workers = os.environ.get("PYSPARK_PYTHON")
     if workers and Path(workers).exists() and Path(workers).resolve() != Path(sys.executable).resolve():
