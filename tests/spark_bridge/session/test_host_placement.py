@@ -87,6 +87,7 @@ def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
     assert Counter(node_of(host) for host in cluster.hosts) == wanted
 
 
+@pytest.mark.thorough  # otherwise: the next test
 def test_hosts_run_next_to_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
     executors = {"127.0.0.2": 2, "127.0.0.3": 1}

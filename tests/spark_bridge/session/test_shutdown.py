@@ -130,9 +130,7 @@ WAITS_FOR = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", [only_thorough("executors"), pytest.param("a placement group", marks=pytest.mark.spark42_only)]
-)
+@pytest.mark.parametrize("what", map(only_thorough, ("executors", "a placement group")))
 def test_session_waiting_for_cpus_names_their_holders_and_ends_on_a_signal(what: str, directory: Path) -> None:
     options_of_session, notice = WAITS_FOR[what]
     program = WAITS.replace("OPTIONS", options_of_session)

@@ -137,7 +137,6 @@ def run_batches(query: Any, seen: list[int]) -> None:
     assert query.exception() is None
 
 
-@pytest.mark.spark42_only
 @since("4.2")
 @pytest.mark.parametrize(
     "plan", ["chained appends", "event time", *map(only_thorough, ("append aggregate", "left join", "processing time"))]
@@ -163,7 +162,6 @@ def test_spark_4_2_with_named_sources_runs_operators_that_tick(
     assert sum(seen) > 0
 
 
-@pytest.mark.spark42_only
 @since("4.2")
 def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
     named_sources: None, stream: Stream
@@ -211,7 +209,6 @@ def test_spark_4_2_with_a_real_time_trigger_is_refused_and_runs_with_the_remedy(
     query.stop()
 
 
-@pytest.mark.spark42_only
 @since("4.2")
 @pytest.mark.parametrize(
     ("setting", "value", "log", "version"),
@@ -309,7 +306,6 @@ def test_spark_4_1_ends_a_query_before_its_first_batch(stream: Stream) -> None:
     assert not list(Path(stream.checkpoint, "offsets").glob("[0-9]*")), "the query has begun a batch"
 
 
-@pytest.mark.spark42_only
 @since("4.0")
 def test_spark_4_0_reads_state_as_a_table(spark: SparkSession, configure: Configure, stream: Stream) -> None:
     """Spark 4.1 has brought filters, and 4.2 takes the time zone of the columns."""

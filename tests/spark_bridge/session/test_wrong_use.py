@@ -109,7 +109,7 @@ def test_no_checkpoint_location(stream: Stream) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])
     message = refusal(
@@ -169,7 +169,7 @@ def test_local_files_on_a_cluster_of_several_machines(
         spark.conf.unset(named[1])
 
 
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 @pytest.mark.parametrize("remedy", ["Unset", "move the state there"])
 def test_checkpoint_with_its_own_state_is_not_started_elsewhere(
     stream: Stream, spark: Any, tmp_path: Path, remedy: str
@@ -294,7 +294,7 @@ def test_offsets_of_format_2_give_the_same_error(make_stream: Callable[..., Stre
             spark.conf.unset("spark.sql.streaming.offsetLog.formatVersion")
 
 
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 def test_a_source_that_changes_its_place_is_refused(make_stream: Callable[..., Stream]) -> None:
     stream, second = make_stream("k long, t timestamp"), make_stream("k long, t timestamp")
 

@@ -37,6 +37,7 @@ def goes_on_with(request: pytest.FixtureRequest, spark: SparkSession) -> Iterato
     cluster.conf = before
 
 
+@pytest.mark.in_turns("checkpoint", "savepoint")
 @pytest.mark.parametrize("kind", ["checkpoint", "savepoint"])
 @pytest.mark.parametrize("made_by", BACKENDS)
 def test_query_continues_from_stored_format_1(

@@ -12,7 +12,7 @@ from spark_bridge import QueryableStateClient, aggregate, restore_savepoint, sta
 from spark_bridge import functions as S
 from tests.spark_bridge.conftest import Stream, settle
 
-pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42]
+pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 
 
 def test_outputs_of_a_running_aggregate_change_at_restarts(stream: Stream, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_joins(awkward: Stream, make_stream: Callable[..., Stream]) -> None:
     assert by_key.columns == ["user.id", "USER.ID", "two words", *VALUES, TIME, "two WORDS", "w", "t"]
 
 
+@pytest.mark.thorough  # otherwise: the tests of each entry point, with usual names
 def test_state_by_every_entry_point(awkward: Stream, spark: SparkSession, tmp_path: Path) -> None:
     query = (
         totals(awkward.read())

@@ -121,7 +121,6 @@ def same(ours: Running, native: Running, at_least: int = 15) -> Counter[Any]:
 
 
 @pytest.mark.matrix
-@pytest.mark.spark42
 @pytest.mark.parametrize("how", ["full", *map(only_thorough, ("inner", "left", "right", "left_semi", "left_anti"))])
 def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     sides.add(FILES)
@@ -129,7 +128,6 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     same(begin(sides, sides.ours(how), "ours"), begin(sides, sides.native(how), "native"))
 
 
-@pytest.mark.spark42
 def test_aggregate_after_a_join_equals_sparks(sides: Sides) -> None:
     """Rows that have waited are not late behind the join, and windows come when no more rows can."""
     sides.add(FILES)

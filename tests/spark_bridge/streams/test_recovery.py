@@ -192,7 +192,7 @@ def gated(gate: Path) -> MapInArrow:
     return run
 
 
-@pytest.mark.parametrize("cluster", [only_thorough("same"), "own"])
+@pytest.mark.parametrize("cluster", map(only_thorough, ("same", "own")))
 def test_newer_of_two_drivers_on_one_checkpoint_wins(
     flow: Flow, client: QueryableStateClient, tmp_path: Path, cluster: str
 ) -> None:

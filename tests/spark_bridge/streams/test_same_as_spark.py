@@ -12,6 +12,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_bridge import transform_with_state, transform_with_state_in_pandas
+from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.processors import (
     BY,
@@ -73,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*map(only_thorough, list(CASES)[:-1]), list(CASES)[-1]])
 def test_random_commands(make_stream: Callable[..., Stream], native: None, tmp_path: Path, case: str) -> None:
     from pyspark.sql.streaming import StatefulProcessor
 

@@ -358,7 +358,7 @@ def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Pat
     assert "redacted" in written
 
 
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 @pytest.mark.parametrize("output_mode", ["update", "complete"])
 def test_aggregate_over_all_rows_emits_the_same_as_spark(stream: Stream, output_mode: str) -> None:
     """The first batch and the third have no rows behind the filter."""

@@ -282,7 +282,6 @@ def outputs(found: dict[int, list[Any]]) -> list[Any]:
     [
         ("aggregate", "HDFSBackedStateStoreProvider", False),
         ("windows", "RocksDBStateStoreProvider", True),
-        ("outer join", "RocksDBStateStoreProvider", True),
         *starmap(
             only_thorough,
             (
@@ -292,6 +291,7 @@ def outputs(found: dict[int, list[Any]]) -> list[Any]:
                 ("duplicates within the watermark", "RocksDBStateStoreProvider", False),
                 ("processor", "RocksDBStateStoreProvider", True),
                 ("group state", "HDFSBackedStateStoreProvider", False),
+                ("outer join", "RocksDBStateStoreProvider", True),
                 ("inner join", "HDFSBackedStateStoreProvider", False),
                 ("semi join", "RocksDBStateStoreProvider", False),
             ),

@@ -88,7 +88,7 @@ def test_state_keeps_its_meaning_when_its_schema_evolves(make_stream: Callable[.
     assert "total long)" in error and "(total integer, last string)" in error, error
 
 
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 def test_an_error_of_the_processor_ends_the_query_and_changes_nothing(make_stream: Callable[..., Stream]) -> None:
     stream = make_stream("k long, v int")
     stream.add([(1, 5)])
