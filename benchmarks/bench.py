@@ -87,7 +87,6 @@ def sizes_of(comparison: Comparison, kind: Kind, given: Mapping[str, list[str]])
 
 
 def write_results() -> None:
-    """Write ``RESULTS.md`` and the plots, from the kept results."""
     results = load(RESULTS)
     remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
     (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks, WholeRun.load(RESULTS)))
@@ -102,7 +101,6 @@ def write_results() -> None:
 
 
 def show_list() -> None:
-    """Print the comparisons and their sizes."""
     for name, c in COMPARISONS.items():
         where = " and ".join(ENVIRONMENTS[e] for e in c.environments)
         smoke = "" if c.in_smoke else "; not in the smoke run unless it is named"

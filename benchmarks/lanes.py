@@ -83,7 +83,6 @@ def has_spark_4() -> bool:
 
 
 def available() -> list[str]:
-    """Return the contestants that run in this environment."""
     return [c.name for c in CONTESTANTS.values() if has_spark_4() or not c.needs_spark_4]
 
 
@@ -143,7 +142,6 @@ class Input:
         return len(parts)
 
     def draw(self, batches: int) -> None:
-        """Make so many more batches of random rows."""
         for _ in range(batches):
             self.add()
 
@@ -164,8 +162,6 @@ class Input:
 
 @dataclass
 class Lane:
-    """One contestant's query, and the progress of its batches."""
-
     contestant: Contestant
     root: Path
     given: Input
@@ -230,7 +226,6 @@ class Lane:
                 )
 
     def stop(self) -> None:
-        """Stop the query; it can be started again."""
         self.query.stop()
 
     def note_cpu(self, before: CpuSeconds, batches: int) -> None:
@@ -250,7 +245,6 @@ class Lane:
 
     @property
     def counted(self) -> list[dict[str, Any]]:
-        """Return the progress of the batches that count."""
         return self.progress[self.counted_from :]
 
 
@@ -287,7 +281,6 @@ def start(
 
 
 def described(names: Sequence[str]) -> dict[str, Described]:
-    """Return contestants of ``totals`` as the report shows them."""
     return {n: Described(c.label, {**c.settings, **c.arguments}, c.is_ours) for n in names if (c := CONTESTANTS[n])}
 
 
@@ -372,7 +365,6 @@ def measured_of(names: Sequence[str]) -> Measured:
 
 
 def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
-    """Return the steps of Spark's query progress."""
     steps: Figures = defaultdict(list)
     for event in progress:
         for name, milliseconds in event["durationMs"].items():

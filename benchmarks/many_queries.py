@@ -101,7 +101,6 @@ class Load:
         query.upload_snapshots()
 
     def beat(self, number: int) -> None:
-        """Send one host's heartbeat about all runs that it holds."""
         parts = {q.run: q.hosts[number] for q in self.queries if any(q.hosts[number].owned.values())}
         info = self.infos[number]
         orders = self.call("heartbeat_host", info.host_id, info.incarnation, {r: h.version for r, h in parts.items()})
@@ -109,12 +108,10 @@ class Load:
             raise RuntimeError(f"{info.host_id} was forgotten: {orders}")
 
     def renew(self, number: int) -> None:
-        """Renew the leases of all runs."""
         if self.call("renew_leases", [q.run for q in self.queries if q.is_registered]):
             raise RuntimeError("The coordinator has forgotten runs.")
 
     def beat_driver(self, number: int) -> None:
-        """Send the driver's heartbeat about one query."""
         query = self.queries[number]
         if query.is_registered and not self.call("driver_heartbeat", query.run):
             raise RuntimeError("The coordinator has forgotten a run.")
@@ -141,8 +138,6 @@ def empty_actor() -> Callable[[], Any]:
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
-        """An empty actor."""
-
         def __init__(self) -> None:
             take_ordinary_priority()
 
@@ -259,7 +254,6 @@ def broken_limits(found: dict[str, Any]) -> list[str]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the figures."""
     memory = found["memory_mib"]
     table = Table(
         title=f"{found['queries']} queries, {found['partitions']:,} partitions, {found['hosts']} hosts, a batch per "

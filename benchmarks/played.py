@@ -61,8 +61,6 @@ class TasksOf:
 
 
 class HostHere:
-    """A host and its tasks, in the host's process."""
-
     def __init__(self, info: HostInfo, coordinator: CoordinatorPort, directory: Path, conf: StateStoreConf) -> None:
         self.info = info
         self.host = Host(info, coordinator, directory, conf=conf)
@@ -258,7 +256,6 @@ class Shape:
 
     @property
     def slots_of_a_host(self) -> int:
-        """Return how many tasks run at once at one host."""
         return -(-(self.slots or self.operators * self.partitions) // self.hosts)
 
 

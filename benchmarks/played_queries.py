@@ -119,7 +119,6 @@ class InActor:
         self._process = psutil.Process(self.call("describe")["pid"])
 
     def call(self, method: str, *args: Any) -> Any:
-        """Send one message, and return the answer."""
         return self._get(getattr(self._actor, method).remote(*args))
 
     def end(self) -> None:
@@ -130,7 +129,6 @@ class InActor:
         return float(times.user + times.system)
 
     def resident(self) -> int:
-        """Return the bytes of memory that are in use."""
         return int(self._process.memory_info().rss)
 
 

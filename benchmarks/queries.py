@@ -300,7 +300,6 @@ def scan(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the measurements that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("beside-stream", "scan"))
     parser.add_argument("--keys", type=int, default=1_000_000)

@@ -109,7 +109,6 @@ def fill(provider: LocalStateStoreProvider, keys: pa.BinaryArray, values: pa.Bin
 
 
 def raw_options(*, documented: bool) -> Options:
-    """Return the options of rocksdict alone."""
     options = Options(raw_mode=True)
     for name, value in DOCUMENTED.items() if documented else ():
         getattr(options, name)(value)

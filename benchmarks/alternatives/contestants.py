@@ -153,7 +153,6 @@ def _call(command: list[str]) -> None:
 
 
 def version_of(package: str, python: Path) -> str:
-    """Return the version of a package in an environment."""
     ask = f"import importlib.metadata as m; print(m.version({package!r}))"
     return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -47,7 +47,6 @@ def run(size: Size, steps: Steps) -> Measured:
 
 
 def _query(call: Any, root: Path, size: Size, each: Any = map) -> PlayedQuery:
-    """Register the hosts and the query with the coordinator."""
     from played_queries import PlayedHost, PlayedQuery, played_hosts, registration_of
 
     from coordinator_actor.messages import HostReport
@@ -68,8 +67,6 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
-        """An empty actor, for Ray's own part of a call."""
-
         def __init__(self) -> None:
             take_ordinary_priority()
 
@@ -105,7 +102,6 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
-    """Return the calls a second of all callers."""
     end = time.perf_counter() + seconds
 
     def caller(first: int) -> int:

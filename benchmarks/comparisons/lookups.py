@@ -209,7 +209,6 @@ class _Stream:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End the query."""
         self._query.stop()
 
 

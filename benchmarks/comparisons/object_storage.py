@@ -45,7 +45,6 @@ class Row:
 
     @classmethod
     def of(cls, text: str) -> Row:
-        """Read a row. Raises ``ValueError``."""
         try:
             partitions, hosts, where = text.split("/")
             row = cls(int(partitions), int(hosts), where)
@@ -69,21 +68,17 @@ class Row:
 
     @property
     def storage(self) -> str:
-        """Return where the state is, in words."""
         if self.where == LOCAL:
             return "local disk"
         return f"S3 + {self.where.removesuffix('t')} ms" + (", heavy tail" if self.has_tail else "")
 
     @property
     def name(self) -> str:
-        """Return the name of the row."""
         return f"{self.partitions} partitions, {self.hosts} hosts, {self.storage}"
 
 
 @dataclass
 class Played:
-    """One stream of a contestant in one row, and its measurements."""
-
     row: Row
     contestant: str
     stream: PlayedStream
@@ -163,7 +158,6 @@ def run(size: Size, steps: Steps) -> Measured:
 
 
 def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
-    """Run all rows of one number of partitions and hosts, in turns."""
     from played import Shape, played_cluster
 
     from backends.conf import StateStoreConf

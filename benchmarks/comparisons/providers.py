@@ -40,7 +40,6 @@ def _contestants(documented: dict[str, Any]) -> dict[str, Contestant]:
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Measure get, scan and put, each in turns."""
     import numpy as np
     import store
 

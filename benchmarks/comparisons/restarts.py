@@ -35,7 +35,6 @@ def _input(root: Path, size: Size) -> Input:
 def _filled_and_stopped(
     spark: Any, names: list[str], root: Path, given: Input, batches: int, steps: Steps
 ) -> dict[str, Lane]:
-    """Fill one query after the other, and stop it."""
     import lanes
 
     running = {}

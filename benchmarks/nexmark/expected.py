@@ -37,7 +37,6 @@ _TYPES = {
 
 
 def output_schema(query: str) -> pa.Schema:
-    """Return the columns of a query's output."""
     return pa.schema([pa.field(name, _TYPES.get(name, pa.int64())) for name in OUTPUTS[query]])
 
 

@@ -116,7 +116,6 @@ class Draws:
     _count: int = field(default=0, init=False)
 
     def bits(self) -> npt.NDArray[np.uint64]:
-        """Draw 64 random bits."""
         place = self.numbers.astype(np.uint64) * _DRAWS_PER_EVENT + np.uint64(self._count)
         self._count += 1
         if self._count > int(_DRAWS_PER_EVENT):
@@ -136,7 +135,6 @@ class Draws:
         return values
 
     def one_of(self, values: pa.Array) -> pa.Array:
-        """Draw one of some values, all as likely."""
         return values.take(pa.array(self.below(len(values))))
 
     def letters(self, lengths: Longs) -> pa.StringArray:
@@ -148,7 +146,6 @@ class Draws:
         return self._texts(_pool(ord(special)), 3 + self.below(max_length - 3))
 
     def digits(self, count: int) -> pa.StringArray:
-        """Draw so many decimal digits for each event."""
         wanted, digits = self.below(10**count), np.empty((len(self.numbers), count), np.uint8)
         for place in reversed(range(count)):
             wanted, digit = np.divmod(wanted, 10)
@@ -262,7 +259,6 @@ def events(conf: NexmarkConf, first: int, count: int) -> pa.RecordBatch:
 
 
 def batches(conf: NexmarkConf, events_per_batch: int, count: int) -> Iterator[pa.RecordBatch]:
-    """Return the stream's first batches."""
     for i in range(count):
         yield events(conf, i * events_per_batch, events_per_batch)
 
@@ -297,17 +293,14 @@ def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int)
 
 
 def auctions_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the auctions among events, with their ``date_time``."""
     return _of_type(batch, AUCTION, "auction")
 
 
 def bids_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the bids among events, with their ``date_time``."""
     return _of_type(batch, BID, "bid")
 
 
 def people_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the people among events, with their ``date_time``."""
     return _of_type(batch, PERSON, "person")
 
 
@@ -446,7 +439,6 @@ def _struct(kind: pa.StructType, columns: list[Longs | pa.Array]) -> pa.StructAr
 
 
 def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.RecordBatch:
-    """Return one event with other values of some fields."""
     place = kind + 1
     struct_type = SCHEMA.field(place).type
     struct = batch.column(place)

@@ -88,17 +88,14 @@ CLOSES_BY_WATERMARK = frozenset({"q4", "q9", "q11"})
 
 
 def bids(events: DataFrame) -> DataFrame:
-    """Return the bids among the events."""
     return events.where(F.col("event_type") == BID).select("bid.*", "date_time")
 
 
 def auctions(events: DataFrame) -> DataFrame:
-    """Return the auctions among the events."""
     return events.where(F.col("event_type") == AUCTION).select("auction.*", "date_time")
 
 
 def timed(events: DataFrame) -> DataFrame:
-    """Return the events with Nexmark's watermark."""
     return events.withWatermark("date_time", WATERMARK_DELAY)
 
 
@@ -329,7 +326,6 @@ def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    """Join and then aggregate, in one query."""
     # Only one column may keep its watermark.
     rows = _matched_natively(events, conf).withColumn("bid_us", F.expr("unix_micros(bid_date_time)"))
     best = F.struct((-F.col("price")).alias("low"), F.col("bid_us"), F.col("bidder"), F.col("bid_extra"))

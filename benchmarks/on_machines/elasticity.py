@@ -36,7 +36,6 @@ PROBES = 3
 
 
 def measured(shape: Shape, settle: int) -> dict[str, Any]:
-    """Run it; return what was seen."""
     marks: dict[str, float] = {}
     with Lab(MACHINES) as lab:
         start_ray(lab, [1, 1])
@@ -131,7 +130,6 @@ def read_of(steps: dict[str, float]) -> float:
 
 
 def first_seen(places: list[dict[str, Any]], what: str) -> dict[str, float]:
-    """Return when each machine first had one."""
     found: dict[str, float] = {}
     for event in places:
         for ip in event[what]:
@@ -146,7 +144,6 @@ def moved(places: list[dict[str, Any]], since: float, until: float) -> int:
 
 
 def within(events: list[dict[str, Any]], since: float, until: float) -> list[dict[str, Any]]:
-    """Return the events between two moments."""
     return [event for event in events if since <= event["at"] <= until]
 
 

@@ -36,7 +36,6 @@ BEYOND_RAY_SECONDS = 5.0
 
 
 def measured(shape: Shape, turns: int, settle: int) -> dict[str, Any]:
-    """Lose machines in turns; return what was seen."""
     losses = []
     with Lab(len(CPUS)) as lab:
         start_ray(lab, CPUS)
@@ -108,7 +107,6 @@ def summary(stream: RunningStream, kind: str, address: str, began: float, lost: 
 
 
 def broken_limits(found: dict[str, Any]) -> list[str]:
-    """Return in words which limits are broken."""
     broken = [
         f"{loss['kind']}: the next batch came {loss['beyond_ray_seconds']} s behind Ray's detection"
         for loss in found["losses"]

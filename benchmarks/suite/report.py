@@ -74,7 +74,6 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
 
 
 def in_words(slower: Sequence[Slower]) -> list[str]:
-    """Return a sentence for each thing that has become slower."""
     return [
         f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {s.kept} times as "
         f"fast as {s.other}, and is {s.now}: {s.times:.1f} times slower than kept."
@@ -385,7 +384,6 @@ class WholeRun:
     again: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return the sentence about the run in ``RESULTS.md``."""
         minutes = round(self.seconds / 60)
         took = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
         again = f" Measured again since: {', '.join(self.again)}; each part has its date and commit." * bool(self.again)

@@ -41,8 +41,6 @@ QUIET = 10.0
 
 
 class Steps:
-    """Takes the reports of a comparison."""
-
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=True)
         self._bar: Progress | None = None
@@ -63,12 +61,10 @@ class Steps:
         self._bar = None
 
     def expect(self, steps: int) -> None:
-        """Note that so many more steps will come."""
         self._total += steps
         self._update()
 
     def now(self, what: str) -> None:
-        """Note what is being done."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=what)
         elif time.monotonic() - self._said > QUIET:
@@ -76,12 +72,10 @@ class Steps:
             self.console.print(f"  {self._done} of {self._total or '?'}: {what}", markup=False)
 
     def advance(self, steps: int = 1) -> None:
-        """Note that so many steps are done."""
         self._done += steps
         self._update()
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self.console.print(f"  {text}", markup=False)
 
     def _update(self) -> None:
@@ -213,6 +207,5 @@ def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, a
 
 
 def _in_short(error: BaseException) -> str:
-    """Return one line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'without a word'}"
