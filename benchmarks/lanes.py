@@ -42,7 +42,6 @@ POLLING = "spark.sql.streaming.pollingDelay"
 Each listing starts some processes (Hadoop's, if its native library is missing). The time of a batch begins after it.
 """
 
-
 Figures = dict[str, list[float]]
 """Milliseconds by step, one per batch or task."""
 
@@ -65,10 +64,8 @@ TASK_METRICS = {
     "shuffle KB written": lambda m: m.shuffleWriteMetrics().bytesWritten() / 1e3,
 }
 
-
 CpuSeconds = dict[int, tuple[str, float]]
 """The role of a process and its CPU seconds, by process id."""
-
 
 SLOW_TURNS = 2
 ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
@@ -92,7 +89,6 @@ def session(
     *,
     provider: str = "rocksdb",
     configs: Mapping[str, str] | None = None,
-    memory: str = "1500m",
     object_store_memory: int = 200 << 20,
 ) -> Iterator[SparkSession]:
     """Give a session on RayDP with two executors of one core, two hosts, and the settings of all contestants."""
@@ -106,7 +102,7 @@ def session(
                 "benchmark",
                 num_executors=EXECUTORS,
                 executor_cores=1,
-                executor_memory=memory,
+                executor_memory="1500m",
                 conf=StateStoreConf(provider=provider),
                 configs={
                     "spark.sql.shuffle.partitions": str(partitions),
@@ -286,8 +282,6 @@ def described(names: Sequence[str]) -> dict[str, Described]:
 
 def chosen(wanted: Sequence[str]) -> list[str]:
     """Return the wanted contestants that this environment has. Raises ``ValueError`` for an unknown name."""
-    from lanes import available
-
     if unknown := [name for name in wanted if name not in CONTESTANTS]:
         raise ValueError(f"Unknown contestant {', '.join(unknown)}; the contestants are {', '.join(CONTESTANTS)}.")
     return [name for name in wanted if name in available()]

@@ -99,19 +99,12 @@ ALTERNATIVES = {
         _flink("flink-thread", "thread", "KeyedProcessFunction, mode thread", "slowest"),
         _flink("flink-table", "table", "Table API, GROUP BY", "medium"),
         _flink(
-            "flink-table-mini-batch",
-            "table mini-batch",
-            "Table API, GROUP BY, mini-batches",
-            "medium",
+            *("flink-table-mini-batch", "table mini-batch", "Table API, GROUP BY, mini-batches", "medium"),
             **{"mini-batch.size": "5000", "mini-batch.allow-latency": "1 s"},
         ),
         Alternative("bytewax", BYTEWAX, "bytewax", "Bytewax stateful_map", "medium", settings={"processes": "2"}),
         Alternative(
-            "pathway",
-            PATHWAY,
-            "pathway",
-            "Pathway groupby().reduce()",
-            "medium",
+            *("pathway", PATHWAY, "pathway", "Pathway groupby().reduce()", "medium"),
             settings={"threads": "2"},
             fed_twice=True,
         ),
@@ -163,16 +156,10 @@ PER_CORE = "updates a second and core"
 PER_SECOND = "updates a second on two cores"
 TO_RESULT = "one event, to its result"
 TO_QUERY = "one event, to a value that can be queried"
+UNITS = {PER_CORE: "updates/CPU s", PER_SECOND: "updates/s", TO_RESULT: "ms", TO_QUERY: "ms"}
 AGAINST = "aggregate"
-HEADING = (
-    "contestant",
-    "what it is",
-    "updates a second and core",
-    f"`{AGAINST}` is so many times as fast",
-    "updates a second, 2 cores",
-    "one event: ms to its result",
-    "ms to a value that can be queried",
-)
+HEADING = ("contestant", "what it is", PER_CORE, f"`{AGAINST}` is so many times as fast")
+HEADING += ("updates a second, 2 cores", "one event: ms to its result", "ms to a value that can be queried")
 
 
 def rows(part: Part) -> list[Sequence[str]]:
@@ -185,18 +172,10 @@ def rows(part: Part) -> list[Sequence[str]]:
     for name in names:
         contestant = part.contestants[name]
         times = "" if name == AGAINST or AGAINST not in per_core.turns else str(ratio(per_core, AGAINST, name))
-        queried = _figure(part, TO_QUERY, name)
-        made.append(
-            (
-                f"**{name}**" if contestant.is_ours else name,
-                contestant.label,
-                _figure(part, PER_CORE, name),
-                times,
-                _figure(part, PER_SECOND, name),
-                _figure(part, TO_RESULT, name),
-                queried or ("" if contestant.is_ours else "none"),
-            )
-        )
+        label = f"**{name}**" if contestant.is_ours else name
+        figures = (_figure(part, PER_SECOND, name), _figure(part, TO_RESULT, name))
+        queried = _figure(part, TO_QUERY, name) or ("" if contestant.is_ours else "none")
+        made.append((label, contestant.label, _figure(part, PER_CORE, name), times, *figures, queried))
     return made
 
 

@@ -32,6 +32,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from spark_bridge import aggregate, join
+from spark_bridge import functions as S
+
 from .generator import AUCTION, AUCTION_TYPE, BID, PERSON, NexmarkConf
 
 WATERMARK_DELAY = "4 seconds"
@@ -39,48 +42,18 @@ WATERMARK_DELAY_MS = 4000
 SESSION_GAP = WINDOW = "10 seconds"
 WINDOW_MS = 10_000
 
+_BID_COLUMNS = ["auction", "bidder", "price", "channel", "url"]
+_AUCTION_COLUMNS = ["item_name", "description", "initial_bid", "reserve", "date_time", "expires", "seller", "category"]
+_AUCTION_COLUMNS += ["extra"]
 OUTPUTS = {
     "q4": ["category", "average_price", "auctions", "start_time", "end_time"],
     "q8": ["id", "name", "start_time", "end_time"],
-    "q9": [
-        "id",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-        "auction",
-        "bidder",
-        "price",
-        "bid_date_time",
-        "bid_extra",
-    ],
+    "q9": ["id", *_AUCTION_COLUMNS, "auction", "bidder", "price", "bid_date_time", "bid_extra"],
     "q11": ["bidder", "bid_count", "start_time", "end_time"],
     "q12": ["bidder", "bid_count", "start_time", "end_time"],
-    "q18": ["auction", "bidder", "price", "channel", "url", "date_time", "extra"],
-    "q19": ["auction", "bidder", "price", "channel", "url", "date_time", "extra", "rank_number"],
-    "q20": [
-        "auction",
-        "bidder",
-        "price",
-        "channel",
-        "url",
-        "bid_date_time",
-        "bid_extra",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-    ],
+    "q18": [*_BID_COLUMNS, "date_time", "extra"],
+    "q19": [*_BID_COLUMNS, "date_time", "extra", "rank_number"],
+    "q20": [*_BID_COLUMNS, "bid_date_time", "bid_extra", *_AUCTION_COLUMNS],
 }
 Q20_CATEGORY = 10
 CLOSES_BY_WATERMARK = frozenset({"q4", "q9", "q11"})
@@ -122,9 +95,6 @@ class NexmarkContestant:
 
 
 def q18_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     rows = bids(events).select("bidder", "auction", _last_bid().alias("bid"))
     return _q18(aggregate(rows, by=["bidder", "auction"], operator="last_bids", last=S.max("bid")))
 
@@ -145,9 +115,6 @@ def _q18(df: DataFrame) -> DataFrame:
 
 
 def q19_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     top = S.top_k(_RANKED, TOP)
     return _q19(aggregate(bids(events), by="auction", operator="top_bids", top=top))
 
@@ -169,9 +136,6 @@ def _q19(df: DataFrame) -> DataFrame:
 
 
 def q11_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     session = S.session_window("date_time", SESSION_GAP).alias("window")
     rows = bids(timed(events))
     return _windows(
@@ -188,9 +152,6 @@ def q11_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q12_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     window = S.window("p_time", WINDOW)
     return _windows(aggregate(_with_p_time(events), by=["bidder", window], operator="bids", bid_count=S.count()))
 
@@ -246,8 +207,6 @@ def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 
 def _matched(events: DataFrame, conf: NexmarkConf, of_auction: list[str], of_bid: list[str]) -> DataFrame:
     """Return auctions with the best of the bids that were found together."""
-    from spark_bridge import join
-
     auction, bid = auctions(timed(events)).select("id", *of_auction), _bids_by_id(events).select("id", *of_bid)
     return join(
         auction,
@@ -287,9 +246,6 @@ def _matched_natively(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q4_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     matched = _matched(events, conf, ["category", "date_time", "expires"], ["price", "bid_date_time"])
     keys = ["id", "category", "date_time"]
     won = aggregate(matched, by=keys, operator="winning_prices", output_mode="append", low=S.min("low"))
@@ -316,9 +272,6 @@ def _q4(sums: DataFrame) -> DataFrame:
 
 
 def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     bid = F.struct(*_BEST, *(c for c in _AUCTION if c != "date_time")).alias("bid")
     rows = _matched(events, conf, _AUCTION, _BID).select("id", "date_time", bid)
     best = aggregate(rows, by=["id", "date_time"], operator="winning_bids", output_mode="append", best=S.min("bid"))
@@ -332,17 +285,8 @@ def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     others = [c for c in _AUCTION if c != "date_time"]
     found = rows.drop("bid_date_time").groupBy("id", "date_time")
     rows = found.agg(F.min(best).alias("best"), *(F.first(c).alias(c) for c in others))
-    return q9_columns(
-        rows.select(
-            "id",
-            "date_time",
-            *others,
-            F.col("best.bidder").alias("bidder"),
-            (-F.col("best.low")).alias("price"),
-            F.timestamp_micros("best.bid_us").alias("bid_date_time"),
-            F.col("best.bid_extra").alias("bid_extra"),
-        )
-    )
+    time, price = F.timestamp_micros("best.bid_us").alias("bid_date_time"), (-F.col("best.low")).alias("price")
+    return q9_columns(rows.select("id", "date_time", *others, "best.bidder", price, time, "best.bid_extra"))
 
 
 def q9_columns(df: DataFrame) -> DataFrame:
@@ -354,8 +298,6 @@ def q9_columns(df: DataFrame) -> DataFrame:
 
 
 def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
     people, sellers = _people_and_sellers(events)
     return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
 
@@ -379,8 +321,6 @@ def _q8(df: DataFrame) -> DataFrame:
 
 
 def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
     return join(*_bids_and_auctions(events), on="auction", operator="bids_of_category").select(*OUTPUTS["q20"])
 
 

@@ -365,9 +365,8 @@ class Comparison:
     environments: tuple[str, ...] = (VENV,)
     targets: tuple[Target, ...] = ()
     in_smoke: bool = True
-    picture: Literal["bars", "lines", ""] = ""
+    picture: Literal["bars", "lines", ""] = "bars"
     x_label: str = ""
-    command: str = ""
     table: Table | None = None
 
     def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:

@@ -174,16 +174,10 @@ def _figures(comparison: Comparison, part: Part) -> list[str]:
         for i, name in enumerate(case.turns):
             spread = Spread.of(case.figures(name))
             label = f"**{name}**" if part.contestants[name].is_ours else name
-            rows.append(
-                (
-                    case.name if i == 0 else "",
-                    label,
-                    f"{amount(spread.median)} {case.unit}",
-                    f"{amount(spread.low)} to {amount(spread.high)}",
-                    str(len(case.turns[name])),
-                    *(_against(part, case, name, other) for other in others),
-                )
-            )
+            least_and_most = f"{amount(spread.low)} to {amount(spread.high)}"
+            times = [_against(part, case, name, other) for other in others]
+            what = [case.name if i == 0 else "", label, f"{amount(spread.median)} {case.unit}", least_and_most]
+            rows.append([*what, str(len(case.turns[name])), *times])
     return [_table(heading, rows), ""]
 
 
@@ -209,7 +203,7 @@ def _circumstances(comparison: Comparison, part: Part) -> list[str]:
     size = ", ".join(f"{name} {_size(value)}" for name, value in part.size.items())
     versions = ", ".join(f"{name} {version}" for name, version in part.versions.items()) or "not known"
     machine = f"{part.machine['cores']}; {part.machine['memory']}; load {part.machine['load']} at the start"
-    command = comparison.command or f'make bench ARGS="{_arguments(comparison, part)}"'
+    command = f'make bench ARGS="{_arguments(comparison, part)}"'
     return [
         f"Size: {size}.  ",
         f"Versions: {versions}.  ",
