@@ -250,10 +250,8 @@ def start(
     """Start the lane's query, or start it again; it waits for input. ``settings`` are Spark's, for this query alone."""
     given, contestant = lane.given, lane.contestant
     (lane.root / "input").mkdir(parents=True, exist_ok=True)
-    reader = spark.readStream.schema(given.workload.input).option(
-        "maxFilesPerTrigger", files_per_trigger or given.files
-    )
-    df = reader.parquet(f"{lane.root}/input/*")
+    reader = spark.readStream.schema(given.workload.input)
+    df = reader.option("maxFilesPerTrigger", files_per_trigger or given.files).parquet(f"{lane.root}/input/*")
     chosen = {**contestant.settings, **(settings or {})}
     usual = {name: spark.conf.get(name, None) for name in chosen}
     try:

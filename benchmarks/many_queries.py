@@ -187,8 +187,7 @@ def play(load: Load) -> list[Sample]:
         for first in range(0, hosts, share)
     ]
     loops += [(HEARTBEAT_SECONDS, 1, load.renew, 0.0), (HEARTBEAT_SECONDS, queries, load.beat_driver, 0.0)]
-    loops += [(EMPTY_SECONDS, 1, load.call_empty, 0.0)]
-    loops += [(LOCATE_SECONDS, queries, load.locate, 0.0)]
+    loops += [(EMPTY_SECONDS, 1, load.call_empty, 0.0), (LOCATE_SECONDS, queries, load.locate, 0.0)]
     samples: list[Sample] = []
     with ThreadPoolExecutor(len(loops)) as pool:
         load.latencies.began = began = time.perf_counter()
@@ -218,24 +217,16 @@ def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
         ms = kept[:, 1]
         p50, p99 = np.percentile(ms, [50, 99])
         messages[kind] = {"count": len(ms), "p50": round(p50, 3), "p99": round(p99, 3), "most": round(ms.max(), 3)}
-    middle = samples[len(samples) // 2].memory
+    moments = {"first": samples[0], "half": samples[len(samples) // 2], "last": samples[-1]}
     owned = [sum(len(ps) for q in load.queries for ps in q.hosts[i].owned.values()) for i in range(options.hosts)]
     return {
-        "queries": options.queries,
-        "partitions": options.partitions,
-        "hosts": options.hosts,
-        "interval": options.interval,
-        "retain": options.retain,
+        **{name: getattr(options, name) for name in ("queries", "partitions", "hosts", "interval", "retain")},
         "seconds": round(samples[-1].at, 1),
         "batches": sum(q.batch for q in load.queries),
         "late": load.late,
         "partitions_of_a_host": [min(owned), max(owned)],
         "cores": round(float(np.mean([s.cores for s in samples])), 3),
-        "memory_mib": {
-            "first": round(samples[0].memory / MIB, 1),
-            "half": round(middle / MIB, 1),
-            "last": round(samples[-1].memory / MIB, 1),
-        },
+        "memory_mib": {moment: round(sample.memory / MIB, 1) for moment, sample in moments.items()},
         "messages_ms": messages,
         "samples": [[round(s.at, 1), round(s.cores, 3), round(s.memory / MIB, 1)] for s in samples],
     }

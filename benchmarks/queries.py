@@ -102,10 +102,8 @@ def running_redis(keys: int) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.2), 50)
         client = redis.Redis(port=port, retry_on_error=[redis.ConnectionError], retry=retry)
@@ -226,9 +224,7 @@ def beside_stream(arguments: argparse.Namespace) -> None:
             return [p["durationMs"]["triggerExecution"] / 1e3 for p in done]
 
         batches(5)
-        alone: list[float] = []
-        beside: list[float] = []
-        latencies: list[Figures] = []
+        alone, beside, latencies = list[float](), list[float](), list[Figures]()
         for _ in range(arguments.rounds):
             alone += batches(arguments.batches)
             expected = statistics.median(alone) * arguments.batches

@@ -85,7 +85,6 @@ class NexmarkContestant:
 
     query: str
     name: str
-    label: str
     make: Make
     output_mode: str = "append"
     needs_spark_4: bool = False
@@ -170,9 +169,6 @@ def _windows(df: DataFrame) -> DataFrame:
     return df.select(
         "bidder", "bid_count", F.col("window.start").alias("start_time"), F.col("window.end").alias("end_time")
     )
-
-
-# q9: winning bids
 
 
 # The queries that join streams. In q4 and q9 only bids up to the end of their auction count, and the joins know the
@@ -343,22 +339,22 @@ def longest_auction_ms(conf: NexmarkConf) -> int:
 
 
 CONTESTANTS = (
-    NexmarkContestant("q4", "join", "join and aggregate", q4_join),
-    NexmarkContestant("q4", "native", "Spark join and groupBy().agg()", q4_native),
-    NexmarkContestant("q8", "join", "join", q8_join),
-    NexmarkContestant("q8", "native", "Spark join", q8_native),
-    NexmarkContestant("q9", "join", "join and aggregate", q9_join),
-    NexmarkContestant("q9", "native", "Spark join and groupBy().agg()", q9_native),
-    NexmarkContestant("q11", "aggregate", "aggregate", q11_aggregate),
-    NexmarkContestant("q11", "native", "Spark groupBy(session_window).agg()", q11_native),
-    NexmarkContestant("q12", "aggregate", "aggregate", q12_aggregate),
-    NexmarkContestant("q12", "native", "Spark groupBy(window).agg()", q12_native, "update"),
-    NexmarkContestant("q18", "aggregate", "aggregate", q18_aggregate),
-    NexmarkContestant("q18", "native", "Spark groupBy().agg()", q18_native, "update"),
-    NexmarkContestant("q20", "join", "join", q20_join),
-    NexmarkContestant("q20", "native", "Spark join", q20_native),
-    NexmarkContestant("q19", "aggregate", "aggregate", q19_aggregate),
-    NexmarkContestant("q19", "native", "Spark groupBy().agg(max_by(..., 10))", q19_native, "update", True),
+    NexmarkContestant("q4", "join", q4_join),
+    NexmarkContestant("q4", "native", q4_native),
+    NexmarkContestant("q8", "join", q8_join),
+    NexmarkContestant("q8", "native", q8_native),
+    NexmarkContestant("q9", "join", q9_join),
+    NexmarkContestant("q9", "native", q9_native),
+    NexmarkContestant("q11", "aggregate", q11_aggregate),
+    NexmarkContestant("q11", "native", q11_native),
+    NexmarkContestant("q12", "aggregate", q12_aggregate),
+    NexmarkContestant("q12", "native", q12_native, "update"),
+    NexmarkContestant("q18", "aggregate", q18_aggregate),
+    NexmarkContestant("q18", "native", q18_native, "update"),
+    NexmarkContestant("q20", "join", q20_join),
+    NexmarkContestant("q20", "native", q20_native),
+    NexmarkContestant("q19", "aggregate", q19_aggregate),
+    NexmarkContestant("q19", "native", q19_native, "update", True),
 )
 
 

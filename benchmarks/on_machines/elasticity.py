@@ -208,6 +208,13 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def status(broken: list[str]) -> int:
+    """Print the broken limits, and return the status of the process."""
+    for words in broken:
+        print(f"BROKEN: {words}")
+    return 1 if broken else 0
+
+
 def main() -> int:
     """Measure, print, and write the results; return 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -224,10 +231,7 @@ def main() -> int:
         (RESULTS / "elasticity.json").write_text(json.dumps(found) + "\n")
         for name, drawn in pictures(found).items():
             (RESULTS / f"{name}.svg").write_text(drawn)
-    broken = broken_limits(found)
-    for words in broken:
-        print(f"BROKEN: {words}")
-    return 1 if broken else 0
+    return status(broken_limits(found))
 
 
 if __name__ == "__main__":

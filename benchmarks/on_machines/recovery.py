@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_machines.elasticity import RESULTS, check, within
+from benchmarks.on_machines.elasticity import RESULTS, check, status, within
 from benchmarks.on_machines.programs import Shape
 from benchmarks.on_machines.running import RunningStream
 from tests.lab.lab import Lab
@@ -129,10 +129,7 @@ def main() -> int:
     found = measured(Shape(options.keys, options.rows), options.turns, options.settle)
     if not options.no_write:
         (RESULTS / "recovery.json").write_text(json.dumps(found, indent=1) + "\n")
-    broken = broken_limits(found)
-    for words in broken:
-        print(f"BROKEN: {words}")
-    return 1 if broken else 0
+    return status(broken_limits(found))
 
 
 if __name__ == "__main__":

@@ -286,6 +286,12 @@ class Slower:
         """Return how many times slower it is, relative to the other contestant."""
         return self.kept.median / self.now.median
 
+    def __str__(self) -> str:
+        return (
+            f"{self.comparison} on {ENVIRONMENTS[self.environment]}, {self.case}: {self.contestant} was {self.kept} "
+            f"times as fast as {self.other}, and is {self.now}: {self.times:.1f} times slower than kept."
+        )
+
 
 def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
     """Return what has become ``times`` slower than the kept result, relative to the contestant of the comparison.

@@ -9,20 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.model import (
-    ENVIRONMENTS,
-    Case,
-    Comparison,
-    Contestant,
-    Judged,
-    Part,
-    Result,
-    Slower,
-    Spread,
-    amount,
-    judge,
-    ratio,
-)
+from suite.model import ENVIRONMENTS, Case, Comparison, Contestant, Judged, Part, Result, Spread, amount, judge, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,14 +58,6 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
             if part.failure is None and (picture := _picture(comparison, part)):
                 found[_plot_name(comparison, part)] = picture
     return found
-
-
-def in_words(slower: Sequence[Slower]) -> list[str]:
-    return [
-        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {s.kept} times as "
-        f"fast as {s.other}, and is {s.now}: {s.times:.1f} times slower than kept."
-        for s in slower
-    ]
 
 
 # -- targets -------------------------------------------------------------------------------------
