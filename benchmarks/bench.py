@@ -141,8 +141,8 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
             if kind == "full":
                 WholeRun.record_again(RESULTS, [f"{comparison.name} on {ENVIRONMENTS[environment]}"])
                 write_results()
-    for line in found:
-        console.print(f"slower: {line}", style="yellow", markup=False)
+    for ratio in found:
+        console.print(f"slower: {ratio}", style="yellow", markup=False)
     for line in failed:
         console.print(f"failed: {line}", style="bold red", markup=False)
     if kind == "smoke" and not failed:

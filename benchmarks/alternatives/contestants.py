@@ -99,7 +99,8 @@ ALTERNATIVES = {
         _flink("flink-thread", "thread", "KeyedProcessFunction, mode thread", "slowest"),
         _flink("flink-table", "table", "Table API, GROUP BY", "medium"),
         _flink(
-            *("flink-table-mini-batch", "table mini-batch", "Table API, GROUP BY, mini-batches", "medium"),
+            *("flink-table-mini-batch", "table mini-batch", "Table API, GROUP BY, mini-batches"),
+            pace="medium",
             **{"mini-batch.size": "5000", "mini-batch.allow-latency": "1 s"},
         ),
         Alternative("bytewax", BYTEWAX, "bytewax", "Bytewax stateful_map", "medium", settings={"processes": "2"}),
@@ -158,8 +159,10 @@ TO_RESULT = "one event, to its result"
 TO_QUERY = "one event, to a value that can be queried"
 UNITS = {PER_CORE: "updates/CPU s", PER_SECOND: "updates/s", TO_RESULT: "ms", TO_QUERY: "ms"}
 AGAINST = "aggregate"
-HEADING = ("contestant", "what it is", PER_CORE, f"`{AGAINST}` is so many times as fast")
-HEADING += ("updates a second, 2 cores", "one event: ms to its result", "ms to a value that can be queried")
+HEADING = (
+    *("contestant", "what it is", PER_CORE, f"`{AGAINST}` is so many times as fast"),
+    *("updates a second, 2 cores", "one event: ms to its result", "ms to a value that can be queried"),
+)
 
 
 def rows(part: Part) -> list[Sequence[str]]:
@@ -168,14 +171,14 @@ def rows(part: Part) -> list[Sequence[str]]:
     if per_core is None:
         return []
     names = sorted(per_core.turns, key=lambda name: -Spread.of(per_core.figures(name)).median)
-    made = []
+    made: list[Sequence[str]] = []
     for name in names:
         contestant = part.contestants[name]
         times = "" if name == AGAINST or AGAINST not in per_core.turns else str(ratio(per_core, AGAINST, name))
         label = f"**{name}**" if contestant.is_ours else name
-        figures = (_figure(part, PER_SECOND, name), _figure(part, TO_RESULT, name))
-        queried = _figure(part, TO_QUERY, name) or ("" if contestant.is_ours else "none")
-        made.append((label, contestant.label, _figure(part, PER_CORE, name), times, *figures, queried))
+        per_second, result, queried = (_figure(part, case, name) for case in (PER_SECOND, TO_RESULT, TO_QUERY))
+        queried = queried or ("" if contestant.is_ours else "none")
+        made.append((label, contestant.label, _figure(part, PER_CORE, name), times, per_second, result, queried))
     return made
 
 

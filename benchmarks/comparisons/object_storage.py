@@ -246,9 +246,11 @@ def _p99(values: Sequence[float]) -> float:
 
 # -- the table -----------------------------------------------------------------------------------
 
-HEADING = ("partitions", "hosts", "storage", "requests a batch", "at most", "batch p50", "p99")
-HEADING += ("p50 more than on a local disk", "KiB written, read a batch", "dollars a month", "targets")
-HEADING += ("a file a partition: requests", "p50", "dollars a month")
+HEADING = (
+    *("partitions", "hosts", "storage", "requests a batch", "at most", "batch p50", "p99"),
+    *("p50 more than on a local disk", "KiB written, read a batch", "dollars a month", "targets"),
+    *("a file a partition: requests", "p50", "dollars a month"),
+)
 
 
 def lines(part: Part) -> list[list[str]]:
@@ -265,8 +267,8 @@ def lines(part: Part) -> list[list[str]]:
             continue
         more = f"{ours[MORE]} ms" + (f" (at most {MORE_MS:g})" if _has_time(row) else "")
         verdict = "reached" if _judged(row, ours) else "**not reached**"
-        requests, size = [ours[REQUESTS], str(row.hosts + MORE_REQUESTS)], f"{ours[WRITTEN]}, {ours[READ]}"
-        found.append([*where, *requests, *times, more, size, ours[COST], verdict, *others])
+        most, size = str(row.hosts + MORE_REQUESTS), f"{ours[WRITTEN]}, {ours[READ]}"
+        found.append([*where, ours[REQUESTS], most, *times, more, size, ours[COST], verdict, *others])
     for text in part.size["cold"]:
         row = Row.of(text)
         seconds, requests = _median(part, f"{row.name}: {COLD}"), _median(part, f"{row.name}: requests of a {COLD}")

@@ -74,7 +74,7 @@ class Steps:
         self._update()
 
     def turns(self, what: str, contestants: Iterable[str], turns: int) -> Iterator[str]:
-        """Give the contestants, turn by turn; each turn begins with another one. What takes a turn is one step."""
+        """Give the contestants, turn by turn; each turn begins with another one. Each use is one step."""
         for turn in range(turns):
             for name in rotated(list(contestants), turn):
                 self.now(f"{what}: turn {turn + 1} of {turns}, {name}")
