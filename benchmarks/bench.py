@@ -87,7 +87,6 @@ def sizes_of(comparison: Comparison, kind: Kind, given: Mapping[str, list[str]])
 
 
 def write_results() -> None:
-    """Write ``RESULTS.md`` and the plots, from the kept results."""
     results = load(RESULTS)
     remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
     (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks, WholeRun.load(RESULTS)))
@@ -102,7 +101,6 @@ def write_results() -> None:
 
 
 def show_list() -> None:
-    """Print the comparisons and their sizes."""
     for name, c in COMPARISONS.items():
         where = " and ".join(ENVIRONMENTS[e] for e in c.environments)
         smoke = "" if c.in_smoke else "; not in the smoke run unless it is named"
@@ -143,8 +141,8 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
             if kind == "full":
                 WholeRun.record_again(RESULTS, [f"{comparison.name} on {ENVIRONMENTS[environment]}"])
                 write_results()
-    for line in report.in_words(found):
-        console.print(f"slower: {line}", style="yellow", markup=False)
+    for ratio in found:
+        console.print(f"slower: {ratio}", style="yellow", markup=False)
     for line in failed:
         console.print(f"failed: {line}", style="bold red", markup=False)
     if kind == "smoke" and not failed:

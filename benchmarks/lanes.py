@@ -42,7 +42,6 @@ POLLING = "spark.sql.streaming.pollingDelay"
 Each listing starts some processes (Hadoop's, if its native library is missing). The time of a batch begins after it.
 """
 
-
 Figures = dict[str, list[float]]
 """Milliseconds by step, one per batch or task."""
 
@@ -65,10 +64,8 @@ TASK_METRICS = {
     "shuffle KB written": lambda m: m.shuffleWriteMetrics().bytesWritten() / 1e3,
 }
 
-
 CpuSeconds = dict[int, tuple[str, float]]
 """The role of a process and its CPU seconds, by process id."""
-
 
 SLOW_TURNS = 2
 ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
@@ -83,7 +80,6 @@ def has_spark_4() -> bool:
 
 
 def available() -> list[str]:
-    """Return the contestants that run in this environment."""
     return [c.name for c in CONTESTANTS.values() if has_spark_4() or not c.needs_spark_4]
 
 
@@ -93,7 +89,6 @@ def session(
     *,
     provider: str = "rocksdb",
     configs: Mapping[str, str] | None = None,
-    memory: str = "1500m",
     object_store_memory: int = 200 << 20,
 ) -> Iterator[SparkSession]:
     """Give a session on RayDP with two executors of one core, two hosts, and the settings of all contestants."""
@@ -107,7 +102,7 @@ def session(
                 "benchmark",
                 num_executors=EXECUTORS,
                 executor_cores=1,
-                executor_memory=memory,
+                executor_memory="1500m",
                 conf=StateStoreConf(provider=provider),
                 configs={
                     "spark.sql.shuffle.partitions": str(partitions),
@@ -143,7 +138,6 @@ class Input:
         return len(parts)
 
     def draw(self, batches: int) -> None:
-        """Make so many more batches of random rows."""
         for _ in range(batches):
             self.add()
 
@@ -164,8 +158,6 @@ class Input:
 
 @dataclass
 class Lane:
-    """One contestant's query, and the progress of its batches."""
-
     contestant: Contestant
     root: Path
     given: Input
@@ -230,7 +222,6 @@ class Lane:
                 )
 
     def stop(self) -> None:
-        """Stop the query; it can be started again."""
         self.query.stop()
 
     def note_cpu(self, before: CpuSeconds, batches: int) -> None:
@@ -250,7 +241,6 @@ class Lane:
 
     @property
     def counted(self) -> list[dict[str, Any]]:
-        """Return the progress of the batches that count."""
         return self.progress[self.counted_from :]
 
 
@@ -260,10 +250,8 @@ def start(
     """Start the lane's query, or start it again; it waits for input. ``settings`` are Spark's, for this query alone."""
     given, contestant = lane.given, lane.contestant
     (lane.root / "input").mkdir(parents=True, exist_ok=True)
-    reader = spark.readStream.schema(given.workload.input).option(
-        "maxFilesPerTrigger", files_per_trigger or given.files
-    )
-    df = reader.parquet(f"{lane.root}/input/*")
+    reader = spark.readStream.schema(given.workload.input)
+    df = reader.option("maxFilesPerTrigger", files_per_trigger or given.files).parquet(f"{lane.root}/input/*")
     chosen = {**contestant.settings, **(settings or {})}
     usual = {name: spark.conf.get(name, None) for name in chosen}
     try:
@@ -287,14 +275,11 @@ def start(
 
 
 def described(names: Sequence[str]) -> dict[str, Described]:
-    """Return contestants of ``totals`` as the report shows them."""
     return {n: Described(c.label, {**c.settings, **c.arguments}, c.is_ours) for n in names if (c := CONTESTANTS[n])}
 
 
 def chosen(wanted: Sequence[str]) -> list[str]:
     """Return the wanted contestants that this environment has. Raises ``ValueError`` for an unknown name."""
-    from lanes import available
-
     if unknown := [name for name in wanted if name not in CONTESTANTS]:
         raise ValueError(f"Unknown contestant {', '.join(unknown)}; the contestants are {', '.join(CONTESTANTS)}.")
     return [name for name in wanted if name in available()]
@@ -372,7 +357,6 @@ def measured_of(names: Sequence[str]) -> Measured:
 
 
 def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
-    """Return the steps of Spark's query progress."""
     steps: Figures = defaultdict(list)
     for event in progress:
         for name, milliseconds in event["durationMs"].items():

@@ -101,7 +101,6 @@ class Load:
         query.upload_snapshots()
 
     def beat(self, number: int) -> None:
-        """Send one host's heartbeat about all runs that it holds."""
         parts = {q.run: q.hosts[number] for q in self.queries if any(q.hosts[number].owned.values())}
         info = self.infos[number]
         orders = self.call("heartbeat_host", info.host_id, info.incarnation, {r: h.version for r, h in parts.items()})
@@ -109,12 +108,10 @@ class Load:
             raise RuntimeError(f"{info.host_id} was forgotten: {orders}")
 
     def renew(self, number: int) -> None:
-        """Renew the leases of all runs."""
         if self.call("renew_leases", [q.run for q in self.queries if q.is_registered]):
             raise RuntimeError("The coordinator has forgotten runs.")
 
     def beat_driver(self, number: int) -> None:
-        """Send the driver's heartbeat about one query."""
         query = self.queries[number]
         if query.is_registered and not self.call("driver_heartbeat", query.run):
             raise RuntimeError("The coordinator has forgotten a run.")
@@ -141,8 +138,6 @@ def empty_actor() -> Callable[[], Any]:
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
-        """An empty actor."""
-
         def __init__(self) -> None:
             take_ordinary_priority()
 
@@ -192,8 +187,7 @@ def play(load: Load) -> list[Sample]:
         for first in range(0, hosts, share)
     ]
     loops += [(HEARTBEAT_SECONDS, 1, load.renew, 0.0), (HEARTBEAT_SECONDS, queries, load.beat_driver, 0.0)]
-    loops += [(EMPTY_SECONDS, 1, load.call_empty, 0.0)]
-    loops += [(LOCATE_SECONDS, queries, load.locate, 0.0)]
+    loops += [(EMPTY_SECONDS, 1, load.call_empty, 0.0), (LOCATE_SECONDS, queries, load.locate, 0.0)]
     samples: list[Sample] = []
     with ThreadPoolExecutor(len(loops)) as pool:
         load.latencies.began = began = time.perf_counter()
@@ -223,24 +217,16 @@ def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
         ms = kept[:, 1]
         p50, p99 = np.percentile(ms, [50, 99])
         messages[kind] = {"count": len(ms), "p50": round(p50, 3), "p99": round(p99, 3), "most": round(ms.max(), 3)}
-    middle = samples[len(samples) // 2].memory
+    moments = {"first": samples[0], "half": samples[len(samples) // 2], "last": samples[-1]}
     owned = [sum(len(ps) for q in load.queries for ps in q.hosts[i].owned.values()) for i in range(options.hosts)]
     return {
-        "queries": options.queries,
-        "partitions": options.partitions,
-        "hosts": options.hosts,
-        "interval": options.interval,
-        "retain": options.retain,
+        **{name: getattr(options, name) for name in ("queries", "partitions", "hosts", "interval", "retain")},
         "seconds": round(samples[-1].at, 1),
         "batches": sum(q.batch for q in load.queries),
         "late": load.late,
         "partitions_of_a_host": [min(owned), max(owned)],
         "cores": round(float(np.mean([s.cores for s in samples])), 3),
-        "memory_mib": {
-            "first": round(samples[0].memory / MIB, 1),
-            "half": round(middle / MIB, 1),
-            "last": round(samples[-1].memory / MIB, 1),
-        },
+        "memory_mib": {moment: round(sample.memory / MIB, 1) for moment, sample in moments.items()},
         "messages_ms": messages,
         "samples": [[round(s.at, 1), round(s.cores, 3), round(s.memory / MIB, 1)] for s in samples],
     }
@@ -259,7 +245,6 @@ def broken_limits(found: dict[str, Any]) -> list[str]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the figures."""
     memory = found["memory_mib"]
     table = Table(
         title=f"{found['queries']} queries, {found['partitions']:,} partitions, {found['hosts']} hosts, a batch per "

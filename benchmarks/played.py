@@ -60,16 +60,10 @@ class TasksOf:
     tasks: Sequence[tuple[str, int]]
 
 
-class HostHere:
-    """A host and its tasks, in the host's process."""
-
+class HostHere(Host):
     def __init__(self, info: HostInfo, coordinator: CoordinatorPort, directory: Path, conf: StateStoreConf) -> None:
-        self.info = info
-        self.host = Host(info, coordinator, directory, conf=conf)
+        super().__init__(info, coordinator, directory, conf=conf)
         self._threads: dict[int, ThreadPoolExecutor] = {}
-
-    def register(self) -> None:
-        self.host.register()
 
     def run(self, given: TasksOf) -> Redirects:
         if given.slots not in self._threads:
@@ -82,28 +76,22 @@ class HostHere:
     def _task(self, given: TasksOf, operator: str, partition: int) -> str | None:
         attempt, batch = f"{partition}.{given.batch}", given.batch
         task = TaskIdentity(given.run_id, operator, partition, batch, attempt, uuid.uuid4().hex, batch)
-        opened = self.host.open(task)
+        opened = self.open(task)
         while opened.loading is not None:
-            opened = self.host.open(task)
+            opened = self.open(task)
         if opened.redirect is not None:
             return opened.redirect
-        self.host.commit(task, changes(partition, batch, given.keys), {})
+        self.commit(task, changes(partition, batch, given.keys), {})
         return None
 
-    def heartbeat(self) -> None:
-        self.host.heartbeat()
-
     def maintain(self) -> None:
-        for begun in self.host.maintenance.do_maintenance():
+        for begun in self.maintenance.do_maintenance():
             begun.result()
-
-    def describe(self) -> dict[str, object]:
-        return self.host.describe()
 
     def close(self) -> None:
         for threads in self._threads.values():
             threads.shutdown()
-        self.host.close()
+        super().close()
 
 
 def changes(partition: int, batch: int, keys: int) -> Changes:
@@ -258,7 +246,6 @@ class Shape:
 
     @property
     def slots_of_a_host(self) -> int:
-        """Return how many tasks run at once at one host."""
         return -(-(self.slots or self.operators * self.partitions) // self.hosts)
 
 

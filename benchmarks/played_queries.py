@@ -27,16 +27,8 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef, changelog_path, seal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.locations import FileRef, digest
-from coordinator_actor.messages import (
-    Acknowledge,
-    BatchGrant,
-    HostInfo,
-    OpenBatch,
-    OperatorSpec,
-    QueryRegistration,
-    Refused,
-    SnapshotUploaded,
-)
+from coordinator_actor import messages
+from coordinator_actor.messages import Acknowledge, BatchGrant, HostInfo, OperatorSpec, QueryRegistration
 from coordinator_actor.run.holds import UPLOAD
 
 SESSION, OPERATOR = "session-1", "totals"
@@ -94,7 +86,7 @@ def acknowledged(
 
 def uploaded(
     host: PlayedHost, operator: str, partition: int, version: int, root: Path, run: str, rng: random.Random
-) -> SnapshotUploaded:
+) -> messages.SnapshotUploaded:
     """Upload the snapshot of a partition to the checkpoint at ``root``, and return the message about the snapshot."""
     head = host.heads[operator, partition]
     path = f"{head.rpartition('/')[0]}/{version}-{rng.randbytes(16).hex()}.snapshot"
@@ -103,7 +95,7 @@ def uploaded(
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
     snapshot = SnapshotRef(version, head, FileRef(path, len(data), digest(data)))
-    return SnapshotUploaded(run, operator, partition, *host.name, snapshot, None)
+    return messages.SnapshotUploaded(run, operator, partition, *host.name, snapshot, None)
 
 
 class InActor:
@@ -119,7 +111,6 @@ class InActor:
         self._process = psutil.Process(self.call("describe")["pid"])
 
     def call(self, method: str, *args: Any) -> Any:
-        """Send one message, and return the answer."""
         return self._get(getattr(self._actor, method).remote(*args))
 
     def end(self) -> None:
@@ -130,7 +121,6 @@ class InActor:
         return float(times.user + times.system)
 
     def resident(self) -> int:
-        """Return the bytes of memory that are in use."""
         return int(self._process.memory_info().rss)
 
 
@@ -206,9 +196,9 @@ class PlayedQuery:
     def root(self) -> Path:
         return Path(self.registration.checkpoint_location)
 
-    def send_all(self, method: str, messages: Iterable[tuple[Any, ...]]) -> list[Any]:
+    def send_all(self, method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Send messages of one kind, made before the first is sent; return the answers in order."""
-        made = list(messages)
+        made = list(arguments)
         started = time.perf_counter()
         answers = list(self.each(lambda args: self.call(method, *args), made))
         self.waited += time.perf_counter() - started
@@ -228,14 +218,15 @@ class PlayedQuery:
         batch = self.batch
         (self.root / "offsets" / str(batch)).write_text("v1\n{}")
         hosts = [h for h in self.hosts if batch == 0 or any(h.owned.values())]
-        grants = self.send_all("open_batch", [(OpenBatch(self.run, batch, *h.name, h.assignment),) for h in hosts])
-        messages = []
+        asked = [(messages.OpenBatch(self.run, batch, *h.name, h.assignment),) for h in hosts]
+        grants = self.send_all("open_batch", asked)
+        changed = []
         for host, grant in zip(hosts, grants, strict=True):
             host.take(grant, batch)
             if made := tuple(acknowledged(host, grant, {OPERATOR: self.partitions}, self.run, self.rng)):
-                messages.append((self.run, *host.name, made))
-        answers = [a for many in self.send_all("acknowledge_many", messages) for a in many]
-        refused = [a for a in answers if isinstance(a, Refused)]
+                changed.append((self.run, *host.name, made))
+        answers = [a for many in self.send_all("acknowledge_many", changed) for a in many]
+        refused = [a for a in answers if isinstance(a, messages.Refused)]
         if refused or not any(a.manifest_id is not None for a in answers):
             raise RuntimeError(f"Batch {batch} of {self.registration.name} is not prepared: {refused[:1] or answers}")
         (self.root / "commits" / str(batch)).write_text("v1\n{}")
@@ -254,8 +245,8 @@ class PlayedQuery:
 
     def beat(self) -> None:
         """Send the heartbeats of all hosts, and take the completed versions of the answers."""
-        messages = [(*h.name, {self.run: h.version}) for h in self.hosts]
-        orders = self.each(lambda args: self.call("heartbeat_host", *args), messages)
+        beats = [(*h.name, {self.run: h.version}) for h in self.hosts]
+        orders = self.each(lambda args: self.call("heartbeat_host", *args), beats)
         for host, order in zip(self.hosts, orders, strict=True):
             if not order.known or order.unload_runs:
                 raise RuntimeError(f"{host.info.host_id} was forgotten: {order}")

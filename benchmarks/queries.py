@@ -45,22 +45,17 @@ console = Console(width=max(Console().width, 120), highlight=False)
 Figures = dict[str, float]
 
 
-def columns(users: Any) -> dict[str, Any]:
-    """Return rows of users; each user's totals can be computed from the user."""
-    return {"user": users, "amount": users * 0.5, "ts": START_US + users}
-
-
-def write_users(directory: Path, first: int, end: int, name: str) -> None:
-    """Write one file with a row of each user; it appears at once."""
-    made = columns(np.arange(first, end, dtype=np.int64))
-    table = pa.table({**made, "ts": pa.array(made["ts"], pa.timestamp("us", tz="UTC"))})
+def write_users(directory: Path, users: Any, name: str) -> None:
+    """Write one file with a row of each user, whose totals can be computed from the user; it appears at once."""
+    times = pa.array(START_US + users, pa.timestamp("us", tz="UTC"))
+    table = pa.table({"user": users, "amount": users * 0.5, "ts": times})
     draft = directory.with_name(f"{name}.draft")
     pq.write_table(table, draft)
     draft.rename(directory / f"{name}.parquet")
 
 
 @contextmanager
-def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
+def running_stream(keys: int, partitions: int) -> Iterator[tuple[Any, Path]]:
     """Give the query and its input directory, once it has so many keys."""
     from spark_bridge import aggregate, init_spark, stop_spark
     from spark_bridge import functions as S
@@ -68,33 +63,25 @@ def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Itera
     root = Path(tempfile.mkdtemp(prefix="statestore-queries-"))
     inbox = root / "in"
     inbox.mkdir()
-    ray = ExitStack()
-    try:
-        ray.enter_context(own_ray(3))
-        spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g", **session)
+    with ExitStack() as ended:
+        ended.callback(shutil.rmtree, root, ignore_errors=True)
+        ended.enter_context(own_ray(3))
+        ended.callback(stop_spark)
+        spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g")
         given = spark.readStream.schema("user long, amount double, ts timestamp").option("maxFilesPerTrigger", 1)
-        totals = aggregate(
-            given.parquet(str(inbox)),
-            by="user",
-            operator=OPERATOR,
-            num_partitions=partitions,
-            n=S.count(),
-            spent=S.sum("amount"),
-            last=S.max("ts"),
-        )
+        figures: dict[str, Any] = {"n": S.count(), "spent": S.sum("amount"), "last": S.max("ts")}
+        rows = given.parquet(str(inbox))
+        totals = aggregate(rows, by="user", operator=OPERATOR, num_partitions=partitions, **figures)
         query = totals.writeStream.option("checkpointLocation", str(root / "ck")).format("noop").start()
         with console.status("Filling the state ...") as status:
             for first in range(0, keys, ROWS_PER_FILE):
-                write_users(inbox, first, min(keys, first + ROWS_PER_FILE), f"users-{first}")
+                end = min(keys, first + ROWS_PER_FILE)
+                write_users(inbox, np.arange(first, end, dtype=np.int64), f"users-{first}")
                 query.processAllAvailable()
-                status.update(f"Filling the state: {min(keys, first + ROWS_PER_FILE):,} keys ...")
+                status.update(f"Filling the state: {end:,} keys ...")
             await_keys(keys)
         yield query, inbox
         query.stop()
-    finally:
-        stop_spark()
-        ray.close()
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def await_keys(keys: int) -> None:
@@ -115,16 +102,11 @@ def running_redis(keys: int) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        client = redis.Redis(
-            port=port,
-            retry_on_error=[redis.ConnectionError],
-            retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.2), 50),
-        )
+        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.2), 50)
+        client = redis.Redis(port=port, retry_on_error=[redis.ConnectionError], retry=retry)
         for first in range(0, keys, 10_000):
             pipe = client.pipeline(transaction=False)
             for user in range(first, min(keys, first + 10_000)):
@@ -211,13 +193,8 @@ def check_equal(port: int, keys: int) -> None:
     users = np.random.default_rng(7).integers(0, keys + 100, 2_000)
     with QueryableStateClient.connect() as client:
         table = client.get_many(OPERATOR, users)
-    ours = list(
-        zip(
-            *(table.column(n).to_pylist() for n in ("n", "spent")),
-            table.column("last").cast(pa.int64()).to_pylist(),
-            strict=True,
-        )
-    )
+    last = table.column("last").cast(pa.int64())
+    ours = list(zip(*(c.to_pylist() for c in (table.column("n"), table.column("spent"), last)), strict=True))
     found = redis.Redis(port=port).mget([redis_key(user) for user in users.tolist()])
     theirs = [(None, None, None) if v is None else tuple(msgpack.unpackb(v)) for v in found]
     different = [(u, o, t) for u, o, t in zip(users.tolist(), ours, theirs, strict=True) if o != t]
@@ -232,7 +209,7 @@ def beside_stream(arguments: argparse.Namespace) -> None:
     """Measure single lookups while the stream commits 100,000 keys a batch, and the stream with and without them."""
     keys, rows = arguments.keys, 100_000
     rng = np.random.default_rng(3)
-    with running_stream(keys, arguments.partitions, {}) as (query, inbox):
+    with running_stream(keys, arguments.partitions) as (query, inbox):
         address, token = connection()
         os.environ["STATESTORE_TOKEN"] = token
         number = 0
@@ -240,21 +217,14 @@ def beside_stream(arguments: argparse.Namespace) -> None:
         def batches(count: int) -> list[float]:
             nonlocal number
             for _ in range(count):
-                users = np.sort(rng.choice(keys, rows, replace=False))
-                made = columns(users)
-                table = pa.table({**made, "ts": pa.array(made["ts"], pa.timestamp("us", tz="UTC"))})
-                draft = inbox.with_name("draft")
-                pq.write_table(table, draft)
-                draft.rename(inbox / f"more-{number}.parquet")
+                write_users(inbox, np.sort(rng.choice(keys, rows, replace=False)), f"more-{number}")
                 number += 1
             query.processAllAvailable()
             done = [p for p in query.recentProgress if p["numInputRows"] == rows][-count:]
             return [p["durationMs"]["triggerExecution"] / 1e3 for p in done]
 
         batches(5)
-        alone: list[float] = []
-        beside: list[float] = []
-        latencies: list[Figures] = []
+        alone, beside, latencies = list[float](), list[float](), list[Figures]()
         for _ in range(arguments.rounds):
             alone += batches(arguments.batches)
             expected = statistics.median(alone) * arguments.batches
@@ -278,7 +248,7 @@ def scan(arguments: argparse.Namespace) -> None:
     """Measure a scan of all rows, and how much the client's memory grows."""
     from spark_bridge import QueryableStateClient
 
-    with running_stream(arguments.keys, arguments.partitions, {}), QueryableStateClient.connect() as client:
+    with running_stream(arguments.keys, arguments.partitions), QueryableStateClient.connect() as client:
         rates = []
         for _ in range(arguments.rounds):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -300,7 +270,6 @@ def scan(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the measurements that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("beside-stream", "scan"))
     parser.add_argument("--keys", type=int, default=1_000_000)

@@ -49,7 +49,6 @@ def report(latencies: list[float], seconds: float, keys_each: int, cpu: float) -
 
 
 def say(line: str) -> None:
-    """Print a line for the process that has started this one."""
     print(line, flush=True)
 
 
@@ -103,7 +102,6 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
 
 
 def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
-    """Read from the state store."""
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
 
     if work == "async":
@@ -155,7 +153,6 @@ def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -
 
 
 def main() -> None:
-    """Run the client that the arguments name."""
     contestant, work, address, seconds, keys, seed = sys.argv[1:7]
     rng = random.Random(int(seed))
     if contestant == "redis":

@@ -23,7 +23,6 @@ KEY, VALUE = 8, 24
 
 
 def main() -> None:
-    """Answer the commands of the standard input."""
     data, directory = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
     size = len(data) // (KEY + 2 * VALUE)
     keys = [data[i : i + KEY] for i in range(0, KEY * size, KEY)]

@@ -112,8 +112,6 @@ def proxy_before(port: int) -> Iterator[ProxiedS3]:
 
 @dataclass
 class Bucket:
-    """The requests to one bucket, and their additional delay."""
-
     delay: float = 0.0
     tail: bool = False
     requests: Counter[str] = field(default_factory=Counter)
@@ -121,7 +119,6 @@ class Bucket:
     received: int = 0
 
     def seconds(self) -> float:
-        """Return how much longer a request takes."""
         slow = self.tail and random.random() < TAIL_SHARE
         return self.delay * (TAIL_TIMES if slow else 1)
 
@@ -134,7 +131,6 @@ class Proxy:
         self._buckets: dict[str, Bucket] = defaultdict(Bucket)
 
     def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out a command of ``ProxiedS3`` and return the answer."""
         bucket = self._buckets[command["bucket"]]
         if "delay" in command:
             bucket.delay, bucket.tail = command["delay"], command["tail"]

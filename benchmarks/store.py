@@ -1,18 +1,7 @@
-"""The cost of the two providers compared with raw rocksdict, and its growth with the state.
+"""The work of the comparison ``provider``: both providers and raw rocksdict get, scan and put the same sorted keys.
 
-    python benchmarks/store.py                                 all but the long sections; some minutes
-    python benchmarks/store.py --only get put --size 100000    some sections, a smaller state
-    python benchmarks/store.py --only commit reload --large    with states of ten million keys
-
-- get, put, scan: a million sorted 8-byte keys with 24-byte values, both providers against rocksdict by itself. Target:
-  60 % of its rate or more. "Arrow" takes and gives Arrow arrays, as a store does; "lists" has its Python ``bytes``
-  ready before the clock starts, and leaves those it gets as they are.
-- commit: 10,000 changed keys on states of several sizes. Target: flat.
-- reload: a store loaded from its snapshot into an empty directory, against a plain copy of the files and opening them.
-- memory: a child process loads a million keys into RocksDB. Target: the caches, the write buffers and 100 MB.
-
-Contestants take turns in every round, each round beginning with another one, so that a slow moment of the machine hits
-all of them. Before they are timed, their results are compared. Ratios are those of medians.
+8-byte keys have 24-byte values. "Arrow" takes and gives Arrow arrays, as a store does; "lists" has its Python ``bytes``
+ready before the clock starts, and leaves those it gets as they are. Results are compared before they are timed.
 """
 
 from __future__ import annotations
@@ -28,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
+from suite.model import rotated
 
-from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
+from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreId
 from backends.providers.standalone_provider import LocalStateStoreProvider
 
 PROVIDERS = {"rocksdb provider": RocksDBStateStoreProvider, "file provider": FileStateStoreProvider}
@@ -53,9 +43,8 @@ Times = dict[str, list[float]]
 def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:
     """Return the seconds that each contestant took, in every round."""
     times: Times = {name: [] for name in contestants}
-    names = list(contestants)
     for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in rotated(list(contestants), i):
             gc.collect()
             times[name].append(contestants[name]())
     return times
@@ -90,12 +79,10 @@ def _fixed(rows: np.ndarray, width: int) -> pa.BinaryArray:
     return pa.Array.from_buffers(pa.binary(width), len(rows), [None, pa.py_buffer(rows.tobytes())]).cast(pa.binary())
 
 
-def open_provider(
-    name: str, directory: Path, conf: StateStoreConf | None = None, *, local: str = "local"
-) -> LocalStateStoreProvider:
+def open_provider(name: str, directory: Path) -> LocalStateStoreProvider:
     """Return a provider with its checkpoint location and its local files below ``directory``."""
-    kind = PROVIDERS[name]
-    return kind(StateStoreId(str(directory / "checkpoint"), "bench", 0), conf, local_dir=directory / local)
+    state = StateStoreId(str(directory / "checkpoint"), "bench", 0)
+    return PROVIDERS[name](state, local_dir=directory / "local")
 
 
 def fill(provider: LocalStateStoreProvider, keys: pa.BinaryArray, values: pa.BinaryArray, per_commit: int) -> None:
@@ -108,10 +95,9 @@ def fill(provider: LocalStateStoreProvider, keys: pa.BinaryArray, values: pa.Bin
         store.commit()
 
 
-def raw_options(*, documented: bool) -> Options:
-    """Return the options of rocksdict alone."""
+def raw_options() -> Options:
     options = Options(raw_mode=True)
-    for name, value in DOCUMENTED.items() if documented else ():
+    for name, value in DOCUMENTED.items():
         getattr(options, name)(value)
     return options
 
@@ -148,10 +134,7 @@ class Loaded:
         for provider in self.providers.values():
             fill(provider, self.keys, self.values, max(1, size // 10))
         self.stores = {name: p.get_store(p.latest_version()) for name, p in self.providers.items()}
-        self.raw = {
-            "raw": Rdict(str(root / "raw"), raw_options(documented=True)),
-            "raw flushed": Rdict(str(root / "raw flushed"), raw_options(documented=True)),
-        }
+        self.raw = {name: Rdict(str(root / name), raw_options()) for name in ("raw", "raw flushed")}
         for name, db in self.raw.items():
             raw_put(db, self.key_list, self.value_list, sync=False)
             if name == "raw flushed":
@@ -235,7 +218,7 @@ def putters(
 
     def raw_side(name: str, *, sync: bool, arrow: bool) -> float:
         directory = root / "turn"
-        db = Rdict(str(directory), raw_options(documented=True))
+        db = Rdict(str(directory), raw_options())
 
         def write(i: int, *, read: bool = False) -> None:
             if read:
@@ -262,9 +245,3 @@ def putters(
     ):
         contestants[name] = lambda name=name, sync=sync, arrow=arrow: raw_side(name, sync=sync, arrow=arrow)
     return times, contestants
-
-
-# -- how costs grow ------------------------------------------------------------------------------
-
-
-# -- memory --------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ class Workload:
 
     @property
     def key_names(self) -> list[str]:
-        """Return the names of the key's columns."""
         return [name for name, _ in KEY_SCHEMAS[self.key]]
 
     @property
@@ -67,22 +66,18 @@ class Workload:
 
     @property
     def value_names(self) -> list[str]:
-        """Return the columns that are added up."""
         return list(dict.fromkeys(a.column for a in self.aggregates if a.column))
 
     @property
     def state(self) -> str:
-        """Return the types of the totals."""
         return ", ".join(f"{a.name} long" for a in self.aggregates)
 
     @property
     def output(self) -> str:
-        """Return the types of a contestant's output."""
         return f"{self.key_schema}, {self.state}"
 
     @property
     def input(self) -> str:
-        """Return the types of a contestant's input."""
         return ", ".join([self.key_schema, *(f"{name} long" for name in self.value_names)])
 
     def key_columns(self, ids: Longs) -> dict[str, pa.Array]:
@@ -90,7 +85,6 @@ class Workload:
         return dict(zip(self.key_names, KEY_COLUMNS[self.key](ids), strict=True))
 
     def draw(self, rng: np.random.Generator) -> Batch:
-        """Return the next batch of random rows."""
         ids = rng.integers(0, self.keys, self.rows)
         if self.hot_rows:
             ids = rng.permutation(np.concatenate([ids, np.zeros(self.hot_rows, np.int64)]))
@@ -127,13 +121,10 @@ KEY_COLUMNS: dict[str, Callable[[Longs], list[pa.Array]]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows: the key of each, and its values."""
-
     ids: Longs
     values: Mapping[str, Longs]
 
     def table(self, workload: Workload, rows: slice = slice(None)) -> pa.Table:
-        """Return the rows, or some of them, as columns."""
         columns = {name: pa.array(values[rows]) for name, values in self.values.items()}
         return pa.table({**workload.key_columns(self.ids[rows]), **columns})
 
@@ -153,7 +144,6 @@ class Expected:
         self._seen = np.zeros(keys, bool)
 
     def add(self, batch: Batch) -> None:
-        """Add the next batch."""
         order = np.argsort(batch.ids, kind="stable")
         ids = batch.ids[order]
         starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))

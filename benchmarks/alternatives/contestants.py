@@ -99,19 +99,13 @@ ALTERNATIVES = {
         _flink("flink-thread", "thread", "KeyedProcessFunction, mode thread", "slowest"),
         _flink("flink-table", "table", "Table API, GROUP BY", "medium"),
         _flink(
-            "flink-table-mini-batch",
-            "table mini-batch",
-            "Table API, GROUP BY, mini-batches",
-            "medium",
+            *("flink-table-mini-batch", "table mini-batch", "Table API, GROUP BY, mini-batches"),
+            pace="medium",
             **{"mini-batch.size": "5000", "mini-batch.allow-latency": "1 s"},
         ),
         Alternative("bytewax", BYTEWAX, "bytewax", "Bytewax stateful_map", "medium", settings={"processes": "2"}),
         Alternative(
-            "pathway",
-            PATHWAY,
-            "pathway",
-            "Pathway groupby().reduce()",
-            "medium",
+            *("pathway", PATHWAY, "pathway", "Pathway groupby().reduce()", "medium"),
             settings={"threads": "2"},
             fed_twice=True,
         ),
@@ -153,7 +147,6 @@ def _call(command: list[str]) -> None:
 
 
 def version_of(package: str, python: Path) -> str:
-    """Return the version of a package in an environment."""
     ask = f"import importlib.metadata as m; print(m.version({package!r}))"
     return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -164,15 +157,11 @@ PER_CORE = "updates a second and core"
 PER_SECOND = "updates a second on two cores"
 TO_RESULT = "one event, to its result"
 TO_QUERY = "one event, to a value that can be queried"
+UNITS = {PER_CORE: "updates/CPU s", PER_SECOND: "updates/s", TO_RESULT: "ms", TO_QUERY: "ms"}
 AGAINST = "aggregate"
 HEADING = (
-    "contestant",
-    "what it is",
-    "updates a second and core",
-    f"`{AGAINST}` is so many times as fast",
-    "updates a second, 2 cores",
-    "one event: ms to its result",
-    "ms to a value that can be queried",
+    *("contestant", "what it is", PER_CORE, f"`{AGAINST}` is so many times as fast"),
+    *("updates a second, 2 cores", "one event: ms to its result", "ms to a value that can be queried"),
 )
 
 
@@ -182,22 +171,14 @@ def rows(part: Part) -> list[Sequence[str]]:
     if per_core is None:
         return []
     names = sorted(per_core.turns, key=lambda name: -Spread.of(per_core.figures(name)).median)
-    made = []
+    made: list[Sequence[str]] = []
     for name in names:
         contestant = part.contestants[name]
         times = "" if name == AGAINST or AGAINST not in per_core.turns else str(ratio(per_core, AGAINST, name))
-        queried = _figure(part, TO_QUERY, name)
-        made.append(
-            (
-                f"**{name}**" if contestant.is_ours else name,
-                contestant.label,
-                _figure(part, PER_CORE, name),
-                times,
-                _figure(part, PER_SECOND, name),
-                _figure(part, TO_RESULT, name),
-                queried or ("" if contestant.is_ours else "none"),
-            )
-        )
+        label = f"**{name}**" if contestant.is_ours else name
+        per_second, result, queried = (_figure(part, case, name) for case in (PER_SECOND, TO_RESULT, TO_QUERY))
+        queried = queried or ("" if contestant.is_ours else "none")
+        made.append((label, contestant.label, _figure(part, PER_CORE, name), times, per_second, result, queried))
     return made
 
 

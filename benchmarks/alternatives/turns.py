@@ -236,8 +236,6 @@ class ContestantError(RuntimeError):
 
 
 class Running:
-    """The process of a program. ``log`` gets all that it prints."""
-
     def __init__(self, python: Path, program: str, log: Path) -> None:
         self._log = log
         cores = sorted(os.sched_getaffinity(0))[:CORES]
@@ -278,7 +276,6 @@ class Running:
             raise ContestantError(f"the program ended with status {status}; the last it said: {self._said()}")
 
     def cpu_time(self) -> Moment:
-        """Return what the process and all below it have used until now."""
         return moment(self._process.pid)
 
     def close(self) -> None:
@@ -499,6 +496,5 @@ class Courses:
 
 
 def in_words(course: Course) -> str:
-    """Return a contestant's figures so far."""
     cores, seconds = (", ".join(f"{v:,.0f}" for v in figures) for figures in (course.per_core, course.per_second))
     return f"{course.alternative.name}: {cores} updates a CPU second, {seconds} a second"

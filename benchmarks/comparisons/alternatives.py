@@ -5,27 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alternatives.contestants import (
-    ALTERNATIVES,
-    HEADING,
-    PER_CORE,
-    PER_SECOND,
-    TO_QUERY,
-    TO_RESULT,
-    Alternative,
-    python_of,
-    rows,
-    version_of,
-)
+from alternatives.contestants import ALTERNATIVES, HEADING, UNITS, Alternative, python_of, rows, version_of
 from suite.machine import directory
 from suite.model import Case, Comparison, Contestant, Measured, Size, Table
 from suite.runner import Steps
 
 if TYPE_CHECKING:
     from alternatives.turns import Course
-
-UNITS = {PER_CORE: "updates/CPU s", PER_SECOND: "updates/s", TO_RESULT: "ms", TO_QUERY: "ms"}
-RATES = (PER_CORE, PER_SECOND)
 
 
 def chosen(names: list[str]) -> list[Alternative]:
@@ -49,9 +35,7 @@ def run(size: Size, steps: Steps) -> Measured:
         made = turns.make(root / "given", size["rows"] // turns.SLICES, size["keys"], slices)
         runner = turns.Courses(root, pythons, made, sizes, steps, left_out)
         courses = runner.run([a for a in wanted if a.name not in left_out])
-    described = {
-        c.alternative.name: _described(c.alternative, versions[c.alternative.group.environment]) for c in courses
-    }
+    described = {(a := c.alternative).name: _described(a, versions[a.group.environment]) for c in courses}
     notes = [
         "The whole state of each was compared at the end: counts and sums of all users were equal to what numpy "
         f"computes of the same rows. Each was started {sizes.turns + 1} times, from its own state.",
@@ -82,17 +66,12 @@ def _described(alternative: Alternative, version: str) -> Contestant:
 
 
 def _cases(courses: list[Course]) -> list[Case]:
-    figures = {
-        PER_CORE: {c.alternative.name: c.per_core for c in courses},
-        PER_SECOND: {c.alternative.name: c.per_second for c in courses},
-        TO_RESULT: {c.alternative.name: c.to_result for c in courses},
-        TO_QUERY: {c.alternative.name: c.to_query for c in courses if c.to_query},
-    }
-    return [
-        Case(case, UNITS[case], {name: [[v] for v in values] for name, values in of_all.items()}, case in RATES)
-        for case, of_all in figures.items()
-        if of_all
-    ]
+    cases = []
+    for (case, unit), figure in zip(UNITS.items(), ("per_core", "per_second", "to_result", "to_query"), strict=True):
+        turns = {c.alternative.name: [[v] for v in values] for c in courses if (values := getattr(c, figure))}
+        if turns:
+            cases.append(Case(case, unit, turns, more_is_better=unit != "ms"))
+    return cases
 
 
 COMPARISONS = (
@@ -111,7 +90,6 @@ COMPARISONS = (
         },
         minutes={"full": 60, "smoke": 6},
         in_smoke=False,
-        picture="bars",
         table=Table(HEADING, rows),
     ),
 )

@@ -47,7 +47,6 @@ def run(size: Size, steps: Steps) -> Measured:
 
 
 def _query(call: Any, root: Path, size: Size, each: Any = map) -> PlayedQuery:
-    """Register the hosts and the query with the coordinator."""
     from played_queries import PlayedHost, PlayedQuery, played_hosts, registration_of
 
     from coordinator_actor.messages import HostReport
@@ -68,8 +67,6 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
-        """An empty actor, for Ray's own part of a call."""
-
         def __init__(self) -> None:
             take_ordinary_priority()
 
@@ -93,19 +90,15 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
         for callers in size["callers"]:
             found[callers] = {name: [] for name in contestants}
             with ThreadPoolExecutor(callers) as pool:
-                for turn in range(size["turns"]):
+                for name in steps.turns(f"{callers} callers", contestants, size["turns"]):
                     for i in range(len(hosts)):
                         ours(i)  # none is forgotten while the others have their turn
-                    for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
-                        steps.now(f"{callers} callers: turn {turn + 1} of {size['turns']}, {name}")
-                        _calls(pool, callers, contestants[name], 0.2)
-                        found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
-                        steps.advance()
+                    _calls(pool, callers, contestants[name], 0.2)
+                    found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
     return found
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
-    """Return the calls a second of all callers."""
     end = time.perf_counter() + seconds
 
     def caller(first: int) -> int:
@@ -174,6 +167,5 @@ COMPARISONS = (
             Target.at_most("the same: memory", MEMORY, OURS, 1e9 / MIB, "MiB"),
             Target.at_most("the same: locating all instances in one call", LOCATE, OURS, 1000, "ms"),
         ),
-        picture="bars",
     ),
 )

@@ -38,7 +38,7 @@ def run(size: Size, steps: Steps) -> Measured:
     keys, turns = size["keys"], size["turns"]
     measured = Measured(_contestants())
     steps.expect(2 * turns * (len(size["work"]) * len(size["clients"]) + 1))
-    with queries.running_stream(keys, size["partitions"], {}) as _, queries.running_redis(keys) as port:
+    with queries.running_stream(keys, size["partitions"]), queries.running_redis(keys) as port:
         queries.check_equal(port, keys)
         address, token = queries.connection()
         os.environ["STATESTORE_TOKEN"] = token
@@ -52,11 +52,8 @@ def run(size: Size, steps: Steps) -> Measured:
                         name: stack.enter_context(queries.clients(name, work, place, count, size["seconds"], keys))
                         for name, place in places.items()
                     }
-                    for turn in range(turns):
-                        for name in (OURS, REDIS) if turn % 2 == 0 else (REDIS, OURS):
-                            steps.now(f"{what}: turn {turn + 1} of {turns}, {name}")
-                            found[name].append(queries.turn(begun[name]))
-                            steps.advance()
+                    for name in steps.turns(what, places, turns):
+                        found[name].append(queries.turn(begun[name]))
                 for figure, label in (
                     ("keys_per_second", what),
                     ("p50_ms", f"{what}, p50"),
@@ -106,15 +103,13 @@ def _scan(keys: int, port: int, turns: int, steps: Steps) -> Case:
 
     expected = (keys, keys * (keys - 1) / 4)
     rates: dict[str, list[list[float]]] = {OURS: [], REDIS: []}
-    for turn in range(turns):
-        for name, work in ((OURS, ours), (REDIS, theirs)) if turn % 2 == 0 else ((REDIS, theirs), (OURS, ours)):
-            steps.now(f"scan: turn {turn + 1} of {turns}, {name}")
-            began = time.perf_counter()
-            found = work()
-            rates[name].append([keys / (time.perf_counter() - began)])
-            if found != expected:
-                raise AssertionError(f"The scan of {name} gave {found}, not {expected} (rows, sum of spent).")
-            steps.advance()
+    work = {OURS: ours, REDIS: theirs}
+    for name in steps.turns("scan", work, turns):
+        began = time.perf_counter()
+        found = work[name]()
+        rates[name].append([keys / (time.perf_counter() - began)])
+        if found != expected:
+            raise AssertionError(f"The scan of {name} gave {found}, not {expected} (rows, sum of spent).")
     return Case(SCAN, "rows/s", rates, more_is_better=True)
 
 
@@ -135,7 +130,6 @@ QUERIES = Comparison(
         Target.times(f"{BATCHED}, against `MGET`", BATCHED, OURS, 1.2, REDIS),
         Target(SCAN, SCAN, OURS, 5e6, "value", unit="rows/s", at_least=True),
     ),
-    picture="bars",
 )
 
 # -- rows that are enriched with the state, compared with mapInArrow and Redis
@@ -189,7 +183,7 @@ class _Stream:
         (root / "input").mkdir(parents=True)
         read = spark.readStream.schema("id long, user long").option("maxFilesPerTrigger", FILES)
         writer = looked_up(read.parquet(f"{root}/input/*")).writeStream.format("noop")
-        self._query = writer.option("checkpointLocation", str(root / "checkpoint")).start()
+        self.query = writer.option("checkpointLocation", str(root / "checkpoint")).start()
         self._root = root
         self._given = 0
 
@@ -200,17 +194,13 @@ class _Stream:
         draft.rename(self._root / "input" / f"{self._given:04}")
         deadline = time.monotonic() + TIMEOUT
         while True:
-            done = [p for p in self._query.recentProgress if p["batchId"] == self._given and p["numInputRows"]]
+            done = [p for p in self.query.recentProgress if p["batchId"] == self._given and p["numInputRows"]]
             if done:
                 self._given += 1
                 return float(done[0]["durationMs"]["triggerExecution"]) / 1e3
-            if not self._query.isActive or time.monotonic() > deadline:
-                raise RuntimeError(f"Batch {self._given} was not done in {TIMEOUT:g} s: {self._query.exception()}")
+            if not self.query.isActive or time.monotonic() > deadline:
+                raise RuntimeError(f"Batch {self._given} was not done in {TIMEOUT:g} s: {self.query.exception()}")
             time.sleep(0.05)
-
-    def stop(self) -> None:
-        """End the query."""
-        self._query.stop()
 
 
 def _streamed(given: Any, frames: dict[str, Callable[[Any], Any]], rows: int, turns: int, steps: Steps) -> Case:
@@ -225,14 +215,11 @@ def _streamed(given: Any, frames: dict[str, Callable[[Any], Any]], rows: int, tu
         try:
             for stream in streams.values():
                 stream.seconds(root / "batch")
-            for turn in range(turns):
-                for name in list(frames) if turn % 2 == 0 else list(frames)[::-1]:
-                    steps.now(f"turn {turn + 1} of {turns}, as a stream, {name}")
-                    rates[name].append([rows / streams[name].seconds(root / "batch")])
-                    steps.advance()
+            for name in steps.turns("as a stream", frames, turns):
+                rates[name].append([rows / streams[name].seconds(root / "batch")])
         finally:
             for stream in streams.values():
-                stream.stop()
+                stream.query.stop()
     return Case("rows with random keys, a batch of a stream", "rows/s", rates, more_is_better=True)
 
 
@@ -247,7 +234,7 @@ def run_enrichment(size: Size, steps: Steps) -> Measured:
     keys, rows, turns = size["keys"], size["rows"], size["turns"]
     measured = Measured(_joined())
     steps.expect(turns * 6)
-    with queries.running_stream(keys, size["partitions"], {}), queries.running_redis(keys) as port:
+    with queries.running_stream(keys, size["partitions"]), queries.running_redis(keys) as port:
         spark = SparkSession.active()
         given = spark.range(0, rows, 1, 2).selectExpr("id", f"abs(xxhash64(id)) % {keys + keys // 4} as user")
         frames: dict[str, Callable[[Any], Any]] = {
@@ -261,13 +248,10 @@ def run_enrichment(size: Size, steps: Steps) -> Measured:
         if sums[LOOKUP] != sums[MGET]:
             raise AssertionError(f"The rows differ: {sums}.")
         rates: dict[str, list[list[float]]] = {name: [] for name in frames}
-        for turn in range(turns):
-            for name in list(frames) if turn % 2 == 0 else list(frames)[::-1]:
-                steps.now(f"turn {turn + 1} of {turns}, {name}")
-                began = time.perf_counter()
-                frames[name](given).write.format("noop").mode("overwrite").save()
-                rates[name].append([rows / (time.perf_counter() - began)])
-                steps.advance()
+        for name in steps.turns("as a batch", frames, turns):
+            began = time.perf_counter()
+            frames[name](given).write.format("noop").mode("overwrite").save()
+            rates[name].append([rows / (time.perf_counter() - began)])
         measured.cases.append(Case("rows with random keys", "rows/s", rates, more_is_better=True))
         measured.cases.append(_streamed(given, frames, rows, turns, steps))
     measured.notes += [
@@ -288,6 +272,5 @@ ENRICHMENT = Comparison(
         "smoke": dict(keys=20_000, rows=100_000, partitions=4, turns=3),
     },
     minutes={"full": 15, "smoke": 6},
-    picture="bars",
 )
 COMPARISONS = (QUERIES, ENRICHMENT)

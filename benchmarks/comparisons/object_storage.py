@@ -45,7 +45,6 @@ class Row:
 
     @classmethod
     def of(cls, text: str) -> Row:
-        """Read a row. Raises ``ValueError``."""
         try:
             partitions, hosts, where = text.split("/")
             row = cls(int(partitions), int(hosts), where)
@@ -69,21 +68,17 @@ class Row:
 
     @property
     def storage(self) -> str:
-        """Return where the state is, in words."""
         if self.where == LOCAL:
             return "local disk"
         return f"S3 + {self.where.removesuffix('t')} ms" + (", heavy tail" if self.has_tail else "")
 
     @property
     def name(self) -> str:
-        """Return the name of the row."""
         return f"{self.partitions} partitions, {self.hosts} hosts, {self.storage}"
 
 
 @dataclass
 class Played:
-    """One stream of a contestant in one row, and its measurements."""
-
     row: Row
     contestant: str
     stream: PlayedStream
@@ -163,7 +158,6 @@ def run(size: Size, steps: Steps) -> Measured:
 
 
 def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
-    """Run all rows of one number of partitions and hosts, in turns."""
     from played import Shape, played_cluster
 
     from backends.conf import StateStoreConf
@@ -253,20 +247,9 @@ def _p99(values: Sequence[float]) -> float:
 # -- the table -----------------------------------------------------------------------------------
 
 HEADING = (
-    "partitions",
-    "hosts",
-    "storage",
-    "requests a batch",
-    "at most",
-    "batch p50",
-    "p99",
-    "p50 more than on a local disk",
-    "KiB written, read a batch",
-    "dollars a month",
-    "targets",
-    "a file a partition: requests",
-    "p50",
-    "dollars a month",
+    *("partitions", "hosts", "storage", "requests a batch", "at most", "batch p50", "p99"),
+    *("p50 more than on a local disk", "KiB written, read a batch", "dollars a month", "targets"),
+    *("a file a partition: requests", "p50", "dollars a month"),
 )
 
 
@@ -277,26 +260,15 @@ def lines(part: Part) -> list[list[str]]:
         row = Row.of(text)
         names = (REQUESTS, P50, P99, MORE, WRITTEN, READ, COST)
         ours, apart = ({what: _of(part, row, what, who) for what in names} for who in (OURS, APART))
-        is_local = row.where == LOCAL
-        judged = _judged(row, ours)
-        found.append(
-            [
-                str(row.partitions),
-                str(row.hosts),
-                row.storage,
-                "" if is_local else ours[REQUESTS],
-                "" if is_local else str(row.hosts + MORE_REQUESTS),
-                f"{ours[P50]} ms",
-                f"{ours[P99]} ms",
-                "" if is_local else f"{ours[MORE]} ms" + (f" (at most {MORE_MS:g})" if _has_time(row) else ""),
-                "" if is_local else f"{ours[WRITTEN]}, {ours[READ]}",
-                ours[COST],
-                "" if is_local else "reached" if judged else "**not reached**",
-                apart[REQUESTS],
-                f"{apart[P50]} ms",
-                apart[COST],
-            ]
-        )
+        where = [str(row.partitions), str(row.hosts), row.storage]
+        times, others = [f"{ours[P50]} ms", f"{ours[P99]} ms"], [apart[REQUESTS], f"{apart[P50]} ms", apart[COST]]
+        if row.where == LOCAL:
+            found.append([*where, "", "", *times, "", "", ours[COST], "", *others])
+            continue
+        more = f"{ours[MORE]} ms" + (f" (at most {MORE_MS:g})" if _has_time(row) else "")
+        verdict = "reached" if _judged(row, ours) else "**not reached**"
+        most, size = str(row.hosts + MORE_REQUESTS), f"{ours[WRITTEN]}, {ours[READ]}"
+        found.append([*where, ours[REQUESTS], most, *times, more, size, ours[COST], verdict, *others])
     for text in part.size["cold"]:
         row = Row.of(text)
         seconds, requests = _median(part, f"{row.name}: {COLD}"), _median(part, f"{row.name}: requests of a {COLD}")
@@ -320,8 +292,6 @@ def _has_time(row: Row) -> bool:
 
 
 def _judged(row: Row, ours: Mapping[str, str]) -> bool:
-    if row.where == LOCAL:
-        return True
     requests, more = float(ours[REQUESTS]), float(ours[MORE].replace(",", ""))
     return requests <= row.hosts + MORE_REQUESTS and (not _has_time(row) or more <= MORE_MS)
 
@@ -385,6 +355,7 @@ COMPARISONS = (
         minutes={"full": 60, "smoke": 10},
         targets=tuple(_targets()),
         in_smoke=False,
+        picture="",
         table=Table(HEADING, lines),
     ),
 )

@@ -40,7 +40,6 @@ def _contestants(documented: dict[str, Any]) -> dict[str, Contestant]:
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Measure get, scan and put, each in turns."""
     import numpy as np
     import store
 
@@ -167,7 +166,6 @@ PROVIDERS = Comparison(
         ),
         Target.times("`rocksdb` provider, scan", "full scan in key order", "rocksdb provider", 0.9, "raw, lists"),
     ),
-    picture="bars",
 )
 
 # -- the cost of a batch when a join's watermark removes some of many waiting rows; no cluster
@@ -266,12 +264,8 @@ def run_eviction(size: Size, steps: Steps) -> Measured:
                     one.batch(0, leaves)
                 steps.advance()
             turns: dict[str, list[list[float]]] = {name: [] for name in buffered}
-            names = list(buffered)
-            for turn in range(size["turns"]):
-                for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-                    steps.now(f"{count:,} rows: turn {turn + 1} of {size['turns']}: {name}")
-                    turns[name].append([buffered[name].batch(0, leaves) for _ in range(size["batches"])])
-                    steps.advance()
+            for name in steps.turns(f"{count:,} rows", buffered, size["turns"]):
+                turns[name].append([buffered[name].batch(0, leaves) for _ in range(size["batches"])])
             measured.cases.append(Case(f"{count:,} rows wait", "s a batch", turns, x=count))
         for one in buffered.values():
             one.provider.close()

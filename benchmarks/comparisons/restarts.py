@@ -8,8 +8,6 @@ import signal
 import statistics
 import sys
 import time
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,6 @@ def _input(root: Path, size: Size) -> Input:
 def _filled_and_stopped(
     spark: Any, names: list[str], root: Path, given: Input, batches: int, steps: Steps
 ) -> dict[str, Lane]:
-    """Fill one query after the other, and stop it."""
     import lanes
 
     running = {}
@@ -215,7 +212,7 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
         began = time.perf_counter()
         ended: list[float] = []
         future = trigger_savepoint(lane.query, str(path))
-        future.add_done_callback(partial(_record_end, ended))
+        future.add_done_callback(lambda _, ended=ended: ended.append(time.perf_counter()))
         during = [batch()]
         while not future.done():
             during.append(batch())
@@ -232,10 +229,6 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
         Case(f"{SAVEPOINT}: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
     ]
     measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
-
-
-def _record_end(ended: list[float], _: Future[str]) -> None:
-    ended.append(time.perf_counter())
 
 
 def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
@@ -464,6 +457,7 @@ HOST_KILL = Comparison(
         ),
     ),
     in_smoke=False,
+    picture="",
 )
 COLD_RESTART = Comparison(
     name="restart",
@@ -477,7 +471,6 @@ COLD_RESTART = Comparison(
     minutes={"full": 60, "smoke": 6},
     targets=(Target.times("cold restart of 10^7 keys, as fast as native or faster", RESTART, OURS, 1, NATIVE),),
     in_smoke=False,
-    picture="bars",
 )
 SAVEPOINTS = Comparison(
     name="savepoint",
@@ -506,7 +499,6 @@ SAVEPOINTS = Comparison(
         ),
     ),
     in_smoke=False,
-    picture="bars",
 )
 SURGERY = Comparison(
     name="surgery",
@@ -518,6 +510,5 @@ SURGERY = Comparison(
     minutes={"full": 25, "smoke": 4},
     environments=(VENV42,),
     in_smoke=False,
-    picture="bars",
 )
 COMPARISONS = (HOST_KILL, COLD_RESTART, SAVEPOINTS, SURGERY)

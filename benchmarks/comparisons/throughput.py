@@ -87,7 +87,6 @@ def _variant(name: str, about: str, contestants: Sequence[str] = VARIED) -> Comp
         minutes={"full": 30, "smoke": 6},
         targets=(Target.times(what, LABELS[name], "aggregate", MIN_GAIN, "native"),),
         in_smoke=False,
-        picture="bars",
     )
 
 
@@ -113,7 +112,6 @@ THROUGHPUT = Comparison(
         Target.times("pandas form against `transformWithStateInPandas`", LONG, "pandas", 25, "spark_pandas", VENV42),
         Target.times("Arrow form against `applyInPandasWithState`", LONG, "arrow", 40, "spark_pandas_state", VENV42),
     ),
-    picture="bars",
 )
 VARIANTS = (
     _variant("strings", "Keys are strings of 17 characters."),
@@ -259,6 +257,5 @@ LATENCY = Comparison(
         ),
     ),
     in_smoke=False,
-    picture="bars",
 )
 COMPARISONS = (THROUGHPUT, *VARIANTS, GROWTH, LATENCY)

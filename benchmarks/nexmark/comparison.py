@@ -86,6 +86,5 @@ COMPARISONS = (
         environments=(VENV, VENV42),
         targets=_targets(),
         in_smoke=False,
-        picture="bars",
     ),
 )

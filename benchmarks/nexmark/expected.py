@@ -19,25 +19,14 @@ TOP = 10
 SESSION_GAP = pd.Timedelta(seconds=10)
 _WIDTH = pd.Timedelta(milliseconds=WINDOW_MS)
 _TYPES = {
-    "name": pa.string(),
-    "item_name": pa.string(),
-    "description": pa.string(),
-    "channel": pa.string(),
-    "url": pa.string(),
-    "extra": pa.string(),
-    "bid_extra": pa.string(),
-    "date_time": TIME,
-    "expires": TIME,
-    "bid_date_time": TIME,
-    "start_time": TIME,
-    "end_time": TIME,
+    **dict.fromkeys(("name", "item_name", "description", "channel", "url", "extra", "bid_extra"), pa.string()),
+    **dict.fromkeys(("date_time", "expires", "bid_date_time", "start_time", "end_time"), TIME),
     "rank_number": pa.int32(),
 }
 """The types of output columns; those that are not here are 64-bit integers."""
 
 
 def output_schema(query: str) -> pa.Schema:
-    """Return the columns of a query's output."""
     return pa.schema([pa.field(name, _TYPES.get(name, pa.int64())) for name in OUTPUTS[query]])
 
 

@@ -32,58 +32,25 @@ SHUFFLE_FACTOR = 953
 
 Longs = npt.NDArray[np.int64]
 TIME = pa.timestamp("us", "UTC")
-PERSON_TYPE = pa.struct(
-    [
-        ("id", pa.int64()),
-        ("name", pa.string()),
-        ("email_address", pa.string()),
-        ("credit_card", pa.string()),
-        ("city", pa.string()),
-        ("state", pa.string()),
-        ("extra", pa.string()),
-    ]
+_PERSON = "id:long, name:string, email_address:string, credit_card:string, city:string, state:string, extra:string"
+_AUCTION = (
+    "id:long, item_name:string, description:string, initial_bid:long, reserve:long, expires:timestamp, seller:long, "
+    "category:long, extra:string"
 )
-AUCTION_TYPE = pa.struct(
-    [
-        ("id", pa.int64()),
-        ("item_name", pa.string()),
-        ("description", pa.string()),
-        ("initial_bid", pa.int64()),
-        ("reserve", pa.int64()),
-        ("expires", TIME),
-        ("seller", pa.int64()),
-        ("category", pa.int64()),
-        ("extra", pa.string()),
-    ]
-)
-BID_TYPE = pa.struct(
-    [
-        ("auction", pa.int64()),
-        ("bidder", pa.int64()),
-        ("price", pa.int64()),
-        ("channel", pa.string()),
-        ("url", pa.string()),
-        ("extra", pa.string()),
-    ]
-)
-SCHEMA = pa.schema(
-    [
-        ("event_type", pa.int32()),
-        ("person", PERSON_TYPE),
-        ("auction", AUCTION_TYPE),
-        ("bid", BID_TYPE),
-        ("date_time", TIME),
-    ]
-)
+_BID = "auction:long, bidder:long, price:long, channel:string, url:string, extra:string"
 SPARK_SCHEMA = (
-    "event_type int, "
-    "person struct<id:long, name:string, email_address:string, credit_card:string, city:string, state:string, "
-    "extra:string>, "
-    "auction struct<id:long, item_name:string, description:string, initial_bid:long, reserve:long, expires:timestamp, "
-    "seller:long, category:long, extra:string>, "
-    "bid struct<auction:long, bidder:long, price:long, channel:string, url:string, extra:string>, "
-    "date_time timestamp"
+    f"event_type int, person struct<{_PERSON}>, auction struct<{_AUCTION}>, bid struct<{_BID}>, date_time timestamp"
 )
+
+
+def _struct_type(fields: str) -> pa.StructType:
+    kinds = {"long": pa.int64(), "string": pa.string(), "timestamp": TIME}
+    return pa.struct([(name, kinds[kind]) for name, kind in (field.split(":") for field in fields.split(", "))])
+
+
+PERSON_TYPE, AUCTION_TYPE, BID_TYPE = map(_struct_type, (_PERSON, _AUCTION, _BID))
+_STRUCTS = [("person", PERSON_TYPE), ("auction", AUCTION_TYPE), ("bid", BID_TYPE)]
+SCHEMA = pa.schema([("event_type", pa.int32()), *_STRUCTS, ("date_time", TIME)])
 
 _STATES = pa.array(["AZ", "CA", "ID", "OR", "WA", "WY"])
 _CITIES = pa.array(
@@ -116,7 +83,6 @@ class Draws:
     _count: int = field(default=0, init=False)
 
     def bits(self) -> npt.NDArray[np.uint64]:
-        """Draw 64 random bits."""
         place = self.numbers.astype(np.uint64) * _DRAWS_PER_EVENT + np.uint64(self._count)
         self._count += 1
         if self._count > int(_DRAWS_PER_EVENT):
@@ -136,7 +102,6 @@ class Draws:
         return values
 
     def one_of(self, values: pa.Array) -> pa.Array:
-        """Draw one of some values, all as likely."""
         return values.take(pa.array(self.below(len(values))))
 
     def letters(self, lengths: Longs) -> pa.StringArray:
@@ -148,7 +113,6 @@ class Draws:
         return self._texts(_pool(ord(special)), 3 + self.below(max_length - 3))
 
     def digits(self, count: int) -> pa.StringArray:
-        """Draw so many decimal digits for each event."""
         wanted, digits = self.below(10**count), np.empty((len(self.numbers), count), np.uint8)
         for place in reversed(range(count)):
             wanted, digit = np.divmod(wanted, 10)
@@ -262,7 +226,6 @@ def events(conf: NexmarkConf, first: int, count: int) -> pa.RecordBatch:
 
 
 def batches(conf: NexmarkConf, events_per_batch: int, count: int) -> Iterator[pa.RecordBatch]:
-    """Return the stream's first batches."""
     for i in range(count):
         yield events(conf, i * events_per_batch, events_per_batch)
 
@@ -297,17 +260,14 @@ def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int)
 
 
 def auctions_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the auctions among events, with their ``date_time``."""
     return _of_type(batch, AUCTION, "auction")
 
 
 def bids_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the bids among events, with their ``date_time``."""
     return _of_type(batch, BID, "bid")
 
 
 def people_of(batch: pa.RecordBatch) -> pa.Table:
-    """Return the people among events, with their ``date_time``."""
     return _of_type(batch, PERSON, "person")
 
 
@@ -354,18 +314,8 @@ def _auctions(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
     reserve = initial + _prices(draws)
     extra = _extra(draws, 48 + _lengths(name) + _lengths(description), conf.avg_auction_bytes)
     ids = last_auction(conf, numbers) + FIRST_AUCTION_ID
-    columns = [
-        ids,
-        name,
-        description,
-        initial,
-        reserve,
-        _timestamps(expires),
-        sellers + FIRST_PERSON_ID,
-        categories,
-        extra,
-    ]
-    return _struct(AUCTION_TYPE, columns)
+    columns = [ids, name, description, initial, reserve, _timestamps(expires), sellers + FIRST_PERSON_ID]
+    return _struct(AUCTION_TYPE, [*columns, categories, extra])
 
 
 def _bids(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
@@ -383,15 +333,8 @@ def _bids(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
     is_hot = draws.below(2) > 0
     which = pa.array(np.where(is_hot, CHANNELS + draws.below(len(_HOT_CHANNELS)), draws.below(CHANNELS)))
     extra = _extra(draws, np.full(len(numbers), 32), conf.avg_bid_bytes)
-    columns = [
-        auctions + FIRST_AUCTION_ID,
-        bidders + FIRST_PERSON_ID,
-        prices,
-        names.take(which),
-        urls.take(which),
-        extra,
-    ]
-    return _struct(BID_TYPE, columns)
+    ids = [auctions + FIRST_AUCTION_ID, bidders + FIRST_PERSON_ID]
+    return _struct(BID_TYPE, [*ids, prices, names.take(which), urls.take(which), extra])
 
 
 def _active_person(conf: NexmarkConf, draws: Draws, last: Longs) -> Longs:
@@ -446,7 +389,6 @@ def _struct(kind: pa.StructType, columns: list[Longs | pa.Array]) -> pa.StructAr
 
 
 def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.RecordBatch:
-    """Return one event with other values of some fields."""
     place = kind + 1
     struct_type = SCHEMA.field(place).type
     struct = batch.column(place)

@@ -67,7 +67,6 @@ def observed(df: DataFrame) -> DataFrame:
 
 
 def check_of(rows: pa.Table) -> Check:
-    """Return the ``Check`` of expected rows."""
     check = Check()
     for batch in rows.to_batches():
         hashes = spark_xxhash64(batch).view(np.uint64) >> np.uint64(HASH_SHIFT)
@@ -87,7 +86,6 @@ class Batch:
 
     @classmethod
     def of(cls, progress: dict[str, Any]) -> Batch:
-        """Read a batch from Spark's progress."""
         check = progress.get("observedMetrics", {}).get(CHECK, {})
         data = [s["numInputRows"] for s in progress["sources"] if s["description"].startswith("FileStreamSource")]
         watermark = progress.get("eventTime", {}).get("watermark")
@@ -115,8 +113,6 @@ def seconds_by_batch(executed: Sequence[Batch], first: int) -> list[float]:
 
 @dataclass
 class Lane:
-    """A query and the batches that it has executed."""
-
     contestant: NexmarkContestant
     query: Any
     root: Path
@@ -180,17 +176,14 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return the query's name."""
         return f"{self.contestant.query} {self.contestant.name}"
 
     @property
     def total(self) -> Check:
-        """Return the ``Check`` of the query's whole output."""
         return sum((batch.check for batch in self.executed), Check())
 
     @property
     def data_batches(self) -> list[Batch]:
-        """Return the batches that had events."""
         return [batch for batch in self.executed if batch.has_data]
 
     def batch_times_ms(self) -> list[int]:

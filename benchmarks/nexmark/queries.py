@@ -32,6 +32,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from spark_bridge import aggregate, join
+from spark_bridge import functions as S
+
 from .generator import AUCTION, AUCTION_TYPE, BID, PERSON, NexmarkConf
 
 WATERMARK_DELAY = "4 seconds"
@@ -39,48 +42,18 @@ WATERMARK_DELAY_MS = 4000
 SESSION_GAP = WINDOW = "10 seconds"
 WINDOW_MS = 10_000
 
+_BID_COLUMNS = ["auction", "bidder", "price", "channel", "url"]
+_AUCTION_COLUMNS = ["item_name", "description", "initial_bid", "reserve", "date_time", "expires", "seller", "category"]
+_AUCTION_COLUMNS += ["extra"]
 OUTPUTS = {
     "q4": ["category", "average_price", "auctions", "start_time", "end_time"],
     "q8": ["id", "name", "start_time", "end_time"],
-    "q9": [
-        "id",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-        "auction",
-        "bidder",
-        "price",
-        "bid_date_time",
-        "bid_extra",
-    ],
+    "q9": ["id", *_AUCTION_COLUMNS, "auction", "bidder", "price", "bid_date_time", "bid_extra"],
     "q11": ["bidder", "bid_count", "start_time", "end_time"],
     "q12": ["bidder", "bid_count", "start_time", "end_time"],
-    "q18": ["auction", "bidder", "price", "channel", "url", "date_time", "extra"],
-    "q19": ["auction", "bidder", "price", "channel", "url", "date_time", "extra", "rank_number"],
-    "q20": [
-        "auction",
-        "bidder",
-        "price",
-        "channel",
-        "url",
-        "bid_date_time",
-        "bid_extra",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-    ],
+    "q18": [*_BID_COLUMNS, "date_time", "extra"],
+    "q19": [*_BID_COLUMNS, "date_time", "extra", "rank_number"],
+    "q20": [*_BID_COLUMNS, "bid_date_time", "bid_extra", *_AUCTION_COLUMNS],
 }
 Q20_CATEGORY = 10
 CLOSES_BY_WATERMARK = frozenset({"q4", "q9", "q11"})
@@ -88,17 +61,14 @@ CLOSES_BY_WATERMARK = frozenset({"q4", "q9", "q11"})
 
 
 def bids(events: DataFrame) -> DataFrame:
-    """Return the bids among the events."""
     return events.where(F.col("event_type") == BID).select("bid.*", "date_time")
 
 
 def auctions(events: DataFrame) -> DataFrame:
-    """Return the auctions among the events."""
     return events.where(F.col("event_type") == AUCTION).select("auction.*", "date_time")
 
 
 def timed(events: DataFrame) -> DataFrame:
-    """Return the events with Nexmark's watermark."""
     return events.withWatermark("date_time", WATERMARK_DELAY)
 
 
@@ -115,7 +85,6 @@ class NexmarkContestant:
 
     query: str
     name: str
-    label: str
     make: Make
     output_mode: str = "append"
     needs_spark_4: bool = False
@@ -125,9 +94,6 @@ class NexmarkContestant:
 
 
 def q18_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     rows = bids(events).select("bidder", "auction", _last_bid().alias("bid"))
     return _q18(aggregate(rows, by=["bidder", "auction"], operator="last_bids", last=S.max("bid")))
 
@@ -148,9 +114,6 @@ def _q18(df: DataFrame) -> DataFrame:
 
 
 def q19_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     top = S.top_k(_RANKED, TOP)
     return _q19(aggregate(bids(events), by="auction", operator="top_bids", top=top))
 
@@ -172,9 +135,6 @@ def _q19(df: DataFrame) -> DataFrame:
 
 
 def q11_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     session = S.session_window("date_time", SESSION_GAP).alias("window")
     rows = bids(timed(events))
     return _windows(
@@ -191,9 +151,6 @@ def q11_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q12_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     window = S.window("p_time", WINDOW)
     return _windows(aggregate(_with_p_time(events), by=["bidder", window], operator="bids", bid_count=S.count()))
 
@@ -212,9 +169,6 @@ def _windows(df: DataFrame) -> DataFrame:
     return df.select(
         "bidder", "bid_count", F.col("window.start").alias("start_time"), F.col("window.end").alias("end_time")
     )
-
-
-# q9: winning bids
 
 
 # The queries that join streams. In q4 and q9 only bids up to the end of their auction count, and the joins know the
@@ -249,8 +203,6 @@ def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 
 def _matched(events: DataFrame, conf: NexmarkConf, of_auction: list[str], of_bid: list[str]) -> DataFrame:
     """Return auctions with the best of the bids that were found together."""
-    from spark_bridge import join
-
     auction, bid = auctions(timed(events)).select("id", *of_auction), _bids_by_id(events).select("id", *of_bid)
     return join(
         auction,
@@ -290,9 +242,6 @@ def _matched_natively(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q4_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     matched = _matched(events, conf, ["category", "date_time", "expires"], ["price", "bid_date_time"])
     keys = ["id", "category", "date_time"]
     won = aggregate(matched, by=keys, operator="winning_prices", output_mode="append", low=S.min("low"))
@@ -319,9 +268,6 @@ def _q4(sums: DataFrame) -> DataFrame:
 
 
 def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import aggregate
-    from spark_bridge import functions as S
-
     bid = F.struct(*_BEST, *(c for c in _AUCTION if c != "date_time")).alias("bid")
     rows = _matched(events, conf, _AUCTION, _BID).select("id", "date_time", bid)
     best = aggregate(rows, by=["id", "date_time"], operator="winning_bids", output_mode="append", best=S.min("bid"))
@@ -329,24 +275,14 @@ def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    """Join and then aggregate, in one query."""
     # Only one column may keep its watermark.
     rows = _matched_natively(events, conf).withColumn("bid_us", F.expr("unix_micros(bid_date_time)"))
     best = F.struct((-F.col("price")).alias("low"), F.col("bid_us"), F.col("bidder"), F.col("bid_extra"))
     others = [c for c in _AUCTION if c != "date_time"]
     found = rows.drop("bid_date_time").groupBy("id", "date_time")
     rows = found.agg(F.min(best).alias("best"), *(F.first(c).alias(c) for c in others))
-    return q9_columns(
-        rows.select(
-            "id",
-            "date_time",
-            *others,
-            F.col("best.bidder").alias("bidder"),
-            (-F.col("best.low")).alias("price"),
-            F.timestamp_micros("best.bid_us").alias("bid_date_time"),
-            F.col("best.bid_extra").alias("bid_extra"),
-        )
-    )
+    time, price = F.timestamp_micros("best.bid_us").alias("bid_date_time"), (-F.col("best.low")).alias("price")
+    return q9_columns(rows.select("id", "date_time", *others, "best.bidder", price, time, "best.bid_extra"))
 
 
 def q9_columns(df: DataFrame) -> DataFrame:
@@ -358,8 +294,6 @@ def q9_columns(df: DataFrame) -> DataFrame:
 
 
 def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
     people, sellers = _people_and_sellers(events)
     return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
 
@@ -383,8 +317,6 @@ def _q8(df: DataFrame) -> DataFrame:
 
 
 def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
     return join(*_bids_and_auctions(events), on="auction", operator="bids_of_category").select(*OUTPUTS["q20"])
 
 
@@ -407,22 +339,22 @@ def longest_auction_ms(conf: NexmarkConf) -> int:
 
 
 CONTESTANTS = (
-    NexmarkContestant("q4", "join", "join and aggregate", q4_join),
-    NexmarkContestant("q4", "native", "Spark join and groupBy().agg()", q4_native),
-    NexmarkContestant("q8", "join", "join", q8_join),
-    NexmarkContestant("q8", "native", "Spark join", q8_native),
-    NexmarkContestant("q9", "join", "join and aggregate", q9_join),
-    NexmarkContestant("q9", "native", "Spark join and groupBy().agg()", q9_native),
-    NexmarkContestant("q11", "aggregate", "aggregate", q11_aggregate),
-    NexmarkContestant("q11", "native", "Spark groupBy(session_window).agg()", q11_native),
-    NexmarkContestant("q12", "aggregate", "aggregate", q12_aggregate),
-    NexmarkContestant("q12", "native", "Spark groupBy(window).agg()", q12_native, "update"),
-    NexmarkContestant("q18", "aggregate", "aggregate", q18_aggregate),
-    NexmarkContestant("q18", "native", "Spark groupBy().agg()", q18_native, "update"),
-    NexmarkContestant("q20", "join", "join", q20_join),
-    NexmarkContestant("q20", "native", "Spark join", q20_native),
-    NexmarkContestant("q19", "aggregate", "aggregate", q19_aggregate),
-    NexmarkContestant("q19", "native", "Spark groupBy().agg(max_by(..., 10))", q19_native, "update", True),
+    NexmarkContestant("q4", "join", q4_join),
+    NexmarkContestant("q4", "native", q4_native),
+    NexmarkContestant("q8", "join", q8_join),
+    NexmarkContestant("q8", "native", q8_native),
+    NexmarkContestant("q9", "join", q9_join),
+    NexmarkContestant("q9", "native", q9_native),
+    NexmarkContestant("q11", "aggregate", q11_aggregate),
+    NexmarkContestant("q11", "native", q11_native),
+    NexmarkContestant("q12", "aggregate", q12_aggregate),
+    NexmarkContestant("q12", "native", q12_native, "update"),
+    NexmarkContestant("q18", "aggregate", q18_aggregate),
+    NexmarkContestant("q18", "native", q18_native, "update"),
+    NexmarkContestant("q20", "join", q20_join),
+    NexmarkContestant("q20", "native", q20_native),
+    NexmarkContestant("q19", "aggregate", q19_aggregate),
+    NexmarkContestant("q19", "native", q19_native, "update", True),
 )
 
 

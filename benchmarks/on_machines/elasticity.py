@@ -36,7 +36,6 @@ PROBES = 3
 
 
 def measured(shape: Shape, settle: int) -> dict[str, Any]:
-    """Run it; return what was seen."""
     marks: dict[str, float] = {}
     with Lab(MACHINES) as lab:
         start_ray(lab, [1, 1])
@@ -131,7 +130,6 @@ def read_of(steps: dict[str, float]) -> float:
 
 
 def first_seen(places: list[dict[str, Any]], what: str) -> dict[str, float]:
-    """Return when each machine first had one."""
     found: dict[str, float] = {}
     for event in places:
         for ip in event[what]:
@@ -146,7 +144,6 @@ def moved(places: list[dict[str, Any]], since: float, until: float) -> int:
 
 
 def within(events: list[dict[str, Any]], since: float, until: float) -> list[dict[str, Any]]:
-    """Return the events between two moments."""
     return [event for event in events if since <= event["at"] <= until]
 
 
@@ -211,6 +208,13 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def status(broken: list[str]) -> int:
+    """Print the broken limits, and return the status of the process."""
+    for words in broken:
+        print(f"BROKEN: {words}")
+    return 1 if broken else 0
+
+
 def main() -> int:
     """Measure, print, and write the results; return 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,10 +231,7 @@ def main() -> int:
         (RESULTS / "elasticity.json").write_text(json.dumps(found) + "\n")
         for name, drawn in pictures(found).items():
             (RESULTS / f"{name}.svg").write_text(drawn)
-    broken = broken_limits(found)
-    for words in broken:
-        print(f"BROKEN: {words}")
-    return 1 if broken else 0
+    return status(broken_limits(found))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ class Shape:
 
 
 def say(event: str, **what: Any) -> None:
-    """Print an event."""
     print(json.dumps({"event": event, "at": time.time(), **what}), flush=True)
 
 
@@ -147,7 +146,6 @@ def say_batches(query: Any) -> None:
 
 
 def obey(spark: Any, words: list[str]) -> None:
-    """Carry out a command."""
     import ray
 
     from coordinator_actor.actor import ClusterStore
@@ -206,7 +204,6 @@ def ask(client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint
 
 
 def run_client(checkpoint: str, keys: int, rows: int) -> None:
-    """Ask until the process is killed."""
     draws = np.random.default_rng(1)
     with QueryableStateClient.connect(timeout=60) as client:
         while True:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_machines.elasticity import RESULTS, check, within
+from benchmarks.on_machines.elasticity import RESULTS, check, status, within
 from benchmarks.on_machines.programs import Shape
 from benchmarks.on_machines.running import RunningStream
 from tests.lab.lab import Lab
@@ -36,7 +36,6 @@ BEYOND_RAY_SECONDS = 5.0
 
 
 def measured(shape: Shape, turns: int, settle: int) -> dict[str, Any]:
-    """Lose machines in turns; return what was seen."""
     losses = []
     with Lab(len(CPUS)) as lab:
         start_ray(lab, CPUS)
@@ -108,7 +107,6 @@ def summary(stream: RunningStream, kind: str, address: str, began: float, lost: 
 
 
 def broken_limits(found: dict[str, Any]) -> list[str]:
-    """Return in words which limits are broken."""
     broken = [
         f"{loss['kind']}: the next batch came {loss['beyond_ray_seconds']} s behind Ray's detection"
         for loss in found["losses"]
@@ -131,10 +129,7 @@ def main() -> int:
     found = measured(Shape(options.keys, options.rows), options.turns, options.settle)
     if not options.no_write:
         (RESULTS / "recovery.json").write_text(json.dumps(found, indent=1) + "\n")
-    broken = broken_limits(found)
-    for words in broken:
-        print(f"BROKEN: {words}")
-    return 1 if broken else 0
+    return status(broken_limits(found))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ class RunningStream:
         self._stream = self._start("stream", ray_address(lab), self.checkpoint, str(executors), *sizes)
 
     def ask(self) -> None:
-        """Start the client."""
         self._start("client", self.checkpoint, str(self._shape.keys), str(self._shape.rows))
 
     def tell(self, command: str) -> float:
@@ -50,7 +49,6 @@ class RunningStream:
         return [e for e in list(self.events) if e["event"] == kind and e["at"] >= since]
 
     def places(self) -> Event:
-        """Return where everything is now."""
         return self.wait(lambda: self.of("places"), "places")[-1]  # type: ignore[no-any-return]
 
     def wait(self, what: Callable[[], Any], words: str) -> Any:
@@ -70,7 +68,6 @@ class RunningStream:
         self.wait(lambda: len(self.of("batch", since)) >= count, f"{count} batches")
 
     def end(self) -> None:
-        """End both programs."""
         for program in self._programs:
             if program.poll() is None:
                 os.killpg(program.pid, signal.SIGKILL)

@@ -78,8 +78,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """All kept results of a comparison, by environment."""
-
     comparison: str
     parts: dict[str, Part]
 
@@ -105,7 +103,6 @@ def from_json(text: str) -> Result:
 
 
 def part_from_dict(data: Mapping[str, Any]) -> Part:
-    """Return a part from its JSON object."""
     return Part(
         **{
             **data,
@@ -163,7 +160,6 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of one value per turn."""
         return Spread(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -241,7 +237,6 @@ def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
 
 
 def judge(target: Target, part: Part | None) -> Judged:
-    """Judge by the median whether a target is reached."""
     found = None if part is None else _found(target, part)
     if found is None:
         return Judged(target, None, None)
@@ -290,6 +285,12 @@ class Slower:
     def times(self) -> float:
         """Return how many times slower it is, relative to the other contestant."""
         return self.kept.median / self.now.median
+
+    def __str__(self) -> str:
+        return (
+            f"{self.comparison} on {ENVIRONMENTS[self.environment]}, {self.case}: {self.contestant} was {self.kept} "
+            f"times as fast as {self.other}, and is {self.now}: {self.times:.1f} times slower than kept."
+        )
 
 
 def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
@@ -370,9 +371,8 @@ class Comparison:
     environments: tuple[str, ...] = (VENV,)
     targets: tuple[Target, ...] = ()
     in_smoke: bool = True
-    picture: Literal["bars", "lines", ""] = ""
+    picture: Literal["bars", "lines", ""] = "bars"
     x_label: str = ""
-    command: str = ""
     table: Table | None = None
 
     def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:
@@ -395,7 +395,6 @@ class Comparison:
 
 
 def _read(name: str, usual: Any, text: str | list[str]) -> Any:
-    """Read a value of the type of the usual one."""
     if isinstance(usual, (list, tuple)):
         kind = type(usual[0]) if usual else str
         values = text if isinstance(text, list) else text.split(",")

@@ -9,20 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.model import (
-    ENVIRONMENTS,
-    Case,
-    Comparison,
-    Contestant,
-    Judged,
-    Part,
-    Result,
-    Slower,
-    Spread,
-    amount,
-    judge,
-    ratio,
-)
+from suite.model import ENVIRONMENTS, Case, Comparison, Contestant, Judged, Part, Result, Spread, amount, judge, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,15 +58,6 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
             if part.failure is None and (picture := _picture(comparison, part)):
                 found[_plot_name(comparison, part)] = picture
     return found
-
-
-def in_words(slower: Sequence[Slower]) -> list[str]:
-    """Return a sentence for each thing that has become slower."""
-    return [
-        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {s.kept} times as "
-        f"fast as {s.other}, and is {s.now}: {s.times:.1f} times slower than kept."
-        for s in slower
-    ]
 
 
 # -- targets -------------------------------------------------------------------------------------
@@ -175,16 +153,10 @@ def _figures(comparison: Comparison, part: Part) -> list[str]:
         for i, name in enumerate(case.turns):
             spread = Spread.of(case.figures(name))
             label = f"**{name}**" if part.contestants[name].is_ours else name
-            rows.append(
-                (
-                    case.name if i == 0 else "",
-                    label,
-                    f"{amount(spread.median)} {case.unit}",
-                    f"{amount(spread.low)} to {amount(spread.high)}",
-                    str(len(case.turns[name])),
-                    *(_against(part, case, name, other) for other in others),
-                )
-            )
+            least_and_most = f"{amount(spread.low)} to {amount(spread.high)}"
+            times = [_against(part, case, name, other) for other in others]
+            what = [case.name if i == 0 else "", label, f"{amount(spread.median)} {case.unit}", least_and_most]
+            rows.append([*what, str(len(case.turns[name])), *times])
     return [_table(heading, rows), ""]
 
 
@@ -210,7 +182,7 @@ def _circumstances(comparison: Comparison, part: Part) -> list[str]:
     size = ", ".join(f"{name} {_size(value)}" for name, value in part.size.items())
     versions = ", ".join(f"{name} {version}" for name, version in part.versions.items()) or "not known"
     machine = f"{part.machine['cores']}; {part.machine['memory']}; load {part.machine['load']} at the start"
-    command = comparison.command or f'make bench ARGS="{_arguments(comparison, part)}"'
+    command = f'make bench ARGS="{_arguments(comparison, part)}"'
     return [
         f"Size: {size}.  ",
         f"Versions: {versions}.  ",
@@ -385,7 +357,6 @@ class WholeRun:
     again: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return the sentence about the run in ``RESULTS.md``."""
         minutes = round(self.seconds / 60)
         took = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
         again = f" Measured again since: {', '.join(self.again)}; each part has its date and commit." * bool(self.again)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from suite.machine import machine, versions
-from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison, Kind, Part, Size, part_from_dict, part_to_json
+from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison, Kind, Part, Size, part_from_dict, part_to_json, rotated
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -35,14 +35,10 @@ LOOK_EVERY = 5.0  # seldom, as a look takes CPU time from the comparison
 SMOKE_JVM = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 )
-
-
 QUIET = 10.0
 
 
 class Steps:
-    """Takes the reports of a comparison."""
-
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=True)
         self._bar: Progress | None = None
@@ -63,25 +59,29 @@ class Steps:
         self._bar = None
 
     def expect(self, steps: int) -> None:
-        """Note that so many more steps will come."""
         self._total += steps
         self._update()
 
     def now(self, what: str) -> None:
-        """Note what is being done."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=what)
         elif time.monotonic() - self._said > QUIET:
             self._said = time.monotonic()
             self.console.print(f"  {self._done} of {self._total or '?'}: {what}", markup=False)
 
-    def advance(self, steps: int = 1) -> None:
-        """Note that so many steps are done."""
-        self._done += steps
+    def advance(self) -> None:
+        self._done += 1
         self._update()
 
+    def turns(self, what: str, contestants: Iterable[str], turns: int) -> Iterator[str]:
+        """Give the contestants, turn by turn; each turn begins with another one. Each use is one step."""
+        for turn in range(turns):
+            for name in rotated(list(contestants), turn):
+                self.now(f"{what}: turn {turn + 1} of {turns}, {name}")
+                yield name
+                self.advance()
+
     def say(self, text: str) -> None:
-        """Print a line."""
         self.console.print(f"  {text}", markup=False)
 
     def _update(self) -> None:
@@ -128,16 +128,8 @@ def run(comparison: Comparison, environment: str, kind: Kind, size: Size, consol
             given["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {SMOKE_JVM}".strip()
         try:
             command = [str(interpreter(environment)), str(BENCHMARKS / "bench.py"), "--child", comparison.name]
-            command += [
-                "--environment",
-                environment,
-                "--kind",
-                kind,
-                "--sizes",
-                json.dumps(size),
-                "--answer",
-                str(answer),
-            ]
+            command += ["--environment", environment, "--kind", kind, "--sizes", json.dumps(size)]
+            command += ["--answer", str(answer)]
             status = call(command, minutes * 60, os.environ | given)
             if answer.exists():
                 console.print(f"  {time.perf_counter() - began:.0f} s", highlight=False)
@@ -213,6 +205,5 @@ def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, a
 
 
 def _in_short(error: BaseException) -> str:
-    """Return one line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'without a word'}"

@@ -32,6 +32,13 @@ def test_a_child_has_a_status() -> None:
     assert call("import os; os.abort()") == -6
 
 
+def test_each_turn_begins_with_another_contestant() -> None:
+    assert list(runner.Steps(QUIET).turns("a scan", {"ours": 1, "redis": 2, "none": 3}, 2)) == [
+        *("ours", "redis", "none"),
+        *("redis", "none", "ours"),
+    ]
+
+
 def gone(pid: int) -> bool:
     end = time.monotonic() + PATIENCE  # it would sleep for longer
     while time.monotonic() < end:
