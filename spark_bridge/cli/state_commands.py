@@ -317,6 +317,12 @@ def take_over_query(
         list[str] | None,
         typer.Option(metavar="NAME=NUMBER", help="Which operator of Spark an operator takes over. Repeatable."),
     ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPERATOR.COLUMN=SOURCE", help="Spark's name of a column, or the place of a buffer. Repeatable."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Convert everything, show samples, write nothing.")
     ] = False,
@@ -335,6 +341,7 @@ def take_over_query(
     from spark_bridge.state_surgery.take_over import take_over
 
     numbers = or_exit(lambda: _operator_numbers(operator or []))
+    columns = or_exit(lambda: _columns_by_operator(column or []))
     make_stream = or_exit(lambda: _function_at(program))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers of a local Spark import this package too
     quiet = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false", "spark.ui.enabled": "false"}
@@ -350,6 +357,7 @@ def take_over_query(
             checkpoint,
             make_stream(spark),
             operators=numbers or None,
+            columns=columns,
             dry_run=dry_run,
             storage_options=options_of(storage_option),
             progress=lambda step: None if as_json else output.printer().print(step, soft_wrap=True, highlight=False),
@@ -379,6 +387,18 @@ def _operator_numbers(pairs: list[str]) -> dict[str, int]:
             raise RequestError(f"--operator {pair} must be NAME=NUMBER, as in user_totals=0.")
         numbers[name] = int(number)
     return numbers
+
+
+def _columns_by_operator(options: list[str]) -> dict[str, dict[str, str | int]]:
+    """Return what ``--column`` says, by operator and column. Raises ``RequestError`` for an option of another form."""
+    columns: dict[str, dict[str, str | int]] = {}
+    for option in options:
+        target, _, source = option.partition("=")
+        operator, _, column = target.partition(".")
+        if not (operator and column and source):
+            raise RequestError(f"--column {option} must be OPERATOR.COLUMN=SOURCE, as in user_totals.spent=2.")
+        columns.setdefault(operator, {})[column] = int(source) if source.isdigit() else source
+    return columns
 
 
 def _function_at(program: str) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import TIMERS
+from backends.encoding.operator_schema import TIMERS, OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits
@@ -27,6 +27,7 @@ from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.operators.join_sides import JoinSide
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, EXPIRES_AT, LIST, MAP, ROWS, SESSIONS, VALUE
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
@@ -36,8 +37,6 @@ from spark_bridge.state_surgery.new_state import (
     Workers,
     check_partitions,
     new_query_id,
-    session_options,
-    session_state_location,
 )
 from spark_bridge.state_surgery.programs import (
     STAGING,
@@ -93,11 +92,12 @@ TTL_FIELDS = ["value", "ttlExpirationMs"]
 
 @dataclass(frozen=True)
 class SparkOperator:
-    """A stateful operator of the old query: its number and its kind, as Spark names it, and its state variables."""
+    """A stateful operator of the old query: its number, its kind as Spark names it, and what a processor declares."""
 
     id: int
     name: str
     variables: tuple[str, ...] = ()
+    time_mode: str | None = None
 
     @property
     def in_words(self) -> str:
@@ -106,14 +106,19 @@ class SparkOperator:
 
 @dataclass(frozen=True)
 class StoppedQuery:
-    """The checkpoint of a stopped query of Spark, at its last committed batch."""
+    """The checkpoint of a stopped query of Spark, at its last committed batch; ``planned`` is its last planned one.
+
+    ``location`` is as the user gives it: Spark's readers may know it under another scheme than ``storage`` does.
+    """
 
     spark: SparkSession
+    location: str
     storage: CheckpointStorage
     batch_id: int
+    planned: int | None
 
     @classmethod
-    def at(cls, spark: SparkSession, storage: CheckpointStorage) -> StoppedQuery:
+    def at(cls, spark: SparkSession, location: str, storage: CheckpointStorage) -> StoppedQuery:
         """Return the query of a checkpoint. Raises ``InvalidStateStoreArgument`` if no state can be taken over."""
         if int(spark.version.split(".")[0]) < 4:
             raise InvalidStateStoreArgument(
@@ -139,7 +144,7 @@ class StoppedQuery:
                 "Only one batch can run again. Run the old query, without asynchronous progress tracking, until it has "
                 "committed its batches."
             )
-        query = cls(spark, storage, batch_id)
+        query = cls(spark, location, storage, batch_id, planned)
         if query.id in [one.id for one in spark.streams.active]:
             raise InvalidStateStoreArgument(f"The query {query.id} of {storage.location} is running: stop it first.")
         return query
@@ -149,12 +154,12 @@ class StoppedQuery:
         return str(json.loads(self.storage.get(METADATA))["id"])
 
     def check_stopped(self) -> None:
-        """Raise ``SavepointError`` if the query has committed a batch since ``at``: it still runs somewhere."""
-        newest = SparkCommits(self.storage).last_committed()
-        if newest != self.batch_id:
+        """Raise ``SavepointError`` if the query has planned or committed a batch since ``at``: it still runs."""
+        commits = SparkCommits(self.storage)
+        if (commits.last_committed(), commits.last_begun()) != (self.batch_id, self.planned):
             raise SavepointError(
-                f"The query {self.id} of {self.storage.location} has committed batch {newest} while its state at batch "
-                f"{self.batch_id} was read: stop it, and call take_over again."
+                f"The query {self.id} of {self.storage.location} has gone to batch {commits.last_begun()} while its state "
+                f"at batch {self.batch_id} was read: stop it, and call take_over again."
             )
 
     @cached_property
@@ -162,20 +167,21 @@ class StoppedQuery:
         """Return the stateful operators, in the order of their numbers."""
         if not self.storage.list("state"):
             return []
-        rows = self.spark.read.format("state-metadata").load(self.storage.location).collect()
-        variables = {}
+        rows = self.spark.read.format("state-metadata").load(self.location).collect()
+        variables, modes = {}, {}
         for row in rows:
             properties = json.loads(row["operatorProperties"] or "{}") if "operatorProperties" in row else {}
             names = [one["stateName"] for one in properties.get("stateVariables", ())]
             variables[row["operatorId"]] = tuple(name for name in names if not name.startswith("$"))
+            modes[row["operatorId"]] = properties.get("timeMode")
         named = {row["operatorId"]: row["operatorName"] for row in rows}
-        return [SparkOperator(number, name, variables[number]) for number, name in sorted(named.items())]
+        return [SparkOperator(number, name, variables[number], modes[number]) for number, name in sorted(named.items())]
 
     def state(self, operator: SparkOperator, **options: object) -> DataFrame:
         """Return the rows of an operator, as Spark's reader shows them."""
         reader = self.spark.read.format("statestore").option("batchId", self.batch_id)
         reader = reader.option("operatorId", operator.id).options(**{k: str(v) for k, v in options.items()})
-        return reader.load(self.storage.location)
+        return reader.load(self.location)
 
 
 @dataclass(frozen=True)
@@ -218,51 +224,85 @@ class Conversion:
         return self._group_state() if self.operator.name == GROUP_STATE else self._variable()
 
     @property
+    def schema(self) -> OperatorSchema:
+        """Return the schema of the program's operator."""
+        return self.target.pairs.rows.schema
+
+    @property
     def _values(self) -> list[str]:
         """Return the columns of the value."""
         rows = self.target.pairs.rows
         names: list[str] = self.target.pairs.columns.names
         return names[len(rows.key) + len(rows.inner) :]
 
-    def _selected(self, frame: DataFrame, *values: Column) -> DataFrame:
+    @property
+    def _keys(self) -> list[str]:
+        """Return the columns of the program's key, in the user's order."""
+        rows = self.target.pairs.rows
+        return [rows.key.names[i] for i in rows.key_order]
+
+    def _selected(self, frame: DataFrame, *values: Column, keys: list[Column] | None = None) -> DataFrame:
         """Return the key's columns, by their names, and the other columns of the variable, in its order."""
+        names = self.target.pairs.columns.names
+        columns = [*(self._key_columns(frame) if keys is None else keys), *values]
+        return frame.select(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
+
+    def _key_columns(self, frame: DataFrame) -> list[Column]:
         from pyspark.sql import functions as F
 
-        rows, names = self.target.pairs.rows, self.target.pairs.columns.names
-        keys = [rows.key.names[i] for i in rows.key_order]
-        of_spark = frame.schema["key"].dataType.names
-        there = [str(self.columns.get(name, name)) for name in keys]
-        if self.side is not None:  # Spark numbers the keys of a join
-            there = [name for name in of_spark if name.startswith("field")]
-        missing = [name for name, of_key in zip(keys, there, strict=False) if of_key not in of_spark]
-        # The state of a session has its start after the key.
-        is_longer = len(there) != len(keys) or (
-            self.side is None and len(of_spark) != len(keys) + (rows.kind == SESSIONS)
-        )
+        keys, of_spark = self._keys, frame.schema["key"].dataType.names
         if keys == [ALL_ROWS_KEY] and not of_spark:
-            columns = [F.lit(True)]
-        elif missing or is_longer:
-            remedy = f"columns={{{self.target.name[0]!r}: {{{(missing or keys)[0]!r}: {(of_spark or [''])[0]!r}}}}}"
-            raise self._refusal(
-                f"its key has the columns {_listed(of_spark)}, and the program's has {_listed(keys)}. Both must be "
-                f"as many; other names are given as {remedy}."
-            )
-        else:
-            columns = [F.col("key").getField(name) for name in there]
-        return frame.select(*(c.alias(n) for c, n in zip([*columns, *values], names, strict=True)))
+            return [F.lit(True)]
+        # The state of a session has its start after the key.
+        num_columns = len(keys) + (self.target.pairs.rows.kind == SESSIONS)
+        there = [str(self.columns.get(name, name)) for name in keys]
+        if len(of_spark) != num_columns or any(name not in of_spark for name in there):
+            raise self._other_key(of_spark)
+        return [F.col("key").getField(name) for name in there]
+
+    def _join_keys(self, frame: DataFrame, own: list[str]) -> list[Column]:
+        """Return the key's columns, which Spark numbers; ``own`` are those of the rows, in the fields of ``value``.
+
+        Where a row has the key under its name as well, tasks check that both are the same.
+        """
+        from pyspark.sql import functions as F
+
+        keys = self._keys
+        numbered = [name for name in frame.schema["key"].dataType.names if name.startswith("field")]
+        if len(numbered) != len(keys):
+            raise self._other_key(numbered)
+        columns = []
+        for name, default in zip(keys, numbered, strict=True):
+            column = F.col("key").getField(str(self.columns.get(name, default)))
+            if name in own:
+                text = (
+                    f"The key {default} of {self.operator.in_words} is not the column {name!r} of its rows: give on= the "
+                    f"order of the old condition, or columns={{{self.target.name[0]!r}: {{{name!r}: {default!r}}}}} with "
+                    "the number of each key."
+                )
+                of_row = F.col(f"value.b{own.index(name)}")
+                column = F.when(column.eqNullSafe(of_row), column).otherwise(F.raise_error(F.lit(text)))
+            columns.append(column)
+        return columns
+
+    def _other_key(self, of_spark: list[str]) -> InvalidStateStoreArgument:
+        keys = self._keys
+        remedy = f"columns={{{self.target.name[0]!r}: {{{keys[0]!r}: {(of_spark or [''])[0]!r}}}}}"
+        return self._refusal(
+            f"its key has the columns {_listed(of_spark)}, and the program's has {_listed(keys)}. Both must be as many; "
+            f"other names are given as {remedy}."
+        )
 
     # -- aggregations and keys -----------------------------------------------------------------
 
     def _aggregate(self) -> DataFrame:
         from pyspark.sql import functions as F
-        from pyspark.sql import types as T
 
         frame, rows = self.query.state(self.operator), self.target.pairs.rows
         fields = frame.schema["value"].dataType.fields
         first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
         # Buffers of one function have one name: by place, each has a name of its own.
-        numbered = T.StructType([T.StructField(f"b{i}", f.dataType) for i, f in enumerate(fields)])
-        frame = frame.withColumn("value", F.col("value").cast(numbered))
+        frame = frame.withColumn("value", _numbered(frame, "value"))
         names, columns, place = [f.name for f in fields], [], first
         has_places = any(isinstance(place, int) for place in self.columns.values())
         for name, function, parts in outputs_of(rows.stored_value):
@@ -270,18 +310,25 @@ class Conversion:
                 given = self.columns.get(name)
                 place = first + given if isinstance(given, int) else len(names)
             wanted = BUFFERS.get(split_function(function)[0], ("",))
-            if names[place : place + 2] == list(EMPTY_SUM):
+            if wanted == BUFFERS["sum"] and names[place : place + 2] == list(EMPTY_SUM):
                 wanted = EMPTY_SUM
             if names[place : place + len(wanted)] != list(wanted):
                 raise self._other_buffers(names[first:], name, function)
             buffers = [F.col("value").getField(f"b{place + i}") for i in range(len(wanted))]
             if wanted[0] == "sum" and pa.types.is_decimal(parts[0].type):
-                buffers[0] = _scaled(buffers[0], fields[place].dataType, parts[0].type)
+                scaled = _scaled(buffers[0], fields[place].dataType, parts[0].type, is_mean=len(parts) > 1)
+                if scaled is None:
+                    raise self._refusal(
+                        f"{name}={function} is of decimals, and Spark's buffer {place - first} is a "
+                        f"{fields[place].dataType.simpleString()}: give the column the type that it had."
+                    )
+                buffers[0] = scaled
             columns += _parts(wanted, buffers, self.operator.in_words)
             place += len(wanted)
         if place != len(names) and not has_places:
             raise self._other_buffers(names[first:])
-        bounds = [F.col("value").getField("b0")] if rows.kind == SESSIONS else []
+        of_key = frame.schema["key"].dataType.names
+        bounds = [F.col("value").getField(f"b{i}") for i, n in enumerate(names[:first]) if n not in of_key]
         return self._selected(frame, *bounds, *columns)
 
     def _other_buffers(self, names: list[str], output: str = "", function: str = "") -> InvalidStateStoreArgument:
@@ -315,22 +362,30 @@ class Conversion:
         store = {"storeName": f"{side.name}-keyWithIndexToValue"} if needs_flag else {"joinSide": side.name}
         frame = self.query.state(self.operator, **store)
         fields = frame.schema["value"].dataType.names
-        wanted = {
-            name: str(self.columns.get(name, name)) for name in self._values if name not in (side.flag, PLACEHOLDER)
-        }
-        if missing := [name for name in wanted.values() if name not in fields]:
+        if needs_flag and fields[-1] != "matched":
             raise self._refusal(
-                f"its rows of the {side.name} side have the columns {_listed(fields)}, and the program's rows need "
-                f"{_listed(missing)}. Say which they are: columns={{{self.target.name[0]!r}: {{{missing[0]!r}: "
-                f"{fields[0]!r}}}}}."
+                "its state is of a format that does not say which rows have found a match: run the old query with "
+                "spark.sql.streaming.join.stateFormatVersion=2 from a new checkpoint."
             )
-        value = F.col("value")
+        own = fields[:-1] if needs_flag else fields
+        is_placeholder = side.columns.names == [PLACEHOLDER] and PLACEHOLDER not in own
+        names = [] if is_placeholder else side.columns.names
+        wanted = {name: str(self.columns.get(name, name)) for name in names}
+        if missing := [name for name, there in wanted.items() if there not in own]:
+            raise self._refusal(
+                f"its rows of the {side.name} side have the columns {_listed(own)}, and the program's rows need "
+                f"{_listed(missing)}. Say which they are: columns={{{self.target.name[0]!r}: {{{missing[0]!r}: "
+                f"{own[0]!r}}}}}."
+            )
+        # A column of the user may have the name of Spark's flag: by place, each has a name of its own.
+        frame = frame.withColumn("value", _numbered(frame, "value"))
         if side.leaves_once_matched:
-            frame = frame.where(~value.getField(fields[-1]))
-        columns = {name: value.getField(there) for name, there in wanted.items()} | {PLACEHOLDER: F.lit(True)}
+            frame = frame.where(~F.col(f"value.b{len(fields) - 1}"))
+        columns = {name: F.col(f"value.b{own.index(there)}") for name, there in wanted.items()}
         if side.flag is not None:
-            columns[side.flag] = value.getField(fields[-1])
-        return self._selected(frame, *(columns[name] for name in self._values))
+            columns[side.flag] = F.col(f"value.b{len(fields) - 1}")
+        values = (columns.get(name, F.lit(True)) for name in self._values)
+        return self._selected(frame, *values, keys=self._join_keys(frame, own))
 
     # -- state variables -----------------------------------------------------------------------
 
@@ -339,9 +394,12 @@ class Conversion:
         from pyspark.sql import functions as F
 
         frame, kind = self.query.state(self.operator), self.target.pairs.rows.kind
+        has_timeouts = "timeoutTimestamp" in frame.schema["value"].dataType.names
         if kind == TIMERS:
             expires = F.col("value").getField("timeoutTimestamp")
-            return self._selected(frame.where(expires > 0), expires)
+            return self._selected(frame.where(expires > 0), expires) if has_timeouts else None
+        if has_timeouts and self.schema.settings.get("time_mode", "none") == "none":
+            raise self._refusal("it has timeouts: give the processor the time_mode= of the old timeout.")
         if kind != VALUE:
             raise self._refusal(f"it has one value at a key, and the program has the {kind} {self.target.name[1]!r}.")
         state = F.col("value").getField("groupState")
@@ -352,6 +410,9 @@ class Conversion:
         from pyspark.sql import functions as F
 
         rows, variable = self.target.pairs.rows, self.target.name[1]
+        old_mode, mode = (self.operator.time_mode or "none").lower(), self.schema.settings.get("time_mode", "none")
+        if ("none" if old_mode.startswith("no") else old_mode) != mode.lower():
+            raise self._refusal(f"its time mode is {self.operator.time_mode}, and that of the program {mode}.")
         if rows.kind == TIMERS:
             frame = self.query.state(self.operator, readRegisteredTimers=True)
             return self._selected(frame, F.col("expiration_timestamp_ms"))
@@ -399,13 +460,31 @@ class Conversion:
         )
 
 
-def _scaled(total: Column, kind: Any, wanted: pa.DataType) -> Column:
-    """Return a sum of decimals. Spark adds short decimals as longs or doubles, without their point."""
+def _numbered(frame: DataFrame, column: str) -> Column:
+    """Return a struct with the names ``b0``, ``b1``, ... for its fields."""
+    from pyspark.sql import functions as F
+    from pyspark.sql import types as T
+
+    fields = frame.schema[column].dataType.fields
+    return F.col(column).cast(T.StructType([T.StructField(f"b{i}", f.dataType) for i, f in enumerate(fields)]))
+
+
+def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> Column | None:
+    """Return a sum of decimals, or None if it is a sum of something else.
+
+    Spark sums decimals of up to 8 digits as longs, and for means those of up to 11 digits as doubles, both without
+    their point (``DecimalAggregates``). ``wanted`` has ten digits more than the decimals.
+    """
     from pyspark.sql import functions as F
     from pyspark.sql import types as T
 
     if isinstance(kind, T.DecimalType):
         return total
+    digits = wanted.precision - 10
+    if not (
+        isinstance(kind, T.DoubleType) and digits <= 11 if is_mean else isinstance(kind, T.LongType) and digits <= 8
+    ):
+        return None
     unscaled = total.cast(T.DecimalType(wanted.precision, 0))
     return (unscaled * F.lit(Decimal(1).scaleb(-wanted.scale))).cast(T.DecimalType(wanted.precision, wanted.scale))
 
@@ -471,14 +550,15 @@ def take_over(
     Raises, with nothing left at the new location, ``InvalidStateStoreArgument`` (Spark 3.5; a running query; state that
     cannot be taken over, named), ``SavepointError`` (the location is not empty; other sources), and ``StorageError``.
     """
-    say, options = progress or log.info, session_options(storage_options)
-    query = StoppedQuery.at(program.sparkSession, open_storage(spark_checkpoint, options))
+    say, spark = progress or log.info, program.sparkSession
+    options = {**storage_settings(spark), **(storage_options or {})}
+    query = StoppedQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options))
     specs = declared(program)
     pairs = _matched(query, specs, operators)
     key_groups = _key_groups(program)
     new = NewCheckpoint.at(
         checkpoint_location,
-        state_location or session_state_location(),
+        state_location or spark.conf.get(STATE_LOCATION_CONF, "") or None,
         options,
         query_id=new_query_id(),
         key_groups=key_groups,
@@ -491,6 +571,9 @@ def take_over(
     targets = {target.name: target for one in new_operators for target in one.targets}
     frames = _frames(query, specs, pairs, targets, columns or {})
     say(f"taking over {', '.join(one.in_words for one in pairs.values())} of {spark_checkpoint} at {query.batch_id}")
+
+    if query.planned == query.batch_id + 1:
+        say(f"batch {query.planned} is planned and not committed, and will run again: the old query must have stopped")
 
     def jobs() -> Iterator[ReadJob]:
         for name, frame in frames.items():
@@ -548,12 +631,18 @@ def _matched(
                 f"Operator {name!r} of the program is of the kind {_kind(specs[name])}, and cannot take over "
                 f"{one.in_words}, which is of the kind {KINDS_BY_SPARK[one.name]}."
             )
-    if len(specs) > 1 and any(one.spec.uses_time for one in specs.values()):
+    if len(specs) > 1 and any(_has_watermark(one) for one in specs.values()):
         raise InvalidStateStoreArgument(
             f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Each has a watermark of "
             "its own, which Spark's records do not have: such state cannot be taken over."
         )
     return matched
+
+
+def _has_watermark(one: OfProgram) -> bool:
+    if _kind(one) != PROCESSOR:
+        return one.spec.uses_time
+    return str(OperatorSchema.from_json(one.spec.schema).settings.get("time_mode", "")).lower() == "eventtime"
 
 
 def _kind(one: OfProgram) -> str:
