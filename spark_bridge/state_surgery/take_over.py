@@ -158,8 +158,8 @@ class StoppedQuery:
         commits = SparkCommits(self.storage)
         if (commits.last_committed(), commits.last_begun()) != (self.batch_id, self.planned):
             raise SavepointError(
-                f"The query {self.id} of {self.storage.location} has gone to batch {commits.last_begun()} while its state "
-                f"at batch {self.batch_id} was read: stop it, and call take_over again."
+                f"The query {self.id} of {self.storage.location} has gone to batch {commits.last_begun()} while its "
+                f"state at batch {self.batch_id} was read: stop it, and call take_over again."
             )
 
     @cached_property
@@ -276,9 +276,9 @@ class Conversion:
             column = F.col("key").getField(str(self.columns.get(name, default)))
             if name in own:
                 text = (
-                    f"The key {default} of {self.operator.in_words} is not the column {name!r} of its rows: give on= the "
-                    f"order of the old condition, or columns={{{self.target.name[0]!r}: {{{name!r}: {default!r}}}}} with "
-                    "the number of each key."
+                    f"The key {default} of {self.operator.in_words} is not the column {name!r} of its rows: give on= "
+                    f"the order of the old condition, or columns={{{self.target.name[0]!r}: {{{name!r}: "
+                    f"{default!r}}}}} with the number of each key."
                 )
                 of_row = F.col(f"value.b{own.index(name)}")
                 column = F.when(column.eqNullSafe(of_row), column).otherwise(F.raise_error(F.lit(text)))
@@ -289,8 +289,8 @@ class Conversion:
         keys = self._keys
         remedy = f"columns={{{self.target.name[0]!r}: {{{keys[0]!r}: {(of_spark or [''])[0]!r}}}}}"
         return self._refusal(
-            f"its key has the columns {_listed(of_spark)}, and the program's has {_listed(keys)}. Both must be as many; "
-            f"other names are given as {remedy}."
+            f"its key has the columns {_listed(of_spark)}, and the program's has {_listed(keys)}. Both must be "
+            f"as many; other names are given as {remedy}."
         )
 
     # -- aggregations and keys -----------------------------------------------------------------
