@@ -480,10 +480,8 @@ def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> 
 
     if isinstance(kind, T.DecimalType):
         return total
-    digits = wanted.precision - 10
-    if not (
-        isinstance(kind, T.DoubleType) and digits <= 11 if is_mean else isinstance(kind, T.LongType) and digits <= 8
-    ):
+    unscaled_type, max_digits = (T.DoubleType, 11) if is_mean else (T.LongType, 8)
+    if not isinstance(kind, unscaled_type) or wanted.precision - 10 > max_digits:
         return None
     unscaled = total.cast(T.DecimalType(wanted.precision, 0))
     return (unscaled * F.lit(Decimal(1).scaleb(-wanted.scale))).cast(T.DecimalType(wanted.precision, wanted.scale))
