@@ -62,6 +62,8 @@ CELLS = {
     "spark-4.3-python-3.14": Cell("3.14", "cluster,spark", ("pyspark==4.3.*",)),
     "lowest": Cell("3.10", "cluster,spark,sql,ui,polars", ("pyspark==3.5.0",), resolution="lowest-direct"),
     "lowest-spark-4": Cell("3.11", "cluster,spark,sql,ui,polars", ("pyspark==4.0.*",), resolution="lowest-direct"),
+    "lowest-raydp": Cell("3.10", "raydp", ("pyspark==3.5.0",), "raydp", "lowest-direct"),
+    "lowest-raydp-spark-4": Cell("3.11", "raydp-spark4", ("pyspark==4.0.*",), "raydp", "lowest-direct"),
 }
 
 
