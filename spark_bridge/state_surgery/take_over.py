@@ -71,6 +71,13 @@ KINDS_BY_SPARK = {
 }
 """The kinds of this project's operators that take over the state of Spark's operators."""
 GROUP_STATE = "applyInPandasWithState"
+KINDS_BY_FIELD = {
+    "sessionStartTime": "sessionWindowStateStoreSaveExec",
+    "__dummy__": "dedupe",
+    "expiresAtMicros": "dedupeWithinWatermark",
+    "groupState": GROUP_STATE,
+}
+"""Fields of keys and values that only these operators of Spark have; others belong to an aggregation."""
 MOMENT_BUFFERS = ("n", "avg", "m2")
 BUFFERS = {
     "count": ("count",),
@@ -168,6 +175,8 @@ class StoppedQuery:
         if not self.storage.list("state"):
             return []
         rows = self.spark.read.format("state-metadata").load(self.location).collect()
+        if not rows:
+            return self._operators_by_schema()
         variables, modes = {}, {}
         for row in rows:
             properties = json.loads(row["operatorProperties"] or "{}") if "operatorProperties" in row else {}
@@ -176,6 +185,21 @@ class StoppedQuery:
             modes[row["operatorId"]] = properties.get("timeMode")
         named = {row["operatorId"]: row["operatorName"] for row in rows}
         return [SparkOperator(number, name, variables[number], modes[number]) for number, name in sorted(named.items())]
+
+    def _operators_by_schema(self) -> list[SparkOperator]:
+        """Return the operators of a query that began on Spark 3.5, which keeps no metadata, by the fields of state."""
+        paths = [path.split("/") for path, _ in self.storage.list("state")]
+        stores = {int(p[1]): {q[3] for q in paths if len(q) > 4 and q[1] == p[1]} for p in paths if p[1].isdigit()}
+        operators = []
+        for number, names in sorted(stores.items()):
+            if any(name.startswith("left-") for name in names):
+                operators.append(SparkOperator(number, "symmetricHashJoin"))
+                continue
+            schema = self.state(SparkOperator(number, "")).schema
+            fields = schema["key"].dataType.names + schema["value"].dataType.names
+            kind = next((kind for mark, kind in KINDS_BY_FIELD.items() if mark in fields), "stateStoreSave")
+            operators.append(SparkOperator(number, kind))
+        return operators
 
     def state(self, operator: SparkOperator, **options: object) -> DataFrame:
         """Return the rows of an operator, as Spark's reader shows them."""

@@ -458,6 +458,7 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     )
     assert "not the checkpoint of a query" in refusal(count_and_sum, str(stream.root / "in"))
 
+    shutil.rmtree(Path(old, "state", "0", "_metadata"))  # as of Spark 3.5, which keeps no metadata of operators
     # The remedy: places of buffers. The list is left out.
     report = take_over(old, str(new), count_and_sum, columns={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
     taken = {row["user"]: (row["n"], row["total"]) for row in state_table(str(new), "totals").to_pylist()}
