@@ -113,7 +113,7 @@ def _main_module() -> str | None:
 def reader_schema(schema: StructType) -> pa.Schema:
     """Return the Arrow schema that Spark wants of a data source's batches.
 
-    Spark 4.0 and 4.1 always take UTC; later lines must be told so.
+    Spark 4.0 and 4.1 always take UTC; later lines take it as an argument.
     """
     from pyspark.sql.pandas.types import to_arrow_schema
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, Union
 
 import numpy as np
 import pyarrow as pa
@@ -246,6 +246,8 @@ class BlockRows:
         yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
 
 
+Sized = TypeVar("Sized", PackedRows, pa.RecordBatch)
+"""Rows of a known number of bytes."""
 STAGING = "staging"
 """The directory of a new state for rows on their way from Spark's executors to Ray's tasks."""
 
@@ -272,7 +274,7 @@ def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> 
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         storage = CheckpointStorage.open(location, options)
-        for part in _flushed(batches):
+        for part in _in_groups(batches):
             path = f"{STAGING}/{uuid.uuid4().hex}.arrow"
             storage.put_new(path, packed(part[0].schema, part).tobytes())
             yield pa.RecordBatch.from_arrays([pa.array([path])], names=["path"])
@@ -281,13 +283,13 @@ def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> 
     return [StagedRows(location, options, row["path"]) for row in paths]
 
 
-def _flushed(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Yield batches in groups of ``SOURCE_BYTES`` at least, but for the last one."""
-    pending: list[pa.RecordBatch] = []
+def _in_groups(parts: Iterable[Sized]) -> Iterator[list[Sized]]:
+    """Yield rows in groups of ``SOURCE_BYTES`` at least, but for the last one."""
+    pending: list[Sized] = []
     size = 0
-    for batch in batches:
-        pending.append(batch)
-        size += batch.nbytes
+    for part in parts:
+        pending.append(part)
+        size += part.nbytes
         if size >= SOURCE_BYTES:
             yield pending
             pending, size = [], 0
@@ -321,17 +323,7 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
 
 
 def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
-    """Yield sources of ``SOURCE_BYTES`` at least, but for the last one."""
-    pending: list[PackedRows] = []
-    size = 0
-    for part in parts:
-        pending.append(part)
-        size += len(part)
-        if size >= SOURCE_BYTES:
-            yield GivenRows(tuple(pending))
-            pending, size = [], 0
-    if pending:
-        yield GivenRows(tuple(pending))
+    return (GivenRows(tuple(group)) for group in _in_groups(parts))
 
 
 def _of_table(table: pa.Table) -> Iterator[GivenRows]:
