@@ -171,11 +171,13 @@ class StoppedQuery:
             operators.append(SparkOperator(number, kind))
         return operators
 
-    def state(self, operator: SparkOperator, **options: object) -> DataFrame:
-        """Return the rows of an operator, as Spark's reader shows them."""
-        reader = self.spark.read.format("statestore").option("batchId", self.batch_id)
-        reader = reader.option("operatorId", operator.id).options(**{k: str(v) for k, v in options.items()})
-        return reader.load(self.location)
+    def state(self, operator: SparkOperator, after: int | None = None, **options: object) -> DataFrame:
+        """Return the rows of an operator, as Spark's reader shows them; or the changes after the batch ``after``."""
+        batches: dict[str, object] = {"batchId": self.batch_id}
+        if after is not None:
+            batches = {"readChangeFeed": True, "changeStartBatchId": after + 1, "changeEndBatchId": self.batch_id}
+        settings = {"operatorId": operator.id, **batches, **options}
+        return self.spark.read.format("statestore").options(**{k: str(v) for k, v in settings.items()}).load(self.location)
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class Conversion:
         fields = frame.schema["value"].dataType.fields
         first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
         # Buffers of one function have the same name: numbers tell them apart.
-        frame = frame.withColumn("value", _numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered(frame, "value"))
         names, columns, place = [f.name for f in fields], [], first
         has_places = any(isinstance(place, int) for place in self.columns.values())
         for name, function, parts in outputs_of(rows.stored_value):
@@ -372,7 +374,7 @@ class Conversion:
                 f"{own[0]!r}}}}}."
             )
         # A column of the user may have the name of Spark's flag: numbers tell them apart.
-        frame = frame.withColumn("value", _numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered(frame, "value"))
         if side.leaves_once_matched:
             frame = frame.where(~F.col(f"value.b{len(fields) - 1}"))
         columns = {name: F.col(f"value.b{own.index(there)}") for name, there in wanted.items()}
@@ -454,7 +456,7 @@ class Conversion:
         )
 
 
-def _numbered(frame: DataFrame, column: str) -> Column:
+def numbered(frame: DataFrame, column: str) -> Column:
     """Return a struct with the names ``b0``, ``b1``, ... for its fields."""
     from pyspark.sql import functions as F
     from pyspark.sql import types as T
