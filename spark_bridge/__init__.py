@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from spark_bridge.state_data.ray_dataset import read_state_dataset
     from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
+    from spark_bridge.state_surgery.mirror import mirror
     from spark_bridge.state_surgery.new_state import NewStateReport
     from spark_bridge.state_surgery.rewrite_state import rewrite_state
-    from spark_bridge.state_surgery.mirror import mirror
     from spark_bridge.state_surgery.take_over import take_over
     from spark_bridge.stateful.handle import StatefulProcessorHandle
     from spark_bridge.stateful.list_state import ListState

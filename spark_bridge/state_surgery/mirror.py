@@ -39,7 +39,7 @@ from spark_bridge.state_surgery.spark_state import (
     SparkOperator,
     StoppedQuery,
     listed,
-    numbered,
+    numbered_fields,
 )
 from spark_bridge.task.state_task import StateTask
 
@@ -49,40 +49,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KIND = "mirror"
-"""The kind of the operators of a mirror."""
 MIRRORED_BATCH = "mirrored_batch"
 """The operator that says which batch of the Spark query each version of the mirror has."""
-POSITION = OperatorSchema.of_rows(
-    StateSchema(
-        pa.schema([("query", pa.string())]), pa.schema([("batch", pa.int64()), ("committed_ms", pa.int64())])
-    )
+MIRRORED_BATCH_SCHEMA = OperatorSchema.of_rows(
+    StateSchema(pa.schema([("query", pa.string())]), pa.schema([("batch", pa.int64()), ("committed_ms", pa.int64())]))
 )
 """The schema of ``MIRRORED_BATCH``."""
 FORMAT = "statestore_mirrored_batches"
 STRUCTS = ("key", "user_map_key", "value", "user_map_value")
 """The columns of Spark's reader that have the key and, as the last one, the value."""
-CHANGELOGS = (".changelog", ".delta")
+CHANGE_SUFFIXES = (".changelog", ".delta")
 """The suffixes of the files with the changes of a version: of RocksDB, and of HDFS state stores."""
 MAX_UNCHECKED_BATCHES = 10
 """Spark keeps the files of more batches: up to here, the feed is read without a look for its files."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class SparkBatch:
     """A committed batch of Spark. ``digest`` tells it from a batch of the same number after a rollback."""
 
     number: int
     digest: str
 
     @classmethod
-    def newest(cls, storage: CheckpointStorage) -> Batch | None:
+    def newest(cls, storage: CheckpointStorage) -> SparkBatch | None:
         """Return the last committed batch of a checkpoint; None if there is none."""
         number = SparkCommits(storage).last_committed()
         return None if number is None else cls.at(storage, number)
 
     @classmethod
-    def at(cls, storage: CheckpointStorage, number: int) -> Batch | None:
+    def at(cls, storage: CheckpointStorage, number: int) -> SparkBatch | None:
         """Return a batch as it was planned last; None if its plan no longer exists."""
         try:
             plan = storage.get(f"offsets/{number}")  # it has the time at which the batch was planned
@@ -92,7 +88,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class StateColumn:
+class MirrorColumn:
     """A column of the mirror, and the expression for it over the rows of Spark's reader, whose fields are numbered."""
 
     name: str
@@ -110,11 +106,12 @@ class MirroredState:
     name: str
     operator: SparkOperator
     variable: str | None
-    keys: tuple[StateColumn, ...]
-    values: tuple[StateColumn, ...]
+    keys: tuple[MirrorColumn, ...]
+    values: tuple[MirrorColumn, ...]
 
     @cached_property
     def schema(self) -> OperatorSchema:
+        """Return the schema of the operator."""
         key, value = (pa.schema([(one.name, one.kind) for one in columns]) for columns in (self.keys, self.values))
         return OperatorSchema.of_rows(StateSchema(key, value))
 
@@ -125,7 +122,7 @@ class MirroredState:
         """
         from pyspark.sql import functions as F
 
-        rows = query.state(self.operator, start, **({} if self.variable is None else {"stateVarName": self.variable}))
+        rows = query.state(self.operator, start, **_of_variable(self.variable))
         keys, values = columns_of(self.operator, rows)
         if (keys, values) != (self.keys, self.values):
             raise StateStoreError(
@@ -135,7 +132,7 @@ class MirroredState:
             )
         # Fields of a buffer may have one name: numbers tell them apart.
         structs = [name for name in STRUCTS if name in rows.columns]
-        rows = rows.withColumns({name: numbered(rows, name) for name in structs})
+        rows = rows.withColumns({name: numbered_fields(rows, name) for name in structs})
         columns = [F.expr(one.expression).alias(one.name) for one in (*keys, *values)]
         # Spark reads the changes of a key in one task, in their order, and numbers the rows of a task in this order.
         removed = F.lit(False) if start is None else F.col("change_type") == "delete"
@@ -143,17 +140,19 @@ class MirroredState:
         return rows.select(*columns, removed.alias(REMOVED), place.alias(PLACE))
 
 
-def columns_of(
-    operator: SparkOperator, rows: DataFrame
-) -> tuple[tuple[StateColumn, ...], tuple[StateColumn, ...]]:
+def _of_variable(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"stateVarName": name}
+
+
+def columns_of(operator: SparkOperator, rows: DataFrame) -> tuple[tuple[MirrorColumn, ...], tuple[MirrorColumn, ...]]:
     """Return the columns of key and value in rows of Spark's reader. Raises ``InvalidOperatorError``."""
     from pyspark.sql import types as T
 
     from spark_bridge.operators.columns import arrow_type
 
-    def fields(struct: str) -> list[StateColumn]:
+    def fields(struct: str) -> list[MirrorColumn]:
         return [
-            StateColumn(f.name, f"{struct}.b{i}", arrow_type(f.dataType))
+            MirrorColumn(f.name, f"{struct}.b{i}", arrow_type(f.dataType))
             for i, f in enumerate(rows.schema[struct].dataType.fields)
             if not isinstance(f.dataType, T.NullType)
         ]
@@ -162,16 +161,15 @@ def columns_of(
     keys = [column for struct in of_key for column in fields(struct)]
     kind = rows.schema[of_value].dataType
     if KINDS_BY_SPARK.get(operator.name) == PROCESSOR and kind.names == TTL_FIELDS:
-        values = [
-            StateColumn(f.name, f"{of_value}.b0.`{f.name}`", arrow_type(f.dataType)) for f in kind["value"].dataType.fields
-        ]
-        values.append(StateColumn(TTL, f"{of_value}.b1", pa.int64()))
+        inner = kind["value"].dataType.fields
+        values = [MirrorColumn(f.name, f"{of_value}.b0.`{f.name}`", arrow_type(f.dataType)) for f in inner]
+        values.append(MirrorColumn(TTL, f"{of_value}.b1", pa.int64()))
     else:
         values = fields(of_value)
     if KINDS_BY_SPARK.get(operator.name) == SESSION:  # its values repeat the key
         values = [one for one in values if one.name not in {key.name for key in keys}]
-    keys = keys or [StateColumn(ALL_ROWS_KEY, "true", pa.bool_())]
-    values = values or [StateColumn(PRESENT.field(0).name, "true", pa.bool_())]
+    keys = keys or [MirrorColumn(ALL_ROWS_KEY, "true", pa.bool_())]
+    values = values or [MirrorColumn(PRESENT.field(0).name, "true", pa.bool_())]
     names = distinct_names([one.name for one in (*keys, *values)])
     columns = tuple(replace(one, name=name) for name, one in zip(names, (*keys, *values), strict=True))
     return columns[: len(keys)], columns[len(keys) :]
@@ -230,8 +228,8 @@ def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> S
     """Return the Spark query at its last committed batch. Raises ``InvalidStateStoreArgument``."""
     if int(spark.version.split(".")[0]) < 4:
         raise InvalidStateStoreArgument(
-            f"mirror reads the changes of state with Spark's own reader, which Spark {spark.version} does not have: run "
-            "the mirror on Spark 4.0 or later. The mirrored query may run on Spark 3.5."
+            f"mirror reads state with Spark's own reader, which Spark {spark.version} does not have: run the mirror on "
+            "Spark 4.0 or later. The mirrored query may run on Spark 3.5."
         )
     if not storage.exists(METADATA):
         raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
@@ -239,7 +237,7 @@ def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> S
         raise InvalidStateStoreArgument(
             f"{storage.location} is the checkpoint of a query of this project: use serve_state(follow=True)."
         )
-    newest = Batch.newest(storage)
+    newest = SparkBatch.newest(storage)
     if newest is None:
         raise InvalidStateStoreArgument(
             f"{storage.location} has no committed batch, so its stateful operators are not known: start the mirror "
@@ -248,16 +246,14 @@ def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> S
     return StoppedQuery(spark, location, storage, newest.number, None)
 
 
-def _states(
-    query: StoppedQuery, operators: Mapping[str, int | tuple[int, str]] | None
-) -> list[MirroredState]:
+def _states(query: StoppedQuery, operators: Mapping[str, int | tuple[int, str]] | None) -> list[MirroredState]:
     """Return the states to mirror. Raises ``InvalidStateStoreArgument`` if one of them has no change feed."""
     by_number = {one.id: one for one in query.operators}
     places: list[int | tuple[int, str]] = []
     for one in by_number.values():
         places += [(one.id, variable) for variable in one.variables] or [one.id]
     if not places:
-        raise InvalidStateStoreArgument(f"{query.storage.location} has no stateful operator: there is nothing to mirror.")
+        raise InvalidStateStoreArgument(f"{query.storage.location} has no stateful operator, so no state to mirror.")
     if operators is None:
         operators = {"_".join(map(str, ("operator", *(p if isinstance(p, tuple) else (p,))))): p for p in places}
     states: list[MirroredState] = []
@@ -271,12 +267,12 @@ def _states(
         number, variable = place if isinstance(place, tuple) else (place, None)
         refusal = _refusal(query, by_number[number], variable)
         if refusal is None:
-            rows = query.state(by_number[number], **({} if variable is None else {"stateVarName": variable}))
+            rows = query.state(by_number[number], **_of_variable(variable))
             states.append(MirroredState(name, by_number[number], variable, *columns_of(by_number[number], rows)))
         else:
             refusals.append(refusal)
     if refusals:
-        others = {one.name: one.operator.id if one.variable is None else (one.operator.id, one.variable) for one in states}
+        others = {one.name: operators[one.name] for one in states}
         remedy = f" Mirror the other states: operators={others!r}." if others else ""
         raise InvalidStateStoreArgument(" ".join(refusals) + remedy)
     return states
@@ -307,7 +303,7 @@ def versions_with_changes(storage: CheckpointStorage, operator: int) -> dict[str
         if place.rpartition("/")[2].isdigit():
             of_partition = versions.setdefault(place, set())
             number = stem.partition("_")[0]  # an id of the version may follow
-            if suffix in CHANGELOGS and number.isdigit():
+            if suffix in CHANGE_SUFFIXES and number.isdigit():
                 of_partition.add(int(number))
     return versions
 
@@ -323,7 +319,7 @@ class _Operator:
 
     @property
     def spec(self) -> OperatorSpec:
-        return OperatorSpec(self.name, self.num_partitions, self.schema.to_json(), kind=KIND)
+        return OperatorSpec(self.name, self.num_partitions, self.schema.to_json(), kind="mirror")
 
     def keep(self, changes: DataFrame, *, is_scan: bool) -> None:
         """Run the tasks that keep the changes, at the batch of the query whose thread calls."""
@@ -375,7 +371,7 @@ class _Mirror:
         key_groups = key_group_count(df)
         partitions = partition_count(df, self._num_partitions, key_groups)
         self._operators = [_Operator(one.name, one.schema, partitions, key_groups) for one in self._states]
-        self._operators.append(_Operator(MIRRORED_BATCH, POSITION, 1, key_groups))
+        self._operators.append(_Operator(MIRRORED_BATCH, MIRRORED_BATCH_SCHEMA, 1, key_groups))
         for operator in self._operators:
             check_operator_name(operator.name, df)
             # The listener finds the operators in the plan, and ``run`` runs their tasks.
@@ -390,11 +386,25 @@ class _Mirror:
 
     def run(self, df: DataFrame, batch_id: int) -> None:
         """Read what has changed between two batches of Spark, and keep it: the function of ``foreachBatch``."""
+        from py4j.protocol import Py4JJavaError
+
+        try:
+            self._keep_changes(df, batch_id)
+        except Py4JJavaError as error:
+            name = error.java_exception.getClass().getName()
+            if not name.endswith("InterruptedException"):
+                raise
+            # ``stop()`` has interrupted a job. Spark finds the interruption by an expression over the text of the
+            # error, which overflows Java's stack if the text is as long as usual.
+            short = f"py4j.protocol.Py4JJavaError: An error occurred while calling a job: {name}"
+            raise StateStoreError(short) from None
+
+    def _keep_changes(self, df: DataFrame, batch_id: int) -> None:
         (row,) = df.collect()
-        end = Batch(row["end"], row["end_digest"])
+        end = SparkBatch(row["end"], row["end_digest"])
         storage = self._query.storage
-        start = row["start"] if self._has_feed(Batch(row["start"], row["start_digest"]), end) else None
-        newest = end if start is not None else Batch.newest(storage)
+        start = row["start"] if self._has_feed(SparkBatch(row["start"], row["start_digest"]), end) else None
+        newest = end if start is not None else SparkBatch.newest(storage)
         if newest is None:
             raise StateStoreError(f"{storage.location} has no committed batch any more: its state cannot be read.")
         query = replace(self._query, spark=df.sparkSession, batch_id=newest.number)
@@ -410,20 +420,20 @@ class _Mirror:
         position.keep(now, is_scan=True)
         self._batch, self._has_run = newest.number, True
 
-    def _has_feed(self, start: Batch, end: Batch) -> bool:
+    def _has_feed(self, start: SparkBatch, end: SparkBatch) -> bool:
         """Return whether Spark has the changes from one batch to another. False after a rollback of the Spark query."""
         storage = self._query.storage
         if start.number >= end.number or start.number < 0:
             return False
-        if Batch.at(storage, start.number) != start or Batch.at(storage, end.number) != end:
-            log.info("%s was rolled back, or no longer has batch %d: the mirror begins again", storage.location, start.number)
+        if SparkBatch.at(storage, start.number) != start or SparkBatch.at(storage, end.number) != end:
+            log.info("Spark was rolled back, or has forgotten batch %d: the mirror begins again", start.number)
             return False
         if self._has_run and end.number - start.number <= MAX_UNCHECKED_BATCHES:
             return True
         needed = set(range(start.number + 2, end.number + 2))
         for operator in {one.operator.id for one in self._states}:
             if not all(needed <= versions for versions in versions_with_changes(storage, operator).values()):
-                log.info("%s no longer has the changes after batch %d: the mirror begins again", storage.location, start.number)
+                log.info("Some changes after batch %d are gone: the mirror begins again", start.number)
                 return False
         return True
 
@@ -470,7 +480,7 @@ def batches_source(location: str, options: Mapping[str, str]) -> Any:
             return {"batch": -1, "digest": ""}
 
         def latestOffset(self) -> dict[str, Any]:  # Spark 4.0 has no other form
-            newest = Batch.newest(CheckpointStorage.open(location, options))
+            newest = SparkBatch.newest(CheckpointStorage.open(location, options))
             return self.initialOffset() if newest is None else {"batch": newest.number, "digest": newest.digest}
 
         def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[Any]:

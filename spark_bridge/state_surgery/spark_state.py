@@ -171,13 +171,13 @@ class StoppedQuery:
             operators.append(SparkOperator(number, kind))
         return operators
 
-    def state(self, operator: SparkOperator, after: int | None = None, **options: object) -> DataFrame:
+    def state(self, operator: SparkOperator, after: int | None = None, /, **options: object) -> DataFrame:
         """Return the rows of an operator, as Spark's reader shows them; or the changes after the batch ``after``."""
         batches: dict[str, object] = {"batchId": self.batch_id}
         if after is not None:
             batches = {"readChangeFeed": True, "changeStartBatchId": after + 1, "changeEndBatchId": self.batch_id}
-        settings = {"operatorId": operator.id, **batches, **options}
-        return self.spark.read.format("statestore").options(**{k: str(v) for k, v in settings.items()}).load(self.location)
+        settings = {k: str(v) for k, v in {"operatorId": operator.id, **batches, **options}.items()}
+        return self.spark.read.format("statestore").options(**settings).load(self.location)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Conversion:
         fields = frame.schema["value"].dataType.fields
         first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
         # Buffers of one function have the same name: numbers tell them apart.
-        frame = frame.withColumn("value", numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered_fields(frame, "value"))
         names, columns, place = [f.name for f in fields], [], first
         has_places = any(isinstance(place, int) for place in self.columns.values())
         for name, function, parts in outputs_of(rows.stored_value):
@@ -374,7 +374,7 @@ class Conversion:
                 f"{own[0]!r}}}}}."
             )
         # A column of the user may have the name of Spark's flag: numbers tell them apart.
-        frame = frame.withColumn("value", numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered_fields(frame, "value"))
         if side.leaves_once_matched:
             frame = frame.where(~F.col(f"value.b{len(fields) - 1}"))
         columns = {name: F.col(f"value.b{own.index(there)}") for name, there in wanted.items()}
@@ -456,7 +456,7 @@ class Conversion:
         )
 
 
-def numbered(frame: DataFrame, column: str) -> Column:
+def numbered_fields(frame: DataFrame, column: str) -> Column:
     """Return a struct with the names ``b0``, ``b1``, ... for its fields."""
     from pyspark.sql import functions as F
     from pyspark.sql import types as T

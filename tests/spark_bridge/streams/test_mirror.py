@@ -142,7 +142,8 @@ class Listed(StatefulProcessor):
 
 
 def by_processor(df: DataFrame, processor: type) -> DataFrame:
-    return df.groupBy("user").transformWithStateInPandas(native_of(processor), "user string", "update", "processingTime")
+    by_user = df.groupBy("user")
+    return by_user.transformWithStateInPandas(native_of(processor), "user string", "update", "processingTime")
 
 
 def windows(df: DataFrame) -> DataFrame:
@@ -313,11 +314,11 @@ def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSessio
             (tmp_path / EXECUTOR).touch()
             spark.range(1).mapInArrow(dying(tmp_path), "id long").collect()
         run_native(df, native)
-        sums = {r["sum"] for r in client.scan("totals")}
+        sums = {r["sum"] for r in client.scan("totals").to_pylist()}
         assert len(sums) == 1 and sums <= {n * (n + 1) // 2 for n in range(number + 1)}, sums
     caught_up(query, own, native)
-    assert {(r["count"], r["sum"]) for r in client.scan("totals")} == {(7, 21)}
-    (at,) = client.scan("mirrored_batch")
+    assert {(r["count"], r["sum"]) for r in client.scan("totals").to_pylist()} == {(7, 21)}
+    (at,) = client.scan("mirrored_batch").to_pylist()
     assert at["batch"] == newest_batch(native) and query.exception() is None
 
 
@@ -375,7 +376,8 @@ def test_refusals_name_what_spark_has_no_feed_of(make_stream: Callable[..., Stre
     # The remedy.
     query = mirror(spark, listed, str(own), operators={"operator_0_n": (0, "n")}, num_partitions=2)
     caught_up(query, str(own), listed)
-    assert "use serve_state(follow=True)" in str(pytest.raises(InvalidStateStoreArgument, mirror, spark, str(own), "x"))
+    with pytest.raises(InvalidStateStoreArgument, match="use serve_state"):
+        mirror(spark, str(own), str(stream.root / "of a mirror"))
     query.stop()
     shutil.rmtree(own)
 
