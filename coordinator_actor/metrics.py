@@ -15,7 +15,7 @@ from typing import Protocol
 
 from backends.storage.requests import KINDS, RECEIVED, SENT, RequestCounts
 from coordinator_actor.durable.records import CheckpointRecord
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding import columns
-from backends.encoding.given_values import converted
 from backends.encoding.sorted_pairs import as_binary
+from backends.encoding.user_values import converted
 from backends.exceptions import SchemaMismatchError
 
 _COUNT = np.dtype("<u4")

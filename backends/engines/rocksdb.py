@@ -27,9 +27,9 @@ from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, key_order, to_bytes_list
 from backends.engines import rocksdb_files
-from backends.engines.cached_rows import KeyHashes, hash_keys
 from backends.engines.engine import disk_full, is_full_disk
 from backends.engines.row_cache import RowCache
+from backends.engines.row_cache_table import KeyHashes, hash_keys
 from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes

@@ -16,7 +16,7 @@ from backends.host_memory import BoundedDict
 from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.messages import HandOver, HostInfo, QueryRegistration
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
 
 # Spark's active state store instances: which executor has which provider loaded.

@@ -11,7 +11,7 @@ from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import status_of
 
 

@@ -25,8 +25,8 @@ from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
 from spark_bridge.host.instances import spec_of
-from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from backends.exceptions import LoadEndedError, StateStoreError
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant, WarmUp
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.host.registration import CompletedVersions, Order, RunOrders
 
 log = logging.getLogger(__name__)

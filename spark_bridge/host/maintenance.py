@@ -26,10 +26,10 @@ from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, Spark
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
 from spark_bridge.host.instances import Counters, Instance, InstanceKey
-from spark_bridge.host.loads import FileLease
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.prepared_versions import VersionRequests
 from spark_bridge.host.registration import HostRegistration
-from spark_bridge.host.versions import VersionRequests
+from spark_bridge.host.running_loads import FileLease
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from backends.encoding.given_values import is_missing, python_value
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
+from backends.encoding.user_values import is_missing, python_value
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError, StatefulProcessorError
 from spark_bridge.operators.map_in_arrow import NO_LIMIT

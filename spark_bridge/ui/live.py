@@ -11,7 +11,7 @@ import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from backends.encoding.given_values import python_rows
+from backends.encoding.user_values import python_rows
 from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.exceptions import CoordinatorError

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
-from backends.encoding.given_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, key_order
+from backends.encoding.user_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import PartitionEntry
