@@ -235,7 +235,6 @@ class _Layout:
     def columns(
         self, rows: npt.NDArray[Any], content: columns.Bytes, offsets: columns.Offsets, schema: object
     ) -> list[pa.Array]:
-        """Return the columns of the rows with these heads."""
         reader = _RowReader(self.parts, rows, content, offsets, schema)
         arrays = [reader.column(kind) for kind in self.kinds]
         if self.has_data:

@@ -278,12 +278,10 @@ class BufferedEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null where a key has none."""
         changes = self._changes(column_family)
         return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key has none."""
         for run in reversed(self._changes(column_family).runs):
             is_there, value = run.get(key)
             if is_there:
@@ -293,7 +291,6 @@ class BufferedEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range in key order, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan(start, end, column_family)
         if not changes.runs:
@@ -304,7 +301,6 @@ class BufferedEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one after the other, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan_ranges(ranges, column_family)
         if not changes.runs:
@@ -322,7 +318,6 @@ class BufferedEngine:
         return buffer.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Return a function that buffers the changes."""
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
@@ -371,27 +366,23 @@ class BufferedEngine:
             raise
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Load pairs into the underlying engine."""
         try:
             self._below.load_sorted(parts, unfinished)
         finally:
             self._begin_with(self._below.state)
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot of the underlying engine."""
         self._write_below()
         with self._damage_noted():  # the first open for writing detects damage
             return self._below.capture(directory)
 
     def restore(self, directory: Path) -> None:
-        """Replace everything with the files of a snapshot."""
         try:
             self._below.restore(directory)
         finally:
             self._begin_with(self._below.state)
 
     def num_keys(self) -> int:
-        """Return the number of keys; an estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         buffer = self._held
@@ -403,16 +394,13 @@ class BufferedEngine:
         return self._below.memory_bytes() + self._held.nbytes
 
     def num_files(self) -> int:
-        """Return the number of local files of the underlying engine."""
         return self._below.num_files()
 
     def clear(self) -> None:
-        """Start over, empty."""
         self._below.clear()
         self._begin_with(LocalState())
 
     def close(self) -> None:
-        """Release everything; scans under way end with an error."""
         self._below.close()
         for scan in list(self._scans):
             scan.close()

@@ -177,7 +177,6 @@ class CacheTable:
             hashes, new = hashes[lost], new[lost]
 
     def remove(self, hashes: KeyHashes) -> None:
-        """Remove the entries of these hashes."""
         at, tags, _, ways, entries = self.match(hashes)
         has = (entries >> TAG_SHIFT) == tags
         self.buckets[at[has], ways[has]] = _EMPTY

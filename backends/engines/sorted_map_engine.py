@@ -197,7 +197,6 @@ class SortedMap:
         return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range, in key order."""
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
@@ -277,7 +276,6 @@ class SortedMapEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null where a key has none."""
         self._check_open()
         family_map = self._maps.get(column_family)
         if family_map is None:
@@ -287,7 +285,6 @@ class SortedMapEngine:
         return family_map.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key has none."""
         self._check_open()
         family_map = self._maps.get(column_family)
         return None if family_map is None else family_map.get(key)
@@ -295,14 +292,12 @@ class SortedMapEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range in key order, as they are now."""
         self._check_open()
         scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
         self._scans.add(scan)
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family_map = self._maps.get(column_family, SortedMap())
         scan = SortedMapScan(batch for start, end in ranges for batch in family_map.scan(start, end))
@@ -362,7 +357,6 @@ class SortedMapEngine:
         (directory / _INDEX).write_bytes(msgspec.json.encode(index))
 
     def restore(self, directory: Path) -> None:
-        """Read what ``capture`` wrote."""
         self.clear()
         try:
             index = json_decoder(_Index).decode((directory / _INDEX).read_bytes())
@@ -392,12 +386,10 @@ class SortedMapEngine:
         return 0
 
     def clear(self) -> None:
-        """Start over, empty."""
         self._maps = {DEFAULT_FAMILY: SortedMap()}
         self.state = LocalState()
 
     def close(self) -> None:
-        """Release the memory; scans under way end with an error."""
         self._closed = True
         for scan in list(self._scans):
             scan.close()

@@ -111,7 +111,6 @@ class SavepointHold:
     record_id: int | None = None
 
     def holds(self, batch_id: int) -> bool:
-        """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
 
 

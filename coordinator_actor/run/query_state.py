@@ -163,7 +163,6 @@ class QueryState:
         return self.machine.checkpoints.stats
 
     def operator(self, name: str) -> OperatorSpec | None:
-        """Return the declaration of an operator, or None."""
         return self._specs.get(name)
 
     def tasks(self) -> Iterator[TaskKey]:

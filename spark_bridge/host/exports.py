@@ -189,7 +189,6 @@ class SavepointExports:
         return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
-        """Give up the running exports."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)

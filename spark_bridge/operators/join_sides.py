@@ -50,7 +50,6 @@ class JoinSide:
     flag: str | None = None
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows that came in shared columns in the columns of this side."""
         columns = [_as_type(batch.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
         return pa.RecordBatch.from_arrays(columns, schema=self.columns)
 

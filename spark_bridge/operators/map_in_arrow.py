@@ -217,7 +217,6 @@ class InitialStateAccess:
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add pairs to the state."""
         self._staged.add(column_family, keys, values)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
@@ -233,7 +232,6 @@ class InitialStateAccess:
         self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
 
     def close(self) -> None:
-        """Drop the staged changes."""
         self._staged.close()
 
 

@@ -218,7 +218,6 @@ class LostExecutors:
             self._loop.start()
 
     def close(self) -> None:
-        """Stop watching the executors."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:

@@ -418,7 +418,6 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
 
     def close(self) -> None:
-        """Stop the heartbeats."""
         self._stopping.set()
         self._heartbeats.close()
         self._ended.close()

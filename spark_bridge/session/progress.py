@@ -441,7 +441,6 @@ class StreamMetrics:
         return None if batch is None else InputPace(batch.of_input, batch.processed, batch.backlog_rows)
 
     def close(self) -> None:
-        """Publish no more."""
         self._loop.close()
 
     def _publish_batch(self, title: str, batch: _Batch) -> None:

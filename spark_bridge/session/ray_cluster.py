@@ -386,7 +386,6 @@ class SparkMasterWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:

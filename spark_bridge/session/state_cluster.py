@@ -433,7 +433,6 @@ class StateCluster:
         return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
-        """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
         if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
             try:
                 for host in self.hosts:

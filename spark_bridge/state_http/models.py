@@ -242,7 +242,6 @@ class LinesBody:
         return json_values.lines(batch)
 
     def end(self) -> bytes:
-        """Return nothing."""
         return b""
 
     def problem(self, error: Exception) -> bytes:
@@ -325,7 +324,6 @@ class ArrowBody:
         return self._taken()
 
     def end(self) -> bytes:
-        """Return the marker of the end."""
         self._writer.close()
         return self._taken()
 

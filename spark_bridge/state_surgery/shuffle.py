@@ -178,7 +178,6 @@ class RowCounts:
             self._sample(what, name, pa.Table.from_batches([rows.slice(0, SAMPLE_ROWS)]))
 
     def merge(self, other: RowCounts) -> None:
-        """Add the counts of another task."""
         for mine, theirs in ((self.read, other.read), (self.made, other.made)):
             for name, rows in theirs.items():
                 mine[name] = mine.get(name, 0) + rows

@@ -395,7 +395,6 @@ class ProcessLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all keys, commit, and yield its output."""
         times = store.times
         codec = RowCodec(self.output)
         sorting = RowSorter(self.input.keys, store.num_key_groups, self.limits)

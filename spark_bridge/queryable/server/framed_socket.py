@@ -241,7 +241,6 @@ class FramedSocket:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket and release the memory."""
         if self._reserved:
             self._give_back()
         self._socket.close()
