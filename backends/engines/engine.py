@@ -1,4 +1,4 @@
-"""The interface of a backend's engine, which holds the pairs of one partition at one version.
+"""The interface of a backend's engine, which holds the pairs of one partition at one version; and buffered engines.
 
 Everything else (changelogs, manifests, pending changes, older versions, snapshots in the storage, maintenance) is
 shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py``.
@@ -65,13 +65,11 @@ class StateEngine(Protocol):
         """
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Prepare changes, in any thread and concurrently with reads and writes.
-
-        Return the function that writes them all.
+        """Prepare changes, in any thread and concurrently with reads and writes. Return the function that writes them.
 
         The function takes the state after the changes. It may be called much later, or never. After a crash the engine
-        has all changes, none of them, or a ``state`` of no version (``LocalState.unfinished``), which no load can
-        continue. While the function writes, keys that do not change may be read.
+        has all changes, none of them, or the state ``LocalState.unfinished``, which no load can continue. While the
+        function writes, other keys may be read.
         """
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
@@ -420,8 +418,7 @@ class DeferredEngine(BufferedEngine):
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
-        # Without a version nothing may be buffered: the underlying engine rejects changes, or needs those that make a
-        # version.
+        # An unfinished engine buffers nothing: it rejects changes, or needs the ones that make a version.
         self._is_written = state.is_unfinished
 
     @property

@@ -1,4 +1,4 @@
-"""Handles messages for rewriting files of a running query: hold its batches, then exchange the files."""
+"""Handles messages about rewriting files of a running query, and messages about savepoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds a run's batches while files of its versions are being rewritten, as when keys are forgotten."""
+"""Holds: batches that wait for a rewrite or a savepoint, and files that retention must not remove yet."""
 
 from __future__ import annotations
 

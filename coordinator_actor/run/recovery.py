@@ -1,4 +1,4 @@
-"""Finds the changes of a version that Spark has committed without a known manifest of that version.
+"""Reads a query's records at its registration, and recovers a version that Spark committed without a manifest.
 
 Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and
 each names its run and its base.

@@ -1,4 +1,4 @@
-"""The one way of this project's functions into a DataFrame's plan: ``mapInArrow`` over columns by their position.
+"""Puts stateful operators into a DataFrame's plan: ``mapInArrow``, routing by key, initial state, and ticks.
 
 Spark resolves names, whereas this project has columns. It reads a dot as a field of a struct, and by default it refuses
 a name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.

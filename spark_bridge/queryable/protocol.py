@@ -337,7 +337,7 @@ class StateReads(Protocol):
 
         The first column, ``position`` (int64), is the index of the row's key. Rows are ordered by position, and within
         a key as in a scan. The keys of aggregates by windows come without the window, and their key groups do not
-        count: the answer has the rows of those keys in this host's partitions (see ``windowed_keys``).
+        count: the answer has the rows of those keys in this host's partitions.
         """
 
     def scan(self, request: ScanRequest) -> StateAnswer:
@@ -362,7 +362,7 @@ class StateReads(Protocol):
         """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
 
 
-# The decoder of rows that come over the wire (see ``messages.RowsReply``).
+# The decoder of rows that come over the wire (see ``RowsReply``).
 
 
 class RowBatchDecoder:

@@ -1,6 +1,6 @@
-"""The progress of a query's operators in their last batch: the counterpart of Spark's ``StateOperatorProgress``.
+"""Reports of the driver about each batch: progress of operators, cost, spans and metrics.
 
-Spark considers these operators stateless, so its own progress does not describe their state.
+Spark considers these operators stateless, so its own ``StateOperatorProgress`` does not describe their state.
 """
 
 from __future__ import annotations

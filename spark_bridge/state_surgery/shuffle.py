@@ -1,4 +1,4 @@
-"""The first stage of turning rows into new state: a task reads one source, and cuts its rows by target partition.
+"""Turns rows into new state in two stages of tasks: cut the rows of a source by partition, then write a partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
 has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,

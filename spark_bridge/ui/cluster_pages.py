@@ -1,4 +1,4 @@
-"""The first page: the health of the system, and the delay and speed of each query."""
+"""The pages of a cluster or checkpoint: overview, hosts, operator, query, savepoints."""
 
 from __future__ import annotations
 

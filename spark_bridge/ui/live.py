@@ -1,4 +1,7 @@
-"""A running cluster as the page shows it. The process has joined the Ray cluster; the caller defines how to ask."""
+"""A running cluster, or a checkpoint in storage, as the page shows it.
+
+For a cluster, the process has joined Ray, and the caller defines how to ask.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _equal(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
-# The interface of the page to the system that it shows: a running cluster (``live``) or a checkpoint (``stored``).
+# The interface of the page to the system that it shows: a running cluster or a checkpoint (``live``).
 
 
 class System(Protocol):

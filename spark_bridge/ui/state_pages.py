@@ -1,4 +1,4 @@
-"""The hottest keys of an operator: those that the last versions have changed most often."""
+"""The pages of state: the hottest keys of an operator, one key, scans, and SQL."""
 
 from __future__ import annotations
 

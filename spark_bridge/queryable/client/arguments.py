@@ -1,4 +1,4 @@
-"""Keys as users give them, as stored keys: from values or columns, in one pass of Arrow and numpy.
+"""Converts the arguments of a client: keys, bounds of scans, conditions, and the version of a call.
 
 A key is a plain value if it has one column, else a tuple in the order of the operator's ``by``, or a dict by column
 name. Many keys are a list of keys, a numpy array, a pandas or Polars series or frame, or an Arrow array or table. The
