@@ -187,7 +187,7 @@ class CacheTable:
         return by_row[by_row >= 0]
 
     def place_as(self, rows: CacheTable, numbers: Ints) -> None:
-        """Take over the entries of the rows ``numbers`` of ``rows``, a table of the same size, as the first rows here."""
+        """Enter the rows ``numbers`` of ``rows``, a table of the same size, as the first rows here."""
         moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
         moved_to[numbers] = np.arange(len(numbers))
         table = rows.buckets.reshape(-1)
