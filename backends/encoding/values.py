@@ -96,7 +96,7 @@ def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
 def _decode_mixed(
     content: columns.Bytes, offsets: columns.Offsets, schemas: list[pa.Schema], zeros: Collection[str]
 ) -> list[pa.Array]:
-    """Return rows that are each of one of the schemas in the columns of the last schema."""
+    """Return rows of several schemas, in the columns of the last schema."""
     newest = len(schemas) - 1
     columns.check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
     numbers = columns.gather_fixed(content, offsets[:-1], _NUMBER)

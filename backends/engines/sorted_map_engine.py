@@ -1,7 +1,6 @@
-"""The backend "file": despite its name the state is in memory, as sorted runs; the files are its changelogs and
-snapshots in the storage (Spark: ``HDFSBackedStateStore``).
+"""The backend "file" (Spark: ``HDFSBackedStateStore``): keeps the state in memory, as sorted runs.
 
-Nothing is kept on local disk: a restart loads the last snapshot and the changelogs after it.
+Its only files are changelogs and snapshots in storage. A restart loads the last snapshot and the changelogs after it.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
 class SortedMap:
     """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key.
 
-    With ``keeps_removed`` the oldest run has removed keys as well: the map is what changes about other pairs.
+    With ``keeps_removed`` the oldest run has removed keys as well: the map holds changes over pairs stored elsewhere.
     """
 
     runs: tuple[Run, ...] = ()
@@ -207,7 +206,7 @@ class SortedMap:
         return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
-        """Return the pairs of a range; those of removed keys, too, that some run has."""
+        """Return the pairs of a range, with a null value for each removed key that a run still has."""
         pairs = SortedPairs.empty()
         for run in reversed(self.runs):
             cut = tuple(run.between(start, end))
@@ -226,7 +225,7 @@ class SortedMap:
 
 
 _FEW_ROWS = 64
-"""At most this many keys are got faster one by one."""
+"""Up to this many keys, one look-up per key is faster."""
 _INDEX = "index.json"
 
 
@@ -244,7 +243,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class SortedMapScan(Iterator[pa.RecordBatch]):
-    """The batches of a map, which never changes. Raises ``StoreClosedError`` once the store is closed."""
+    """The batches of an immutable map. Raises ``StoreClosedError`` once the store is closed."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches: Iterator[pa.RecordBatch] | None = batches
@@ -373,7 +372,7 @@ class SortedMapEngine:
         self.state = index.state
 
     def num_keys(self) -> int:
-        """Return the number of keys; if keys are not counted, removed ones that are still held count as well."""
+        """Return the number of keys. If keys are not counted, the result includes removed keys that a run still has."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(len(run) for family_map in self._maps.values() for run in family_map.runs)

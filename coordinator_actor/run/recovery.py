@@ -182,8 +182,8 @@ def first_look(
 ) -> FirstLook:
     """Read what decides about a registration, and all manifests. Raises the errors of these reads.
 
-    Changes nothing. In parallel, the query's own state is passed to ``prove``, which raises
-    ``UnsupportedLocationError`` if a query cannot be kept there: the caller may retry.
+    Changes nothing. In parallel, ``prove`` gets the storage of the query's own state. If ``prove`` raises
+    ``UnsupportedLocationError``, this is ignored: the caller proves the storage again.
     """
 
     def prove_own() -> None:

@@ -48,7 +48,7 @@ class StateOperatorProgress:
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
     the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
     the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
-    the figures are asked for more than three batches later. For the others ``num_rows_total`` has the current pairs.
+    the figures are asked for more than three batches later. ``num_rows_total`` has the current pairs of the others.
     ``num_rows_largest_partition`` and ``num_rows_median_partition`` show how evenly these pairs are distributed: they
     have no counterpart in Spark.
     """
@@ -327,7 +327,7 @@ class BatchTraces:
             last -= took[step] * 1_000_000
 
     def end(self, run_id: str, exception: str | None) -> None:
-        """Remove a run. ``exception`` is the error of its last batch, which has a root, too."""
+        """Remove a run. ``exception`` is the error of its last batch; the trace of that batch gets a root too."""
         with self._lock:
             of_run = self._runs.pop(run_id, None)
         if of_run is None or exception is None:
@@ -410,12 +410,12 @@ class StreamMetrics:
         ).start()
 
     def add(self, run_id: str, title: str) -> None:
-        """Begin with a run; ``title`` is the name or the id of its query."""
+        """Publish the figures of a run from now on; ``title`` is the name or the id of its query."""
         with self._lock:
             self._titles[run_id] = title
 
     def remove(self, run_id: str) -> None:
-        """End with a run: its rates and the sizes of its partitions are 0 from now on."""
+        """Stop publishing a run: its rates and the sizes of its partitions are 0 from now on."""
         with self._lock:
             title = self._titles.pop(run_id, None)
             self._batches.pop(run_id, None)
@@ -488,9 +488,9 @@ class StreamMetrics:
 
 
 def backlog_rows(progress: Mapping[str, Any]) -> int | None:
-    """Return the rows that the sources of a progress have beyond the batch; None if no source reports it.
+    """Return how many rows the sources of a progress still have after the batch; None if no source reports it.
 
-    Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
+    Sources with offsets by topic and partition, such as Kafka, report their latest offsets.
     """
     offsets = [
         sum(max(0, offset - ended[topic][partition]) for topic, partition, offset in _offsets(latest))
