@@ -21,9 +21,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.queryable.client.json_values import rows_to_json
 
 FOUND = 1
@@ -70,7 +68,7 @@ def errors_explained() -> Iterator[None]:
     """Print an error of ours on stderr in place of a traceback, and end the program with code 2."""
     try:
         yield
-    except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
+    except (*STATESTORE_ERRORS, LookupError) as error:
         complain(str(error) if not isinstance(error, KeyError) else f"{error!r}")
         raise typer.Exit(FAILED) from error
 

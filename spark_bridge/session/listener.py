@@ -28,13 +28,12 @@ from pyspark.sql.streaming.listener import (
 )
 
 from backends import spans
-from backends.exceptions import InvalidStateStoreArgument, StateStoreError
+from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.actor import RayMetrics
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import WIRE_VERSION, QueryRegistration
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.operators import map_in_arrow
 from spark_bridge.session import settings
 from spark_bridge.session.ended_queries import DriverHeartbeats, EndedQueries, failure_text
@@ -390,7 +389,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                         progress_of_batch(self._cluster, run_id, batch_id),
                         lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
                     )
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            except STATESTORE_ERRORS as error:
                 # The first task of the next batch completes the version anyway.
                 log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
 
@@ -409,7 +408,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if registration is not None and not self._stopping.is_set():
             try:
                 self._ended.ended(registration, failure_text(event.exception))
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            except STATESTORE_ERRORS as error:
                 # The lease of the run ends by itself.
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
 

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from backends import spans
 from backends.background_loop import BackgroundLoop
-from backends.exceptions import StateStoreError
 from backends.storage.requests import KINDS, RECEIVED, SENT, Prices
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import InputPace, QueryRegistration
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
-from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, HostUnavailableError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STORAGE_PRICES_CONF, Shutdown
 
@@ -468,7 +466,7 @@ class StreamMetrics:
         for run_id, title in titles.items():
             try:
                 progress = self._progress_of(run_id)
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            except STATESTORE_ERRORS as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:

@@ -19,13 +19,12 @@ import ray
 from ray.exceptions import RayError
 
 from backends.background_loop import BackgroundLoop, failing_loops
-from backends.exceptions import StateStoreError
 from coordinator_actor.actor import ClusterStore, get_or_create_coordinator
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
+from coordinator_actor.exceptions import HostUnavailableError
 from coordinator_actor.messages import other_version
 from coordinator_actor.reference import RayCoordinatorPort
-from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, EnvironmentProblemError
 from spark_bridge.host_actor import SessionOptions, host_files_dir, host_id_of, start_host
 from spark_bridge.session.settings import Shutdown
 
@@ -392,7 +391,7 @@ class StateCluster:
     def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
         try:
             return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving))
-        except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+        except STATESTORE_ERRORS as error:
             log.log(self.shutdown.log_level, "Could not report the placement of hosts to the coordinator: %s", error)
             return ()
 
