@@ -1,7 +1,7 @@
 """The providers that are loaded in a process, and the thread that maintains them (Spark: the object ``StateStore``).
 
-For programs that use providers without a host. ``StateStore.get`` and its like are those of the process-wide
-``backends.store.loaded_providers``. If there is a coordinator, the active instances are reported to it.
+Programs that use providers without a host use it through ``StateStore.get`` and the other class methods of
+``StateStore``. If there is a coordinator, active instances are reported to it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LoadedProviders(Generic[Store]):
     """Loaded providers by their id. Many threads may use one object at once.
 
     ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None if there is none.
-    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, except for ``load``
-    and for getting the reference to the coordinator.
+    ``_lock`` guards everything here. It is held during ``load`` and ``coordinator``, and never during other calls of a
+    provider or of the coordinator.
     """
 
     def __init__(

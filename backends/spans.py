@@ -128,9 +128,9 @@ def is_on() -> bool:
 
 
 def span(name: str, trace: Trace, /, *, is_root: bool = False, **attributes: Attribute) -> Span:
-    """Begin a span of a trace, as a child of the current span if that is of the same trace, else of the root.
+    """Begin a span of a trace. Its parent is the current span if that is of the same trace, else the root.
 
-    ``is_root``: it is the only root itself.
+    ``is_root``: the span is the root of the trace.
     """
     return OFF if _tracer is None else _tracer.span(name, trace, attributes, is_root=is_root)
 

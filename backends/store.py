@@ -226,11 +226,11 @@ class StateStoreProvider(ABC):
 
     @abstractmethod
     def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
-        """Return the changes that lead from ``from_version`` to ``to_version``: batches of ``CHANGE_FEED_SCHEMA``.
+        """Return the changes of the versions ``from_version + 1`` to ``to_version``, as ``CHANGE_FEED_SCHEMA``.
 
-        The changes of the versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and column
-        family, sorted by key: the value before (null: there was none) and after (null: removed). In a family of lists
-        every element is a separate pair. Raises ``VersionNotFoundError``.
+        There is a batch per version and column family, versions ascending, sorted by key. ``before`` is null for a new
+        key, ``after`` for a removed one. In a family of lists every element is a separate pair. Raises
+        ``VersionNotFoundError``.
         """
 
     @abstractmethod

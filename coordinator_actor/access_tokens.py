@@ -51,11 +51,9 @@ class MemoryTokenStore:
     content: bytes | None = None
 
     def load(self) -> bytes | None:
-        """Return the content that was saved last; None if none was."""
         return self.content
 
     def save(self, content: bytes) -> None:
-        """Keep ``content``."""
         self.content = content
 
 

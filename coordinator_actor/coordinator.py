@@ -30,8 +30,8 @@ from coordinator_actor.handlers.locations import Figures, Locations, plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.retention import loaded_bytes, remove_garbage, tidy_records
-from coordinator_actor.run.state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import InBackground, RunSavepoints
 from coordinator_actor.threads import Apart, in_place
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from backends.storage.requests import KINDS, RECEIVED, SENT, RequestCounts
 from coordinator_actor.durable.records import CheckpointRecord
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
@@ -134,7 +134,7 @@ driver gauge statestore_median_partition_keys{query, operator}:
 driver gauge statestore_operator_customMetrics{query, operator, figure}:
     The customMetrics of an operator in its last batch, by Spark's name where Spark has the figure.
 """
-"""A record a metric: the process that publishes it, kind, name, labels, and its help text."""
+"""One record per metric: the process that publishes it, kind, name, labels, and its help text."""
 _RECORD = re.compile(r"(\w+) (\w+) (\w+)(?:\{(.+)\})?: (.+)")
 
 
@@ -201,7 +201,7 @@ RECENT_VERSIONS = 20
 
 @dataclass
 class _Shown:
-    """The metrics that were published of a run."""
+    """The last published figures of a run."""
 
     query: str
     record: int = 0
@@ -209,9 +209,9 @@ class _Shown:
 
 
 class QueryMetrics:
-    """Publishes the figures of running queries: those of checkpoints once, when they are completed; others as they are.
+    """Publishes the figures of running queries: of a checkpoint once, after its completion, others at each call.
 
-    A look costs a few microseconds for each query and new checkpoint, regardless of its partitions. ``clock`` is in
+    A call costs a few microseconds for each query and new checkpoint, regardless of its partitions. ``clock`` is in
     seconds since 1970. Checkpoints that were completed before this process began are not counted again. For one thread.
     """
 

@@ -1,4 +1,6 @@
-"""The logs of coordinator and hosts: one line an event, as text in the order of Spark's, or as JSON.
+"""The processes of coordinator and hosts: their logs and their scheduling priority.
+
+A log has one line per event, as text in the order of Spark's, or as JSON.
 
 Text is ``time LEVEL logger: message``. Line breaks in a message are shown as ``\n``; a traceback follows below its
 event, as in Spark's logs. With ``json`` an event with its traceback is one line, an object with ``time`` (ISO 8601,

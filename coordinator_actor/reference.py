@@ -80,8 +80,6 @@ class StateStoreCoordinatorRef:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-        pass
-
         if not ray.is_initialized():
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
 

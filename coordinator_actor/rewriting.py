@@ -3,8 +3,8 @@
 All readable versions stay readable. In each partition that may have rows of the keys:
 
 - Each changelog that a readable version needs is rewritten, under a new name and on top of the new name of the one
-  below. So everything that was made of the old ones, in a host's memory or on its disk, belongs to another lineage, and
-  hosts load the partition again.
+  below. A host's copy in memory or on disk was made from the old names. It belongs to another lineage, so hosts load
+  the partition again.
 - The backend's engine rebuilds two snapshots from the remaining rows: the first one that a load needs, and the newest
   one. RocksDB's own files would keep removed rows and the key ranges of deleted files. The snapshots in between are
   dropped; a load applies changelogs instead.
@@ -64,8 +64,8 @@ class ForgottenKeys:
     """Keys whose rows are to be removed. ``columns`` are the values of the key columns, a row for each key.
 
     A column of the stored key that is not among ``columns``, such as a window, may have any value. ``families`` are the
-    column families of the operator. ``num_groups`` is the number of key groups. ``is_whole``: ``columns`` are all the
-    routing columns, in their stored order, so that only the partitions of these keys have rows.
+    column families of the operator. ``num_groups`` is the number of key groups. ``is_whole``: ``columns`` are all
+    routing columns in stored order. Only the partitions of these keys can then have rows.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ForgottenKeys:
     def without(self, family: str, pairs: SortedPairs) -> SortedPairs:
         """Return the pairs of a column family that belong to none of the keys.
 
-        A family without a schema has no rows, but bookmarks of sweeps, whose values are keys: none of them is kept.
+        A family without a schema has only the bookmarks of sweeps. Their values are keys, so no bookmark is kept.
         """
         schema = self._families.get(family)
         if schema is None:
@@ -213,10 +213,9 @@ class Rewriting:
     def _affected(self, versions: StateVersions) -> dict[Segment, frozenset[int]]:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
-        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. A layout
-        may be on the chain twice, and has the same partitions both times. Later calls return the same partitions,
-        although the layouts below may have left the chain: files that were written since name the new heads as their
-        bases.
+        If a partition of an earlier layout is rewritten, so is each partition that was made from it, whatever its keys.
+        A layout that is on the chain twice has the same partitions both times. Later calls return the same partitions
+        even if earlier layouts have left the chain: files that were written since then have the new heads as bases.
         """
         segments = list(reversed(chains.segments(versions.chain, self._operator)))
         while True:
@@ -468,7 +467,7 @@ class _Group:
     def close(self) -> None:
         """Write the collected changelogs.
 
-        The object is named by the highest version in it, and stays as long as that is needed.
+        The object has the name of its highest version. Retention keeps the object as long as that version.
         """
         if not self._members:
             return

@@ -14,6 +14,9 @@ UnknownOperatorError = coordinator_errors.UnknownOperatorError
 WrongOperatorError = coordinator_errors.WrongOperatorError
 QueryEndedError = coordinator_errors.QueryEndedError
 
+STATESTORE_ERRORS = (coordinator_errors.CoordinatorError, SparkBridgeError, backend_errors.StateStoreError)
+"""The errors that this project raises on purpose; any other error is a defect, or comes from a user's function."""
+
 
 class EnvironmentProblemError(SparkBridgeError):
     """Java, Ray, RayDP or PySpark is missing, or their versions do not fit together."""

@@ -21,12 +21,10 @@ from backends.decoders import json_decoder
 from backends.encoding.columns import aligned_batch, aligned_binary
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, to_bytes_list
-from backends.exceptions import StateStoreError
 from backends.formats.changelog import Changes
 from backends.host_memory import REQUESTS, HostMemory
 from coordinator_actor.access_tokens import is_issued
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError, StateTooLargeError
 from spark_bridge.host.host import Host
 from spark_bridge.transport import protocol
 from spark_bridge.transport.tls import TlsConf
@@ -92,7 +90,6 @@ def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
 
 log = logging.getLogger(__name__)
 
-KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 ENCODE = msgspec.json.encode
 CALLER = "caller"
 TURN_SECONDS = 30.0
@@ -286,7 +283,7 @@ class translated_errors:
             return
         if isinstance(error, msgspec.MsgspecError):
             error = RequestError(f"The request was malformed: {error}")
-        if not isinstance(error, KNOWN_ERRORS):
+        if not isinstance(error, STATESTORE_ERRORS):
             log.error("Unexpected error while answering a request", exc_info=error)
         info = protocol.ErrorInfo(type(error).__name__, str(error))
         raise flight.FlightServerError(f"{info.error}: {info.message}", extra_info=ENCODE(info)) from error

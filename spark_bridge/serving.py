@@ -83,7 +83,6 @@ class FollowedQuery:
         self._loop.start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._loop.close(timeout=5)
 
     def look(self) -> None:

@@ -299,9 +299,7 @@ def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
 
 
 EVEN_ROWS = 1 << 13
-"""Arrays of at most this many elements, all of one width, share the offsets of that width, which need not be read
-again.
-"""
+"""Arrays of at most this many elements of one width share one buffer of offsets. Readers know its content."""
 EVEN_WIDTH = 1 << 8
 """The largest width whose offsets are shared."""
 _EVEN_OFFSETS: dict[int, pa.Buffer] = {}
@@ -384,7 +382,7 @@ def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
 def take_binary(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
     """Return the elements in these rows, as Arrow's ``take`` does, in less time if all have one width.
 
-    The caller must see to it that the rows are there.
+    The caller guarantees that the rows exist.
     """
     even = even_rows(array)
     return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
@@ -538,14 +536,13 @@ def _one_line(schema: object) -> str:
 RESERVED_PREFIX = "__statestore_"
 """Begins the names of columns that the state store adds; no column of a user's may have such a name."""
 VALUE_SUFFIX = "__value"
-"""Appended to the name of a column whose name a column before it has, such as a value's column named as a key's."""
+"""Appended to the name of a column if an earlier column has that name, such as a value column named like a key."""
 
 
 def distinct_names(names: Sequence[str], reserved: Iterable[str] = ()) -> list[str]:
     """Return the names, each with ``__value`` appended until no name before it and none of ``reserved`` is the same.
 
-    Upper and lower case count as equal, as they do in SQL. A name that is free as it is stays, whatever gets a suffix
-    before it.
+    Names are compared without case, as in SQL. A column keeps its name if no other column has that name.
     """
     own = {name.casefold() for name in names}
     used = {name.casefold() for name in reserved}

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding import columns
-from backends.encoding.given_values import converted
 from backends.encoding.sorted_pairs import as_binary
+from backends.encoding.user_values import converted
 from backends.exceptions import SchemaMismatchError
 
 _COUNT = np.dtype("<u4")
@@ -96,7 +96,7 @@ def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
 def _decode_mixed(
     content: columns.Bytes, offsets: columns.Offsets, schemas: list[pa.Schema], zeros: Collection[str]
 ) -> list[pa.Array]:
-    """Return rows that are each of one of the schemas in the columns of the last schema."""
+    """Return rows of several schemas, in the columns of the last schema."""
     newest = len(schemas) - 1
     columns.check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
     numbers = columns.gather_fixed(content, offsets[:-1], _NUMBER)
@@ -235,7 +235,6 @@ class _Layout:
     def columns(
         self, rows: npt.NDArray[Any], content: columns.Bytes, offsets: columns.Offsets, schema: object
     ) -> list[pa.Array]:
-        """Return the columns of the rows with these heads."""
         reader = _RowReader(self.parts, rows, content, offsets, schema)
         arrays = [reader.column(kind) for kind in self.kinds]
         if self.has_data:

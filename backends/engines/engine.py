@@ -1,4 +1,4 @@
-"""The interface of a backend's engine, which holds the pairs of one partition at one version.
+"""The interface of a backend's engine, which holds the pairs of one partition at one version; and buffered engines.
 
 Everything else (changelogs, manifests, pending changes, older versions, snapshots in the storage, maintenance) is
 shared. A new backend is an engine and a provider class that names the engine; see ``rocksdb.py``.
@@ -65,13 +65,11 @@ class StateEngine(Protocol):
         """
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Prepare changes, in any thread and concurrently with reads and writes.
-
-        Return the function that writes them all.
+        """Prepare changes, in any thread and concurrently with reads and writes. Return the function that writes them.
 
         The function takes the state after the changes. It may be called much later, or never. After a crash the engine
-        has all changes, none of them, or a ``state`` of no version (``LocalState.unfinished``), which no load can
-        continue. While the function writes, keys that do not change may be read.
+        has all changes, none of them, or the state ``LocalState.unfinished``, which no load can continue. While the
+        function writes, other keys may be read.
         """
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
@@ -278,12 +276,10 @@ class BufferedEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null where a key has none."""
         changes = self._changes(column_family)
         return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key has none."""
         for run in reversed(self._changes(column_family).runs):
             is_there, value = run.get(key)
             if is_there:
@@ -293,7 +289,6 @@ class BufferedEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range in key order, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan(start, end, column_family)
         if not changes.runs:
@@ -304,7 +299,6 @@ class BufferedEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one after the other, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan_ranges(ranges, column_family)
         if not changes.runs:
@@ -322,7 +316,6 @@ class BufferedEngine:
         return buffer.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Return a function that buffers the changes."""
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
@@ -371,27 +364,23 @@ class BufferedEngine:
             raise
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Load pairs into the underlying engine."""
         try:
             self._below.load_sorted(parts, unfinished)
         finally:
             self._begin_with(self._below.state)
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot of the underlying engine."""
         self._write_below()
         with self._damage_noted():  # the first open for writing detects damage
             return self._below.capture(directory)
 
     def restore(self, directory: Path) -> None:
-        """Replace everything with the files of a snapshot."""
         try:
             self._below.restore(directory)
         finally:
             self._begin_with(self._below.state)
 
     def num_keys(self) -> int:
-        """Return the number of keys; an estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         buffer = self._held
@@ -403,16 +392,13 @@ class BufferedEngine:
         return self._below.memory_bytes() + self._held.nbytes
 
     def num_files(self) -> int:
-        """Return the number of local files of the underlying engine."""
         return self._below.num_files()
 
     def clear(self) -> None:
-        """Start over, empty."""
         self._below.clear()
         self._begin_with(LocalState())
 
     def close(self) -> None:
-        """Release everything; scans under way end with an error."""
         self._below.close()
         for scan in list(self._scans):
             scan.close()
@@ -432,8 +418,7 @@ class DeferredEngine(BufferedEngine):
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
-        # Without a version nothing may be buffered: the underlying engine rejects changes, or needs those that make a
-        # version.
+        # An unfinished engine buffers nothing: it rejects changes, or needs the ones that make a version.
         self._is_written = state.is_unfinished
 
     @property

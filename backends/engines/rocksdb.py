@@ -27,9 +27,9 @@ from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, key_order, to_bytes_list
 from backends.engines import rocksdb_files
-from backends.engines.cached_rows import KeyHashes, hash_keys
 from backends.engines.engine import disk_full, is_full_disk
 from backends.engines.row_cache import RowCache
+from backends.engines.row_cache_table import KeyHashes, hash_keys
 from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
@@ -163,7 +163,6 @@ class LocalRocksDB:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null if the key or the column family does not exist."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not len(keys):
@@ -175,7 +174,6 @@ class LocalRocksDB:
         return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key or the column family does not exist."""
         self._check_open()
         family = self._families.get(column_family)
         return None if family is None else self._get_one(family, key)
@@ -350,7 +348,6 @@ class LocalRocksDB:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Return the pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None:
@@ -362,7 +359,6 @@ class LocalRocksDB:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not ranges:
@@ -388,7 +384,6 @@ class LocalRocksDB:
         return 0 if db is None else len(db.live_files())
 
     def clear(self) -> None:
-        """Start over, empty."""
         if not self._closed and self.state == LocalState() and self.column_families == {DEFAULT_FAMILY}:
             return  # every write brings its state: nothing was written yet
         self.close()
@@ -397,7 +392,6 @@ class LocalRocksDB:
         self.state = LocalState()
 
     def close(self) -> None:
-        """Close the database; scans under way end with an error. The files stay."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Scans of a RocksDB database, by RocksDB or from its files, its options and memory, and files that it ingests."""
+"""A RocksDB database: its options and memory, scans by RocksDB or from its files, and files that it ingests."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ FLUSH_DIRECTORIES = (FLUSH_DIRECTORY, f"{FLUSH_DIRECTORY}.tmp")
 FLUSHED_FILES = 8
 """If this many files wait for compaction, a scan does not flush: RocksDB would stall until there are fewer."""
 FLUSH_PAIRS, FLUSH_PART = 500_000, 0.5
-"""A scan of at least this many pairs, and of at least this share of all pairs, makes RocksDB flush its memory first:
-the scan reads as many pairs as a compaction may have to merge later because of the additional file.
+"""A scan of at least this many pairs, and of at least this share of all pairs, makes RocksDB flush its memory first.
+The additional file may cost a later compaction about as much as the scan itself.
 """
 
 
@@ -245,7 +245,7 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
         if end is not None:
             self._options.set_iterate_upper_bound(end)
         if start is None and end is None:
-            self._options.fill_cache(False)  # blocks that are read time and again stay in the cache
+            self._options.fill_cache(False)  # keep frequently read blocks in the cache
         self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
         self._db = db
         self._last = start
@@ -420,7 +420,7 @@ class _SortedFile:
         self._last = b""
 
     def takes(self, pairs: SortedPairs) -> bool:
-        """Whether there is room for pairs, and they come after what is there."""
+        """Return whether the file has room, and the pairs sort after its last key."""
         return self._bytes < FILE_BYTES and self._last < pairs.keys[0].as_py()
 
     def add(self, pairs: SortedPairs) -> None:

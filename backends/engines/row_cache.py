@@ -1,7 +1,7 @@
 """A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
 
 RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. This cache stores keys and
-values in append-only arrays, and a hash table in numpy maps a key to its row (``cached_rows``). A look-up is a few
+values in append-only arrays, and a hash table in numpy maps a key to its row (``row_cache_table``). A look-up is a few
 calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes
 several times as long and twice the memory.
 
@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
-from backends.engines import cached_rows
+from backends.engines import row_cache_table
 from backends.host_memory import Claim, HostMemory
 
 CACHE_STEP_ROWS = 1 << 13
@@ -33,8 +33,8 @@ ROW_BYTES = 44
 """The most bytes that a row takes in addition to its key and value."""
 SPARED_BYTES = 16
 """If most keys have no value, values longer than this are stored in a separate array."""
-CachedRows: TypeAlias = cached_rows.EvenRows | cached_rows.VaryingRows
-_NOTHING: CachedRows = cached_rows.VaryingRows(0, 0, 0)
+CachedRows: TypeAlias = row_cache_table.EvenRows | row_cache_table.VaryingRows
+_NOTHING: CachedRows = row_cache_table.VaryingRows(0, 0, 0)
 
 
 class RowCache:
@@ -80,10 +80,10 @@ class RowCache:
         if not rows.count:
             self._memory.count_rows(len(keys), 0)
             values = read(keys)
-            self._keep(keys, cached_rows.hash_keys(keys), values, epoch)
+            self._keep(keys, row_cache_table.hash_keys(keys), values, epoch)
             return values
         even = even_rows(keys)
-        hashes = cached_rows.hash_keys(keys, even)
+        hashes = row_cache_table.hash_keys(keys, even)
         cached, missing = rows.get(keys, even, hashes)
         if cached is None:
             self._memory.count_rows(len(keys), 0)
@@ -102,7 +102,9 @@ class RowCache:
         order[missing] = len(keys) + np.arange(len(missing))
         return pa.concat_arrays([cached, values]).take(pa.array(order))
 
-    def _keep(self, keys: pa.BinaryArray, hashes: cached_rows.KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
+    def _keep(
+        self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray, epoch: int
+    ) -> None:
         """Hold pairs that were read, unless pairs were written since, or another thread changes the rows."""
         if not self._lock.acquire(blocking=False):
             return
@@ -120,7 +122,7 @@ class RowCache:
         finally:
             self._lock.release()
 
-    def update(self, keys: pa.BinaryArray, hashes: cached_rows.KeyHashes, values: pa.BinaryArray) -> None:
+    def update(self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray) -> None:
         """Apply a write: distinct keys with their new values (null: removed). Keys that are not held stay so."""
         with self._lock:
             self._epoch += 1
@@ -133,7 +135,7 @@ class RowCache:
                     values.slice(at, CACHE_STEP_ROWS),
                 )
 
-    def _update_step(self, keys: pa.BinaryArray, hashes: cached_rows.KeyHashes, values: pa.BinaryArray) -> None:
+    def _update_step(self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray) -> None:
         is_held = self.rows.has_tags(hashes)
         if not is_held.any():
             return
@@ -163,7 +165,7 @@ class RowCache:
             self.drop_rows()
         return True
 
-    def _insert(self, keys: pa.BinaryArray, hashes: cached_rows.KeyHashes, values: pa.BinaryArray) -> None:
+    def _insert(self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray) -> None:
         rows = self.rows
         if not rows.has_room(keys, values):
             rows.remove(hashes)  # their values are not right any more, so they need not move
@@ -180,11 +182,11 @@ class RowCache:
         There is room for the given pairs as well. None if they alone are too many.
         """
         live = rows.live()
-        more, widths = len(more_keys), cached_rows.widths_of(more_keys, more_values)
+        more, widths = len(more_keys), row_cache_table.widths_of(more_keys, more_values)
         if len(live):
-            widths = cached_rows.common_widths(rows.widths_of(live), widths)
+            widths = row_cache_table.common_widths(rows.widths_of(live), widths)
         if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
-            num_absent = np.count_nonzero(live & cached_rows.ABSENT) + more_values.null_count
+            num_absent = np.count_nonzero(live & row_cache_table.ABSENT) + more_values.null_count
             if 2 * num_absent > len(live) + more:
                 widths = None  # every record has room for a value, also that of a key without one
         key_sizes, value_sizes = _sizes(live, rows, widths)
@@ -203,28 +205,28 @@ class RowCache:
         moved_rows: CachedRows
         if widths is None:
             key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
-            moved_rows = cached_rows.VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
+            moved_rows = row_cache_table.VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
         else:
-            moved_rows = cached_rows.EvenRows(2 * (kept + more), widths)
+            moved_rows = row_cache_table.EvenRows(2 * (kept + more), widths)
         if kept:
             keys, values = rows.pairs(live)
             moved_rows.append(keys, values)
             if moved_rows.buckets.shape == rows.buckets.shape:
-                moved_rows.place_as(rows, live & cached_rows.ROW)
+                moved_rows.place_as(rows, live & row_cache_table.ROW)
             else:
-                hashes, is_absent = cached_rows.hash_keys(keys), (live & cached_rows.ABSENT) != 0
+                hashes, is_absent = row_cache_table.hash_keys(keys), (live & row_cache_table.ABSENT) != 0
                 for at in range(0, kept, CACHE_STEP_ROWS):
                     moved_rows.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
         return moved_rows
 
 
 def _sizes(
-    live: cached_rows.Ints, rows: CachedRows, widths: cached_rows.Widths | None
-) -> tuple[cached_rows.Ints, cached_rows.Ints]:
+    live: row_cache_table.Ints, rows: CachedRows, widths: row_cache_table.Widths | None
+) -> tuple[row_cache_table.Ints, row_cache_table.Ints]:
     """Return the bytes that the keys, and that the values of these rows will take."""
     if widths is None:
-        key_sizes, value_sizes = rows.sizes(live & cached_rows.ROW)
-        value_sizes[(live & cached_rows.ABSENT) != 0] = 0
+        key_sizes, value_sizes = rows.sizes(live & row_cache_table.ROW)
+        value_sizes[(live & row_cache_table.ABSENT) != 0] = 0
         return key_sizes, value_sizes
     return np.full(len(live), widths[0]), np.full(len(live), widths[1] or 0)
 

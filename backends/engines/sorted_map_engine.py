@@ -1,7 +1,6 @@
-"""The backend "file": despite its name the state is in memory, as sorted runs; the files are its changelogs and
-snapshots in the storage (Spark: ``HDFSBackedStateStore``).
+"""The backend "file" (Spark: ``HDFSBackedStateStore``): keeps the state in memory, as sorted runs.
 
-Nothing is kept on local disk: a restart loads the last snapshot and the changelogs after it.
+Its only files are changelogs and snapshots in storage. A restart loads the last snapshot and the changelogs after it.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
 class SortedMap:
     """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key.
 
-    With ``keeps_removed`` the oldest run has removed keys as well: the map is what changes about other pairs.
+    With ``keeps_removed`` the oldest run has removed keys as well: the map holds changes over pairs stored elsewhere.
     """
 
     runs: tuple[Run, ...] = ()
@@ -197,7 +196,6 @@ class SortedMap:
         return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range, in key order."""
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
@@ -208,7 +206,7 @@ class SortedMap:
         return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
-        """Return the pairs of a range; those of removed keys, too, that some run has."""
+        """Return the pairs of a range, with a null value for each removed key that a run still has."""
         pairs = SortedPairs.empty()
         for run in reversed(self.runs):
             cut = tuple(run.between(start, end))
@@ -227,7 +225,7 @@ class SortedMap:
 
 
 _FEW_ROWS = 64
-"""At most this many keys are got faster one by one."""
+"""Up to this many keys, one look-up per key is faster."""
 _INDEX = "index.json"
 
 
@@ -245,7 +243,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class SortedMapScan(Iterator[pa.RecordBatch]):
-    """The batches of a map, which never changes. Raises ``StoreClosedError`` once the store is closed."""
+    """The batches of an immutable map. Raises ``StoreClosedError`` once the store is closed."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches: Iterator[pa.RecordBatch] | None = batches
@@ -277,7 +275,6 @@ class SortedMapEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null where a key has none."""
         self._check_open()
         family_map = self._maps.get(column_family)
         if family_map is None:
@@ -287,7 +284,6 @@ class SortedMapEngine:
         return family_map.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key has none."""
         self._check_open()
         family_map = self._maps.get(column_family)
         return None if family_map is None else family_map.get(key)
@@ -295,14 +291,12 @@ class SortedMapEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of a range in key order, as they are now."""
         self._check_open()
         scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
         self._scans.add(scan)
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family_map = self._maps.get(column_family, SortedMap())
         scan = SortedMapScan(batch for start, end in ranges for batch in family_map.scan(start, end))
@@ -362,7 +356,6 @@ class SortedMapEngine:
         (directory / _INDEX).write_bytes(msgspec.json.encode(index))
 
     def restore(self, directory: Path) -> None:
-        """Read what ``capture`` wrote."""
         self.clear()
         try:
             index = json_decoder(_Index).decode((directory / _INDEX).read_bytes())
@@ -379,7 +372,7 @@ class SortedMapEngine:
         self.state = index.state
 
     def num_keys(self) -> int:
-        """Return the number of keys; if keys are not counted, removed ones that are still held count as well."""
+        """Return the number of keys. If keys are not counted, the result includes removed keys that a run still has."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(len(run) for family_map in self._maps.values() for run in family_map.runs)
@@ -392,12 +385,10 @@ class SortedMapEngine:
         return 0
 
     def clear(self) -> None:
-        """Start over, empty."""
         self._maps = {DEFAULT_FAMILY: SortedMap()}
         self.state = LocalState()
 
     def close(self) -> None:
-        """Release the memory; scans under way end with an error."""
         self._closed = True
         for scan in list(self._scans):
             scan.close()

@@ -463,7 +463,7 @@ def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) ->
 # Scans of many pairs of a RocksDB column family, read from the files of the database.
 #
 # RocksDB's iterator passes its pairs to Python one by one. From the files they come by columns, in half the time. If
-# some pairs are only in RocksDB's memory, RocksDB scans, or writes them to files first (``file_scans``).
+# some pairs are only in RocksDB's memory, RocksDB scans, or writes them to files first (``FileScans``).
 
 
 log = logging.getLogger(__name__)

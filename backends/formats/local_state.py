@@ -1,4 +1,4 @@
-"""The mark that says which version an engine holds, or that a write has not ended. Authors of backends use it."""
+"""``LocalState``: the version that an engine holds, or the mark of an unfinished write. Backends use it."""
 
 from __future__ import annotations
 

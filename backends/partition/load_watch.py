@@ -93,7 +93,6 @@ class LoadWatch:
         return self.ended is None and not self._is_abandoned()
 
     def expect(self, files: int, nbytes: int) -> None:
-        """Add files to those that the load needs."""
         with self._lock:
             self._of_files += files
             self._of_bytes += nbytes
@@ -105,7 +104,6 @@ class LoadWatch:
             self._fetching[target] = size
 
     def end_file(self, target: Path, *, is_done: bool) -> None:
-        """Record that a file was fetched, or that the fetch failed."""
         with self._lock:
             size = self._fetching.pop(target)
             if is_done:
@@ -113,7 +111,6 @@ class LoadWatch:
                 self._nbytes += size
 
     def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Record a step of work that completed ``files`` files and ``nbytes`` bytes."""
         with self._lock:
             self._steps += 1
             self._files += files

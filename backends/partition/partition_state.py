@@ -29,9 +29,9 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import Lineage, SnapshotDescriptor, SnapshotRef, changelog_name
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import BEFORE_IMAGES, CHANGELOGS, KEPT_OF_COMMIT, STAGED, Claim, HostMemory, host_memory
-from backends.partition.held_versions import BeforeImage, Delta, HeldVersions
 from backends.partition.load_watch import LoadWatch
 from backends.partition.loading import Loading, LocalDirectory, PartitionContext, replaced_pairs, state_after
+from backends.partition.readable_versions import BeforeImage, Delta, ReadableVersions
 from backends.partition.version_reads import RecentReads, VersionReads
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -47,11 +47,11 @@ class SnapshotUploads:
     """Uploads snapshots of one partition, one at a time.
 
     Locks: ``_uploading`` is held for a whole upload, and taken first. ``mutation`` is the partition's, held during the
-    capture of the engine, so that nothing is written then. The lock of ``HeldVersions`` guards the figures: ``count``
-    and ``bytes_written`` add up over all snapshots, ``milliseconds`` is the time of the last upload.
+    capture of the engine, so that nothing is written then. The lock of ``ReadableVersions`` guards the figures:
+    ``count`` and ``bytes_written`` add up over all snapshots, ``milliseconds`` is the time of the last upload.
     """
 
-    def __init__(self, context: PartitionContext, versions: HeldVersions, mutation: threading.Lock) -> None:
+    def __init__(self, context: PartitionContext, versions: ReadableVersions, mutation: threading.Lock) -> None:
         self._context = context
         self._versions = versions
         self._mutation = mutation
@@ -184,12 +184,12 @@ class BatchAttempts:
     of keys. A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and
     looked up only if keys are counted or a reader of an older version asks for it.
 
-    Many threads may commit at once. ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``;
-    ``changelog_ms`` is the time of the last one, in milliseconds. ``_lock`` guards the number of pins.
+    Many threads may commit at once. ``bytes_written`` adds up over all changelogs, under the lock of
+    ``ReadableVersions``; ``changelog_ms`` is the time of the last one, in milliseconds. ``_lock`` guards the pins.
     """
 
     def __init__(
-        self, context: PartitionContext, versions: HeldVersions, recent_reads: RecentReads, memory: HostMemory
+        self, context: PartitionContext, versions: ReadableVersions, recent_reads: RecentReads, memory: HostMemory
     ) -> None:
         self._context = context
         self._versions = versions
@@ -336,7 +336,7 @@ class PartitionState:
 
     There are three locks, in the order of acquisition. The lock of ``SnapshotUploads`` is held for a whole upload.
     ``_mutation`` is held for ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a
-    time uses the engine. The lock of ``HeldVersions`` is held briefly, also for the cumulative figures here.
+    time uses the engine. The lock of ``ReadableVersions`` is held briefly, also for the cumulative figures here.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class PartitionState:
         self._context = PartitionContext(self._engine, backend, storage, directory, conf, self._local.scratch)
         self._mutation = threading.Lock()
         memory = host_memory(conf)
-        self._versions = HeldVersions(self._engine, directory, conf, memory)
+        self._versions = ReadableVersions(self._engine, directory, conf, memory)
         self._recent_reads = RecentReads(conf.versions_in_memory_bytes, memory)
         self.reads = VersionReads(self._context, self._versions, self._recent_reads, memory)
         self.attempts = BatchAttempts(self._context, self._versions, self._recent_reads, memory)

@@ -15,8 +15,8 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted, merged_scan
 from backends.exceptions import InvalidStateStoreArgument
 from backends.host_memory import LAST_READS, SCANS, Claim, HostMemory
-from backends.partition.held_versions import HeldVersions, OlderVersion, VersionView
 from backends.partition.loading import PartitionContext
+from backends.partition.readable_versions import OlderVersion, ReadableVersions, VersionView
 
 # The pairs that the stream has read last: mostly the same pairs that its next commit replaces.
 
@@ -130,7 +130,7 @@ class VersionReads:
     """
 
     def __init__(
-        self, context: PartitionContext, versions: HeldVersions, recent_reads: RecentReads, memory: HostMemory
+        self, context: PartitionContext, versions: ReadableVersions, recent_reads: RecentReads, memory: HostMemory
     ) -> None:
         self._engine = context.engine
         self._directory = context.directory

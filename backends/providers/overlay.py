@@ -135,7 +135,6 @@ class OverlayStateStore(StateStore):
 
     @property
     def version(self) -> int:
-        """The version that was opened."""
         return self._reader.version
 
     @property
@@ -145,7 +144,6 @@ class OverlayStateStore(StateStore):
 
     @property
     def has_committed(self) -> bool:
-        """Whether ``commit`` has succeeded."""
         return self._has_committed
 
     @property
@@ -196,7 +194,6 @@ class OverlayStateStore(StateStore):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``, null where a key has none."""
         keys = self._checked("keys", keys)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -206,7 +203,6 @@ class OverlayStateStore(StateStore):
     def put_many(
         self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
-        """Set many values. For a key that is given twice, the last value wins."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
@@ -228,7 +224,6 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put_many(keys, pa.nulls(len(keys), pa.binary()))
 
     def merge(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Append to the list of a key."""
         self._check_key(key)
         if not isinstance(value, bytes):
             raise InvalidStateStoreArgument(
@@ -239,7 +234,6 @@ class OverlayStateStore(StateStore):
     def merge_many(
         self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
-        """Append many elements, in the given order."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
@@ -250,7 +244,6 @@ class OverlayStateStore(StateStore):
         self._num_appended += len(keys)
 
     def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
-        """Return the elements of a key's list."""
         self._check_key(key)
         self._buffer_to_read(column_family)
         self._check_list(column_family)
@@ -285,20 +278,16 @@ class OverlayStateStore(StateStore):
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Return the pairs from ``start`` (included) to ``end`` (not included)."""
         return _pairs(self.scan(start, end, column_family))
 
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """Return the pairs whose key begins with ``prefix``."""
         self._check_key(prefix)
         return self.get_range(prefix, successor(prefix), column_family)
 
     def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """Return all pairs."""
         return self.get_range(None, None, column_family)
 
     def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
-        """Make a column family; no error if the family exists."""
         check_name("a column family", name)
         if name.startswith("__"):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
@@ -318,7 +307,6 @@ class OverlayStateStore(StateStore):
             self._buffers[stored] = WriteBuffer()
 
     def commit(self) -> int:
-        """Make the changes durable as the next version."""
         self._check_writable()
         assert self._commit_changes is not None
         with self._timed("commit_ms"):
@@ -330,7 +318,6 @@ class OverlayStateStore(StateStore):
         return version
 
     def abort(self) -> None:
-        """Drop the changes."""
         if self._closed is None:
             self._end("aborted")
 

@@ -1,8 +1,8 @@
 """The manifests of a provider that is used alone, without a coordinator.
 
 They are stored with the changelogs below the store's own directory. Every commit adds a manifest with the next number
-by create-if-absent, so that of two writers one is rejected. Maintenance adds manifests of the newest version, too.
-Version V is the one on the parent chain of the newest manifest.
+by create-if-absent, so that one of two writers is rejected. Maintenance adds further manifests of the newest version.
+A version exists if the parent chain of the newest manifest has it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StandaloneManifests:
         entry = self._entry({0: manifest}, 0)
         if manifest.id != manifest_id or entry is None or not entry.changelog.path.startswith(f"{self.directory}/"):
             raise exceptions.DamagedFileError(
-                f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
+                f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: another file has this name."
             )
         return manifest
 
@@ -229,7 +229,7 @@ class StandaloneManifests:
         if self.head_at(self.latest_version()) != expected_head:
             raise exceptions.ConcurrentCommitError(
                 f"Version {version} of {self._id} was not committed: another writer has committed since version "
-                f"{version - 1} was opened. Open the store again, and see to it that there is one writer."
+                f"{version - 1} was opened. Open the store again, and make sure that it has only one writer."
             )
 
     def _next(self, version: int, entry: PartitionEntry, parent: int | None, *, is_new_start: bool = False) -> Manifest:
@@ -269,7 +269,7 @@ class StandaloneManifests:
         return True
 
     def garbage(self, kept: manifest_chain.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """Return the files that kept versions do not refer to; see ``retention_rules.garbage``.
+        """Return the files that no kept version needs (``manifest_chain.garbage``), and obsolete manifests.
 
         No commit may be under way in this process.
         """

@@ -87,8 +87,8 @@ class CheckpointStorage:
         """Open the storage at an address; nothing is read or written yet.
 
         ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
-        ``requests`` counts the requests to the storage; on a local disk, too. ``buckets`` is the shared state of all
-        requests to a bucket, by default shared with the whole process. Raises ``UnsupportedLocationError``, or
+        ``requests`` counts the requests to the storage, also those to a local disk. ``buckets`` has the pace and the
+        usual durations of a bucket, by default those of the whole process. Raises ``UnsupportedLocationError``, or
         ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)

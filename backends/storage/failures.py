@@ -1,4 +1,4 @@
-"""Classifies obstore's errors: may the request be repeated, must it slow down, does it need new credentials?
+"""Failed and late requests to storage: what an error means, which locations fail, and second requests.
 
 obstore gives HTTP statuses and the service's codes only in its error messages.
 """
@@ -71,7 +71,7 @@ def is_expired(error: BaseException, *, has_body: bool) -> bool:
 
 
 def is_out_of_range(error: BaseException) -> bool:
-    """Return whether a range begins after the end of the file; one that only ends there is cut short."""
+    """Return whether a range begins after the end of the file. If a range only ends after it, storage shortens it."""
     return _OUT_OF_RANGE.search(str(error)) is not None
 
 
@@ -216,19 +216,19 @@ T = TypeVar("T")
 DoneOf: TypeAlias = Callable[[Collection[Future[Any]], float | None], Collection[Future[Any]]]
 
 HEDGED_BYTES = 1 << 20
-"""Requests of more bytes are made once."""
+"""Larger requests are never sent twice."""
 REMEMBERED = 128
 """The usual duration is computed from this many durations of each kind."""
 FEWEST = 32
 """Nothing is usual before this many requests."""
 USUAL_SHARE, TIMES_USUAL = 0.95, 1.5
-"""A request is late if it takes this many times as long as this share of its kind."""
+"""A request is late after ``TIMES_USUAL`` times the duration that ``USUAL_SHARE`` of its kind do not exceed."""
 MIN_SECONDS = 0.05
 """No request is late before this many seconds."""
 SHARE, MAX_AT_ONCE = 0.05, 8.0
-"""At most this share of all requests is made twice, and at most this many in a row: all are late if storage hangs."""
+"""Limits of second requests: a share of all requests, and a number in a row. All are late if storage hangs."""
 HEDGE_THREADS = 32
-"""At most this many requests run in threads that may be left behind with the late one; others are made once."""
+"""At most this many requests run in threads that can be abandoned; further requests are never sent twice."""
 
 
 class Hedges:

@@ -1,4 +1,4 @@
-"""Addresses of state: a directory as Spark names it, mapped to obstore's store and options."""
+"""Addresses of state: a directory as Spark names it, as obstore's store and options; and references to files."""
 
 from __future__ import annotations
 

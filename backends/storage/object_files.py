@@ -1,6 +1,6 @@
 """The files of one location on object storage or in memory, through obstore, with the methods of ``LocalFiles``.
 
-Errors are obstore's own. A call is one request, unless it says otherwise; ``sending`` retries failed requests.
+Errors are obstore's own. A call is one request, unless it says otherwise; ``RequestSender`` retries failed requests.
 """
 
 from __future__ import annotations

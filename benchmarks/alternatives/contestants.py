@@ -23,26 +23,26 @@ FLINK = {"state.backend.type": "rocksdb", "incremental": "true", "parallelism": 
 class Group:
     """Contestants of one program in one environment; they use its process one after the other.
 
-    ``package`` is what the environment is there for. ``goes_on``: whether one process can start a contestant twice.
+    The environment exists for ``package``. ``restartable``: whether one process can start a contestant twice.
     """
 
     name: str
     program: str
     environment: str
     package: str
-    goes_on: bool = False
+    restartable: bool = False
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A contestant: ``told`` is its name in the program. ``pace`` sets the number of batches that it gets in a turn.
+    """A contestant: ``mode`` is its name in the program. ``pace`` sets its number of batches in a turn.
 
     ``fed_twice``: it takes all waiting input as one batch, so the measured rows are given to it after the warm-up.
     """
 
     name: str
     group: Group
-    told: str
+    mode: str
     label: str
     pace: Pace
     durable: str = "a checkpoint a second"
@@ -51,11 +51,11 @@ class Alternative:
     fed_twice: bool = False
 
 
-OURS_42 = Group("ours", "spark_program", "spark42", "pyspark", goes_on=True)
-OURS_FILE = Group("ours, file", "spark_program", "spark42", "pyspark", goes_on=True)
-OURS_35 = Group("ours on 3.5", "spark_program", "spark35", "pyspark", goes_on=True)
-SPARK_42 = Group("Spark", "spark_program", "spark42", "pyspark", goes_on=True)
-SPARK_35 = Group("Spark 3.5", "spark_program", "spark35", "pyspark", goes_on=True)
+OURS_42 = Group("ours", "spark_program", "spark42", "pyspark", restartable=True)
+OURS_FILE = Group("ours, file", "spark_program", "spark42", "pyspark", restartable=True)
+OURS_35 = Group("ours on 3.5", "spark_program", "spark35", "pyspark", restartable=True)
+SPARK_42 = Group("Spark", "spark_program", "spark42", "pyspark", restartable=True)
+SPARK_35 = Group("Spark 3.5", "spark_program", "spark35", "pyspark", restartable=True)
 PYFLINK = Group("Flink", "flink_program", "flink", "apache-flink")
 BYTEWAX = Group("Bytewax", "bytewax_program", "bytewax", "bytewax")
 PATHWAY = Group("Pathway", "pathway_program", "pathway", "pathway")
@@ -75,12 +75,12 @@ def _ours(group: Group, ending: str, provider: str, backend: str) -> list[Altern
     ]
 
 
-def _spark(group: Group, name: str, told: str, label: str, pace: Pace) -> Alternative:
-    return Alternative(name, group, told, f"Spark {label}, local[2]", pace, COMMITS, ROCKSDB)
+def _spark(group: Group, name: str, mode: str, label: str, pace: Pace) -> Alternative:
+    return Alternative(name, group, mode, f"Spark {label}, local[2]", pace, COMMITS, ROCKSDB)
 
 
-def _flink(name: str, told: str, label: str, pace: Pace, **settings: str) -> Alternative:
-    return Alternative(name, PYFLINK, told, f"PyFlink {label}", pace, settings={**FLINK, **settings})
+def _flink(name: str, mode: str, label: str, pace: Pace, **settings: str) -> Alternative:
+    return Alternative(name, PYFLINK, mode, f"PyFlink {label}", pace, settings={**FLINK, **settings})
 
 
 ALTERNATIVES = {

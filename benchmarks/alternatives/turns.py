@@ -384,7 +384,7 @@ def take_turn(running: Running, course: Course, given: Given, directory: Path, s
     inbox.mkdir(parents=True, exist_ok=True)
     at_first = int(warm_up) if course.alternative.fed_twice else slices
     given.feed(inbox, course.fed, at_first)
-    running.start(course.alternative.told, directory, collect=False, checkpoint_seconds=sizes.checkpoint_seconds)
+    running.start(course.alternative.mode, directory, collect=False, checkpoint_seconds=sizes.checkpoint_seconds)
     before = running.wait(round(warm_up * given.rows), SECONDS)
     began, used_before = time.perf_counter(), running.cpu_time()
     given.feed(inbox, course.fed + at_first, slices - at_first)
@@ -400,8 +400,8 @@ def take_turn(running: Running, course: Course, given: Given, directory: Path, s
 
 def take_events(running: Running, course: Course, given: Given, directory: Path, sizes: Sizes) -> None:
     """Start the contestant with its results written down, time single events, and compare the whole state."""
-    told, inbox = course.alternative.told, directory / "input"
-    running.start(told, directory, collect=True, checkpoint_seconds=sizes.checkpoint_seconds)
+    mode, inbox = course.alternative.mode, directory / "input"
+    running.start(mode, directory, collect=True, checkpoint_seconds=sizes.checkpoint_seconds)
     results, slice_, expected = Results(directory / "results"), len(given.counts), given.expected(course.fed)
     for i in range(EVENTS_BEFORE + sizes.events):
         user = given.keys + i
@@ -482,7 +482,7 @@ class Courses:
 
     def _process(self, group: Group) -> Running:
         """Return the group's process, a new one if it cannot start a second contestant."""
-        if self._running is not None and not group.goes_on:
+        if self._running is not None and not group.restartable:
             self._close()
         if self._running is None:
             log = self.root / f"{group.name}.log"

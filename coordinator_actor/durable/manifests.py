@@ -80,7 +80,6 @@ class ManifestFolds:
         return [FoldFile(tuple(left[first : first + FOLDED])) for first in range(0, whole, FOLDED)]
 
     def write(self, folds: Iterable[FoldFile]) -> None:
-        """Write folds durably."""
         for fold in folds:
             try:
                 self._files.create(_path(fold), fold)

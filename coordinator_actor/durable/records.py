@@ -1,6 +1,7 @@
-"""``history/<id>.json``: figures of the last checkpoints, for people. They outlive coordinators, hosts and runs.
+"""Records beside the state: ``history/``, ``audit/``, ``lookups/``, and the savepoints that have begun.
 
-A file has the last ``MAX_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
+``history/<id>.json`` has figures of the last checkpoints, for people. They outlive coordinators, hosts and runs. A file
+has the last ``MAX_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
 and earlier files may be removed. State never depends on these files: a lost or damaged one costs only figures. The idea
 is that of Flink's checkpoint history, which its job manager keeps in memory.
 """

@@ -24,7 +24,7 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 from coordinator_actor.run.holds import UPLOAD
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 
 # Completes the versions whose batches Spark has committed. The lock of the run is held in all calls.
 

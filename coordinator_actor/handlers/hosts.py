@@ -29,7 +29,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
     SavepointOrder,
 )
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.threads import Apart
 
 log = logging.getLogger(__name__)

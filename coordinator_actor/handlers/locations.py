@@ -29,7 +29,7 @@ from coordinator_actor.durable.records import as_plain
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import KvStateLocationOracle, LookedUp, OperatorLocation, RunningOperator, WarmUp
 from coordinator_actor.run.owners import Assignment, SessionHosts
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 
 
 def assign_owners(

@@ -21,8 +21,8 @@ from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
 from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.recovery import first_look
-from coordinator_actor.run.state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import InBackground, RunSavepoints
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from backends.host_memory import BoundedDict
 from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.messages import HandOver, HostInfo, QueryRegistration
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
 
 # Spark's active state store instances: which executor has which provider loaded.
@@ -189,7 +189,6 @@ class RunRegistry:
             return run_id in self._expected
 
     def find(self, run_id: str) -> QueryState | None:
-        """Return a registered run, or None."""
         with self._lock:
             return self.by_id.get(run_id)
 
@@ -239,12 +238,10 @@ class RunRegistry:
             return run_id in self._over
 
     def is_over_for_good(self, run_id: str) -> bool:
-        """Return whether the run is permanently over."""
         with self._lock:
             return self._over.get(run_id, LEASE_OVER) != LEASE_OVER
 
     def remember_over(self, run_id: str, why: str) -> None:
-        """Remember that a run is over, and why."""
         with self._lock:
             self._over[run_id] = why
 
@@ -288,7 +285,6 @@ class RunRegistry:
             self.end(other, f"run {run_id} has replaced it")
 
     def remove(self, run_id: str) -> None:
-        """Forget a registered run."""
         with self._lock:
             self.by_id.pop(run_id, None)
 
@@ -372,7 +368,6 @@ class RunRegistry:
             return self._savepoints.get(run_id)
 
     def savepoint_request(self, request_id: str) -> Future[str] | None:
-        """Return the future path of a requested savepoint, or None."""
         with self._lock:
             requests = [savepoints.requests for savepoints in self._savepoints.values()]
             return next((r[request_id] for r in (*requests, self._ended_savepoints) if request_id in r), None)

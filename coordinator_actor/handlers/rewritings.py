@@ -1,4 +1,4 @@
-"""Handles messages for rewriting files of a running query: hold its batches, then exchange the files."""
+"""Handles messages about rewriting files of a running query, and messages about savepoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import status_of
 
 

@@ -13,8 +13,8 @@ from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from coordinator_actor.durable import manifests
 from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.recovery import NOT_CONSUMED, how_to_repeat, incomplete_message
-from coordinator_actor.run.state import QueryState
 from coordinator_actor.run.versions import tasks_of
 
 

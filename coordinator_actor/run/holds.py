@@ -1,4 +1,4 @@
-"""Holds a run's batches while files of its versions are being rewritten, as when keys are forgotten."""
+"""Holds: batches that wait for a rewrite or a savepoint, and files that retention must not remove yet."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ class SavepointHold:
     record_id: int | None = None
 
     def holds(self, batch_id: int) -> bool:
-        """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
 
 

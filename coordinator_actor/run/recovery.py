@@ -1,4 +1,4 @@
-"""Finds the changes of a version that Spark has committed without a known manifest of that version.
+"""Reads a query's records at its registration, and recovers a version that Spark committed without a manifest.
 
 Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and
 each names its run and its base.
@@ -182,8 +182,8 @@ def first_look(
 ) -> FirstLook:
     """Read what decides about a registration, and all manifests. Raises the errors of these reads.
 
-    Changes nothing. In parallel, the query's own state is passed to ``prove``, which raises
-    ``UnsupportedLocationError`` if a query cannot be kept there: the caller may retry.
+    Changes nothing. In parallel, ``prove`` gets the storage of the query's own state. If ``prove`` raises
+    ``UnsupportedLocationError``, this is ignored: the caller proves the storage again.
     """
 
     def prove_own() -> None:

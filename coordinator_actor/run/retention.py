@@ -15,7 +15,7 @@ from backends.formats.manifest import Manifest, SnapshotDescriptor, SnapshotRef,
 from backends.formats.manifest_chain import full_bytes
 from backends.spans import Pool
 from coordinator_actor.durable.fencing import READERS
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 
 log = logging.getLogger(__name__)
 

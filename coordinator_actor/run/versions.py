@@ -100,7 +100,6 @@ class QueryVersions:
         return tuple(sorted((s for s in by_path.values() if s.version <= version), key=lambda s: s.version))
 
     def lineage(self, operator: str, partition: int, version: int) -> Lineage:
-        """Return the files that lead to a version of a partition."""
         lineage = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
         return msgspec.structs.replace(lineage, snapshots=self.snapshots(operator, partition, version))
 

@@ -52,8 +52,8 @@ def differences(
 ) -> list[str]:
     """Return the differences that keep the program from continuing, one line each.
 
-    Names in ``operators`` only choose operators of the savepoint. Declarations are the whole program, which must then
-    have a place for all state unless ``allow_non_restored_state``.
+    Names in ``operators`` select operators of the savepoint. Declarations are those of the whole program: unless
+    ``allow_non_restored_state``, the program must declare every operator of the savepoint.
     """
     stored = {operator.name: operator for operator in metadata.operators}
     reasons: list[str] = []
@@ -134,7 +134,7 @@ class RestoredSavepoint(Struct, frozen=True):
     """The new checkpoint location that a savepoint was restored to.
 
     ``version`` is the version of its state; the query begins with the batch of this number. ``batch_id`` is the last
-    batch that is committed for Spark; None if a new query starts with the state (``state_only``).
+    committed batch in the new checkpoint; None if a new query starts with the state (``state_only``).
     """
 
     checkpoint_location: str
@@ -187,7 +187,7 @@ def restore_into_checkpoint(
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
     ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
-    ``InvalidStateStoreArgument``. Raises later ``StorageError``; the directory must then be removed.
+    ``InvalidStateStoreArgument``. Raises ``StorageError`` during writes; then remove the directory.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)

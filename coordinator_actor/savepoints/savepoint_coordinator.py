@@ -26,7 +26,7 @@ from coordinator_actor.durable.records import SavepointRecord
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
 from coordinator_actor.run.holds import SavepointHold
 from coordinator_actor.run.owners import Assignment
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.export import copy_spark_files
 

@@ -56,7 +56,6 @@ class SavepointVariable(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
         return sum(file.rows for file in self.files)
 
 
@@ -116,7 +115,6 @@ class SavepointInfo(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of all operators."""
         operators = self.metadata.operators if self.metadata else ()
         return sum(variable.rows for operator in operators for variable in operator.variables)
 

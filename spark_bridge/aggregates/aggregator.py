@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.given_values import python_rows
+from backends.encoding.user_values import python_rows
 from coordinator_actor.messages import DROPPED_ELEMENTS
 from spark_bridge.aggregates import builtin_aggregates
 from spark_bridge.aggregates.computation import (

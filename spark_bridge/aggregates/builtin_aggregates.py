@@ -1,4 +1,7 @@
-"""``count``, ``count_if``, ``sum`` and ``mean``. A sum that its type cannot hold is an error; it never wraps."""
+"""The built-in aggregates with a state of fixed size, from ``count`` and ``sum`` to ``stddev``, ``min`` and ``last``.
+
+A sum that its type cannot hold is an error; it never wraps.
+"""
 
 from __future__ import annotations
 

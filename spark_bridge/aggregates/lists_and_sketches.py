@@ -1,4 +1,4 @@
-"""``collect_list``, ``collect_set`` and ``top_k``: lists of all elements of a group, or of at most ``limit``.
+"""``collect_list``, ``collect_set``, ``top_k`` (lists of a group's elements), and ``approx_count_distinct``.
 
 An element is a value, or a value and its order ``by``. Lists are kept in their final order, which does not
 depend on the order of the rows, so that the state is the result.

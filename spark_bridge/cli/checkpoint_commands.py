@@ -1,4 +1,7 @@
-"""``statestore savepoint ...``: list, describe, restore and delete savepoints, without a running Ray or Spark."""
+"""Commands about stored state: ``savepoint``, ``checkpoint``, ``files``, ``verify``, ``forget``, ``audit``.
+
+All but ``forget`` run without Ray and Spark.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
@@ -23,7 +25,17 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.cli import sources
-from spark_bridge.cli.output import DAMAGED, FOUND, AsJson, complain, errors_explained, filled, json_line, printer, show
+from spark_bridge.cli.output import (
+    DAMAGED,
+    FOUND,
+    AsJson,
+    complain,
+    errors_explained,
+    filled,
+    json_line,
+    show,
+    steps_printed,
+)
 from spark_bridge.overview.model import number, size, to_plain
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
@@ -37,21 +49,20 @@ def list_command(base: str, storage_option: sources.Option = None, as_json: AsJs
     """
     from spark_bridge.session.savepoints import list_savepoints
 
-    savepoints = sources.or_exit(lambda: list_savepoints(base, sources.options_of(storage_option)))
-    if as_json:
-        typer.echo(json_line([_plain(info) for info in savepoints]))
-        return
-    table = Table(box=None, padding=(0, 2))
-    for heading in ("path", "query", "version", "rows", "bytes"):
-        table.add_column(heading, overflow="fold")
-    for info in savepoints:
-        metadata = info.metadata
-        if metadata is None:
-            table.add_row(info.path, f"damaged: {info.damage}")
-        else:
-            name = metadata.query_name or metadata.query_id
-            table.add_row(info.path, name, str(metadata.version), f"{info.rows:,}", f"{info.size:,}")
-    Console().print(table)
+    with errors_explained():
+        savepoints = list_savepoints(base, sources.options_of(storage_option))
+    show(
+        lambda: [_plain(info) for info in savepoints],
+        lambda: filled(map(_cells, savepoints), "path", "query", "version", "rows", "bytes"),
+        as_json=as_json,
+    )
+
+
+def _cells(info: SavepointInfo) -> tuple[object, ...]:
+    metadata = info.metadata
+    if metadata is None:
+        return info.path, f"damaged: {info.damage}"
+    return info.path, metadata.query_name or metadata.query_id, metadata.version, f"{info.rows:,}", f"{info.size:,}"
 
 
 @app.command()
@@ -69,38 +80,29 @@ def describe(
     """
     from spark_bridge.session.savepoints import describe_savepoint
 
-    def described() -> SavepointInfo:
+    with errors_explained():
         try:
-            return describe_savepoint(path, sources.options_of(storage_option), check_files=check_files)
+            info = describe_savepoint(path, sources.options_of(storage_option), check_files=check_files)
         except DamagedFileError as error:
-            return SavepointInfo(path, None, str(error))
-
-    info = sources.or_exit(described)
+            info = SavepointInfo(path, None, str(error))
     metadata = info.metadata
-    if as_json:
-        typer.echo(json_line(_plain(info)))
-    elif metadata is None:
-        complain(str(info.damage))
     if metadata is None:
+        if as_json:
+            typer.echo(json_line(_plain(info)))
+        else:
+            complain(str(info.damage))
         raise typer.Exit(FOUND)
-    if as_json:
-        return
-    console = Console()
-    console.print(
+    lines = [
         f"Savepoint {metadata.checkpoint_id} of query {metadata.query_name or metadata.query_id} at {info.path}",
-        soft_wrap=True,
-    )
-    console.print(
-        f"State after batch {metadata.batch_id} (version {metadata.version}), {info.rows:,} rows, {info.size:,} bytes"
-    )
-    for operator in metadata.operators:
-        for variable in operator.variables:
-            console.print(
-                f"  {operator.name}/{variable.name}: {variable.rows:,} rows, {operator.num_partitions} partitions, "
-                f"{operator.backend}; {path.rstrip('/')}/operators/{operator.name}/{variable.name}/*.parquet",
-                soft_wrap=True,
-                highlight=False,
-            )
+        f"State after batch {metadata.batch_id} (version {metadata.version}), {info.rows:,} rows, {info.size:,} bytes",
+    ]
+    lines += [
+        f"  {operator.name}/{variable.name}: {variable.rows:,} rows, {operator.num_partitions} partitions, "
+        f"{operator.backend}; {path.rstrip('/')}/operators/{operator.name}/{variable.name}/*.parquet"
+        for operator in metadata.operators
+        for variable in operator.variables
+    ]
+    show(lambda: _plain(info), lambda: "\n".join(lines), as_json=as_json)
 
 
 @app.command()
@@ -111,11 +113,9 @@ def delete(path: str, storage_option: sources.Option = None, as_json: AsJson = F
     """
     from spark_bridge.session.savepoints import delete_savepoint
 
-    sources.or_exit(lambda: delete_savepoint(path, sources.options_of(storage_option)))
-    if as_json:
-        typer.echo(json_line({"removed": path}))
-        return
-    Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
+    with errors_explained():
+        delete_savepoint(path, sources.options_of(storage_option))
+    show(lambda: {"removed": path}, lambda: f"Removed {path}", as_json=as_json)
 
 
 @app.command()
@@ -135,9 +135,8 @@ def restore(
     """
     from spark_bridge.session.savepoints import restore_savepoint
 
-    console = Console()
-    restored = sources.or_exit(
-        lambda: restore_savepoint(
+    with errors_explained():
+        restored = restore_savepoint(
             path,
             checkpoint_location,
             num_partitions,
@@ -145,16 +144,11 @@ def restore(
             operator,
             state_only=state_only,
             storage_options=sources.options_of(storage_option),
-            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
+            progress=steps_printed(as_json=as_json),
         )
-    )
-    if as_json:
-        typer.echo(json_line(restored))
-        return
-    begins = "batch 0" if restored.batch_id is None else f"batch {restored.batch_id + 1}"
-    console.print(
-        f"{restored.checkpoint_location} is ready: the query begins with {begins}", soft_wrap=True, highlight=False
-    )
+    first_batch = 0 if restored.batch_id is None else restored.batch_id + 1
+    ready = f"{restored.checkpoint_location} is ready: the query begins with batch {first_batch}"
+    show(lambda: restored, lambda: ready, as_json=as_json)
 
 
 def _plain(info: SavepointInfo) -> dict[str, Any]:
@@ -210,16 +204,11 @@ def move(
     """
     from coordinator_actor.durable.moved_checkpoints import move_checkpoint
 
-    bound = sources.or_exit(
-        lambda: move_checkpoint(checkpoint_location, state_location, sources.options_of(storage_option))
-    )
-    if as_json:
-        typer.echo(json_line(bound))
-        return
+    with errors_explained():
+        bound = move_checkpoint(checkpoint_location, state_location, sources.options_of(storage_option))
     done = "now belongs" if bound.is_new else "belongs already"
-    Console().print(
-        f"The state at {bound.state_location} {done} to {bound.checkpoint_location}", soft_wrap=True, highlight=False
-    )
+    text = f"The state at {bound.state_location} {done} to {bound.checkpoint_location}"
+    show(lambda: bound, lambda: text, as_json=as_json)
 
 
 @checkpoint_app.command()
@@ -235,24 +224,15 @@ def fork(
     """
     from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 
-    console = Console()
-    bound = sources.or_exit(
-        lambda: fork_checkpoint(
-            checkpoint_location,
-            state_location,
-            sources.options_of(storage_option),
-            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
-        )
+    with errors_explained():
+        options = sources.options_of(storage_option)
+        steps = steps_printed(as_json=as_json)
+        bound = fork_checkpoint(checkpoint_location, state_location, options, progress=steps)
+    already = "" if bound.is_new else " already"
+    text = (
+        f"{bound.checkpoint_location} has its own state{already}, at {bound.state_location}, as query {bound.query_id}"
     )
-    if as_json:
-        typer.echo(json_line(bound))
-        return
-    what = "has its own state" if bound.is_new else "has its own state already"
-    console.print(
-        f"{bound.checkpoint_location} {what}, at {bound.state_location}, as query {bound.query_id}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    show(lambda: bound, lambda: text, as_json=as_json)
 
 
 # ``statestore files``, ``verify`` and ``diff``: the files and versions of a query's state, from storage alone.
@@ -458,10 +438,6 @@ def forget(
     if not yes:
         typer.confirm(f"Remove {len(texts)} keys of {operator} from {where} permanently?", abort=True, err=True)
 
-    def progress(step: str) -> None:
-        if not as_json:
-            printer().print(step, markup=False, soft_wrap=True)
-
     def run(port: RayCoordinatorPort | None) -> ForgottenReport:
         return forget_keys(
             where,
@@ -470,7 +446,7 @@ def forget(
             reference=reference,
             state_location=state_location,
             storage_options=sources.options_of(storage_option),
-            progress=progress,
+            progress=steps_printed(as_json=as_json),
             coordinator=port,
         )
 
@@ -515,12 +491,9 @@ def audit(
 
 
 def _audit_view(records: list[AuditRecord]) -> RenderableType:
-    def when(record: AuditRecord) -> str:
-        return datetime.fromtimestamp(record.at_ms / 1000, timezone.utc).isoformat(timespec="seconds")
-
     rows = (
         (
-            when(r),
+            datetime.fromtimestamp(r.at_ms / 1000, timezone.utc).isoformat(timespec="seconds"),
             r.what,
             r.status,
             ", ".join(r.operators),

@@ -1,4 +1,4 @@
-"""``statestore drain``: let the hosts of a node hand over their partitions, so that the machine may go."""
+"""Commands about a running cluster: ``drain``, ``token``, ``serve``, ``ui`` and ``grafana``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from backends.storage.requests import Prices
 from coordinator_actor.access_tokens import IssuedToken
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.cli import output, sources
-from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
+from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.grafana import config_map, dashboard, written
 
 if TYPE_CHECKING:
     from spark_bridge.overview.model import Overview
     from spark_bridge.ui.requests import OwnToken, System
+
+# ``statestore drain``: let the hosts of a node hand over their partitions, so that the machine may be removed.
+
 
 DRAIN_POLL_SECONDS = 1.0
 DRAIN_ANSWER_SECONDS = 10.0
@@ -53,28 +53,26 @@ def drain(
 
     Examples: statestore drain 10.0.0.7; statestore drain 10.0.0.7 --undo
     """
+    import ray
+
     from coordinator_actor.actor import ClusterStore
 
     with output.errors_explained(), sources.joined_ray(address, namespace):
-        store, node_id = ClusterStore(namespace, coordinator), _named(node)
+        store, node_id = ClusterStore(namespace, coordinator), node_named(node, ray.nodes())
         if undo:
             store.keep(node_id)
-            _say({"node_id": node_id, "drained": False}, f"{node} takes hosts again.", as_json)
+            kept = {"node_id": node_id, "drained": False}
+            output.show(lambda: kept, lambda: f"{node} takes hosts again.", as_json=as_json)
             return
         store.drain(node_id)
         remaining_hosts = _await_none(namespace, coordinator, node_id, timeout)
     plain = {"node_id": node_id, "drained": not remaining_hosts, "hosts_left": remaining_hosts}
+    text = f"No host is left on {node}; the machine may be removed."
     if remaining_hosts:
-        _say(plain, f"{remaining_hosts} hosts are still on {node}; see statestore status.", as_json)
+        text = f"{remaining_hosts} hosts are still on {node}; see statestore status."
+    output.show(lambda: plain, lambda: text, as_json=as_json)
+    if remaining_hosts:
         raise typer.Exit(output.FOUND)
-    _say(plain, f"No host is left on {node}; the machine may be removed.", as_json)
-
-
-def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
-    if as_json:
-        typer.echo(output.json_line(plain))
-    else:
-        output.printer().print(text, markup=False)
 
 
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
@@ -83,12 +81,6 @@ def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) 
     while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
         time.sleep(DRAIN_POLL_SECONDS)
     return remaining_hosts
-
-
-def _named(node: str) -> str:
-    import ray
-
-    return node_named(node, ray.nodes())
 
 
 def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -172,9 +164,10 @@ def issue(
         return
     ends = "until it is revoked" if expires is None else f"for {expires}"
     kind = "an administrator's" if admin else "the read-only"
-    _explain(
+    output.complain(
         f"This is {kind} token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
-        "give it as token= or in STATESTORE_TOKEN."
+        "give it as token= or in STATESTORE_TOKEN.",
+        style=None,
     )
 
 
@@ -213,38 +206,33 @@ def revoke(
     if as_json:
         typer.echo(output.json_line({"name": token.name, "id": token.id, "revoked": token.revoked}))
         return
-    _explain(f"Revoked the token {token.name!r} ({token.id}).")
+    output.complain(f"Revoked the token {token.name!r} ({token.id}).", style=None)
 
 
 def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
     """Return the tokens as a table; ``now`` is in seconds since 1970."""
-    table = Table(box=None, padding=(0, 2))
-    for heading in ("name", "id", "kind", "created", "expires", "state"):
-        table.add_column(heading, overflow="fold")
-    for token in tokens:
-        state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
-        expires = "never" if token.expires is None else _time(token.expires)
-        kind = "admin" if token.admin else "read-only"
-        table.add_row(Text(token.name), token.id, kind, _time(token.created), expires, state)
-    return table
+    rows = (
+        (
+            token.name,
+            token.id,
+            "admin" if token.admin else "read-only",
+            _time(token.created),
+            "never" if token.expires is None else _time(token.expires),
+            "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired",
+        )
+        for token in tokens
+    )
+    return output.filled(rows, "name", "id", "kind", "created", "expires", "state")
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _explain(text: str, style: str | None = None) -> None:
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
 def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
     """Send one message to the coordinator and return the answer; print an error on stderr and exit with 2."""
-    try:
-        with sources.joined_ray(address, namespace):
-            return _sent(namespace, coordinator, method, *args, **named)
-    except (CoordinatorError, SparkBridgeError) as error:
-        _explain(str(error), "red")
-        raise typer.Exit(2) from error
+    with output.errors_explained(), sources.joined_ray(address, namespace):
+        return _sent(namespace, coordinator, method, *args, **named)
 
 
 def _sent(namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:

@@ -153,8 +153,6 @@ def said_of_node(packages: Sequence[str]) -> dict[str, Any]:
     """Return the versions, the clock and the id of the node that this runs on."""
     import ray
 
-    pass
-
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "packages": {name: installed(name) for name in packages},
@@ -175,8 +173,6 @@ def _skew(probe: Any, strategy: Any) -> float:
 
 def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Check which nodes do not answer, have other versions than this machine, or another time."""
-    pass
-
     here = {name: installed(name) for name in PACKAGES}
     python = ".".join(map(str, sys.version_info[:2]))
     count = len(nodes)

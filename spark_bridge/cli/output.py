@@ -21,9 +21,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.queryable.client.json_values import rows_to_json
 
 FOUND = 1
@@ -36,11 +34,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def show(plain: Callable[[], Any], rendered: Callable[[], RenderableType], *, as_json: bool) -> None:
-    """Print the answer of a command: as JSON, or for people."""
+    """Print the answer of a command: as JSON, or for people. A string is printed as it is, on one line."""
     if as_json:
         typer.echo(json_line(plain()))
         return
-    printer().print(rendered(), highlight=False)
+    answer = rendered()
+    printer().print(answer, markup=False, highlight=False, soft_wrap=isinstance(answer, str))
+
+
+def steps_printed(*, as_json: bool) -> Callable[[str], None]:
+    """Return a function that prints each step of a long command, and prints nothing if the answer is JSON."""
+    return lambda step: None if as_json else printer().print(step, markup=False, highlight=False, soft_wrap=True)
 
 
 def json_line(plain: Any) -> str:
@@ -54,9 +58,9 @@ def printer() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def complain(text: str) -> None:
-    """Print an error on stderr."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+def complain(text: str, style: str | None = "red") -> None:
+    """Print an error on stderr; with ``style`` None a note."""
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def errors_explained() -> Iterator[None]:
     """Print an error of ours on stderr in place of a traceback, and end the program with code 2."""
     try:
         yield
-    except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
+    except (*STATESTORE_ERRORS, LookupError) as error:
         complain(str(error) if not isinstance(error, KeyError) else f"{error!r}")
         raise typer.Exit(FAILED) from error
 

@@ -1,4 +1,4 @@
-"""``statestore status``, ``queries``, ``checkpoints``, ``partitions`` and ``hosts``: views of one overview."""
+"""``statestore status``, ``queries``, ``checkpoints``, ``partitions``, ``hosts`` and ``top``: views of an overview."""
 
 from __future__ import annotations
 

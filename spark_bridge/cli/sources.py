@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
 import typer
@@ -83,10 +83,8 @@ def reachable_coordinator(
         yield RayCoordinatorPort(namespace, coordinator, timeout)
 
 
-# Parts that the commands about stored files share: the settings of storage, and errors as messages.
+# The settings of storage, which the commands about stored files share.
 
-
-T = TypeVar("T")
 
 Option = Annotated[
     list[str] | None,
@@ -105,12 +103,6 @@ def options_of(assignments: list[str] | None) -> dict[str, str]:
         if not equals:
             raise typer.BadParameter(f"{name!r} has no value; write name=value")
     return {name: value for name, _, value in pairs}
-
-
-def or_exit(call: Callable[[], T]) -> T:
-    """Return the result of the call; an error of ours is printed, and ends the program with code 2."""
-    with errors_explained():
-        return call()
 
 
 # The options of commands that ask hosts which use TLS.

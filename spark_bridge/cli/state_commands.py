@@ -20,7 +20,6 @@ from spark_bridge.cli.sources import (
     condition_of,
     key_of_words,
     options_of,
-    or_exit,
     with_state_source,
 )
 from spark_bridge.exceptions import QueryEndedError, RequestError
@@ -340,9 +339,10 @@ def take_over_query(
 
     from spark_bridge.state_surgery.take_over import take_over
 
-    numbers = or_exit(lambda: _operator_numbers(operator or []))
-    columns = or_exit(lambda: _columns_by_operator(column or []))
-    make_stream = or_exit(lambda: _function_at(program))
+    with output.errors_explained():
+        numbers = _operator_numbers(operator or [])
+        columns = _columns_by_operator(column or [])
+        make_stream = _function_at(program)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers of a local Spark import this package too
     quiet = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false", "spark.ui.enabled": "false"}
     builder = SparkSession.builder.appName("statestore take-over")
@@ -351,8 +351,8 @@ def take_over_query(
     spark = builder.getOrCreate()
     if not ray.is_initialized():
         ray.init(logging_level="ERROR", log_to_driver=False)
-    report = or_exit(
-        lambda: take_over(
+    with output.errors_explained():
+        report = take_over(
             spark_checkpoint,
             checkpoint,
             make_stream(spark),
@@ -360,9 +360,8 @@ def take_over_query(
             columns=columns,
             dry_run=dry_run,
             storage_options=options_of(storage_option),
-            progress=lambda step: None if as_json else output.printer().print(step, soft_wrap=True, highlight=False),
+            progress=output.steps_printed(as_json=as_json),
         )
-    )
     if as_json:
         by_name = {f"{owner}/{variable}": rows for (owner, variable), rows in report.rows_written.items()}
         facts = {"checkpoint": report.checkpoint_location, "query_id": report.query_id, "batch_id": report.batch_id}

@@ -225,7 +225,7 @@ def release_files(flights: pd.DataFrame, directory: Path, batches: int, upto: in
 
 
 def retract_files(directory: Path, batches: int, keep: int) -> None:
-    """Remove the files from number ``keep`` on, that no batch has been planned for yet."""
+    """Remove the files from number ``keep`` on. No batch may be planned for them yet."""
     for index in range(keep, batches):
         (directory / file_name(index, batches)).unlink(missing_ok=True)
 

@@ -25,8 +25,8 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import not_open, rebuilt_error
 from spark_bridge.host.instances import REMEMBERED_COMMITS, Counters, Instance
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.registration import HostRegistration
-from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import TaskIdentity
 
 # Counts the running tasks of an operator on a host: they have opened the batch and have no answer yet.

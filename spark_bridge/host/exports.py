@@ -25,8 +25,8 @@ from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
 from spark_bridge.host.instances import spec_of
-from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,6 @@ class SavepointExports:
         return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
-        """Give up the running exports."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)

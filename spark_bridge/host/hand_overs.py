@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from backends.exceptions import LoadEndedError, StateStoreError
-from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
+from backends.exceptions import LoadEndedError
+from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant, WarmUp
-from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.host.loading import PartitionLoader
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.host.registration import CompletedVersions, Order, RunOrders
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class HandOvers:
             self._loader.warm_up(grant, operator, partition, partial(self._is_unwanted, run_id, operator, partition))
         except (LoadEndedError, RetiredRunError) as error:
             log.info("Partition %d of %r of run %s is not loaded ahead: %s", partition, operator, run_id, error)
-        except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+        except STATESTORE_ERRORS as error:
             with self._lock:
                 _, waited = self._failed.get(copy, (0.0, 0.0))
                 wait = min(2 * waited or AGAIN_SECONDS, LONGEST_AGAIN_SECONDS)

@@ -30,12 +30,12 @@ from spark_bridge.host.commits import GroupCommits, TaskCommits
 from spark_bridge.host.exports import SavepointExports, pin_scans, scans_read_back
 from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.instances import Counters, Instance, PartitionFiles, spec_of
-from spark_bridge.host.loading import PartitionLoader
-from spark_bridge.host.loads import Loads
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
+from spark_bridge.host.prepared_versions import PreparedVersions, VersionRequests
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration, RunOrders
-from spark_bridge.host.versions import PreparedVersions, VersionRequests
+from spark_bridge.host.running_loads import Loads
 from spark_bridge.transport.protocol import OpenReply, ScanCommand, TaskIdentity
 
 # Reading a host's partitions: bulk reads for tasks, and loading for queries (``spark_bridge.queryable.reads``).

@@ -17,19 +17,20 @@ from typing import NamedTuple
 
 from backends import spans
 from backends.conf import StateStoreConf
-from backends.exceptions import StateStoreError, StoreClosedError
+from backends.exceptions import StoreClosedError
 from backends.formats.manifest import Lineage, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import store_snapshots
-from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, SparkBridgeError
+from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.host.instances import Counters, Instance, InstanceKey
-from spark_bridge.host.loads import FileLease
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.prepared_versions import VersionRequests
 from spark_bridge.host.registration import HostRegistration
-from spark_bridge.host.versions import VersionRequests
+from spark_bridge.host.running_loads import FileLease
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Maintenance:
         for key, lease in leases:
             try:
                 lease.is_held()
-            except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+            except STATESTORE_ERRORS as error:
                 log.warning(
                     "Could not report to the coordinator that the upload of %s is still running: %s", key, error
                 )

@@ -105,8 +105,8 @@ class PartitionCache:
     savepoint    copies for an export             as soon as the export ends
     =========== ================================ ============================================================
 
-    A copy that is evicted while it is pinned is destroyed with its last pin. ``loads.py`` starts loads and waits for
-    them, ``loading.py`` fills the entries.
+    A copy that is evicted while it is pinned is destroyed with its last pin. ``running_loads`` starts loads and
+    waits for them, ``partition_loader`` fills the entries.
 
     ``lock`` guards all tables here, and ``invocations`` and ``commits`` of every ``Instance``. ``instance`` and
     ``registration`` read one table without it. A thread that holds ``lock`` takes no other lock but those of

@@ -1,4 +1,4 @@
-"""Checks of the columns of a DataFrame that are the key of a stateful operator."""
+"""The columns of a DataFrame for a stateful operator: keys and their checks, types, watermarks, windows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
             )
 
 
-# Finds the columns of a DataFrame that have a watermark. ``task.watermark`` decides which rows are late.
+# Finds the columns of a DataFrame that have a watermark. ``task.state_task`` decides which rows are late.
 
 
 LAG_METADATA = "statestore.watermarkLagMs"

@@ -93,7 +93,6 @@ class DeduplicateLogic:
         return self.schema.families[DEFAULT_FAMILY].key
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """Return the first of the rows of each key."""
         groups = group_rows(rows, self._keys, num_key_groups)
         return KeyedRows(groups.keys, *self.first_rows(groups.ids, len(groups.keys), rows.select(list(self.columns))))
 

@@ -31,7 +31,7 @@ class JoinSide:
     - ``columns``: its columns without the keys, as they are stored. ``slots`` are the numbers of the shared columns
       that they come in.
     - ``time``: the column that the bounds of the join compare, or that is in the key; None if the join has no bounds.
-    - ``late``: the column that makes its rows late, None if no row is.
+    - ``late``: the column that decides whether a row is late; None if rows are never late.
     - ``expires_after_us``: a row can find no match any more once the watermark is this many microseconds after the
       row's time; None if that is never known.
     - ``keeps_unmatched``: rows that find no match are emitted in the end. ``leaves_once_matched``: a row is removed
@@ -50,7 +50,6 @@ class JoinSide:
     flag: str | None = None
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows that came in shared columns in the columns of this side."""
         columns = [_as_type(batch.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
         return pa.RecordBatch.from_arrays(columns, schema=self.columns)
 
@@ -96,8 +95,9 @@ class Bounds:
     """The times that rows are matched by.
 
     The times of matching rows, in the columns ``left`` and ``right``, differ by ``lower_us`` to ``upper_us``
-    microseconds, both included (right minus left; None means no bound). If both columns are a key, they are equal.
-    If a column is None, there are no bounds. ``left_late`` and ``right_late`` make rows late.
+    microseconds, both included (right minus left; None means no bound). With ``in_key`` both columns are a key of the
+    join, so the times are equal. If a column is None, there are no bounds. ``left_late`` and ``right_late`` decide
+    whether a row is late.
     """
 
     left: EventTime | None = None
@@ -117,9 +117,9 @@ class Bounds:
     def expires_after_us(self) -> tuple[int | None, int | None]:
         """Return for both sides how long after the time of a row the watermark rules out a match.
 
-        A row of the left side matches times up to ``upper_us`` after its own. In whole milliseconds and one more, as
-        Spark computes the watermark of a side's state for a bound that is included
-        (``StreamingJoinHelper.getStateValueWatermark``), so that rows without a match are emitted in the same batch.
+        A row of the left side matches times up to ``upper_us`` after its own. The result is rounded up to milliseconds,
+        plus one millisecond. Spark does the same for inclusive bounds (``StreamingJoinHelper.getStateValueWatermark``),
+        so both emit rows without a match in the same batch.
         """
         if self.in_key:
             return 0, 0
@@ -129,7 +129,7 @@ class Bounds:
 
     @property
     def waits_ms(self) -> tuple[int | None, int | None]:
-        """Return for both sides how far the watermark may be behind the time of an arriving row, None for any."""
+        """Return for both sides how far the watermark may be behind the time of an arriving row; None: no limit."""
         left, right = (None if us is None else max(0, us // 1000) for us in self.expires_after_us)
         return left, right
 
@@ -151,7 +151,7 @@ def slot_name(number: int) -> str:
 def shared_slots(
     left: Sequence[pa.DataType], right: Sequence[pa.DataType]
 ) -> tuple[tuple[pa.DataType, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the types of the shared columns, and for the columns of both sides the numbers of those they come in.
+    """Return the types of the shared columns, and for each column of both sides the number of its shared column.
 
     Columns of both sides with the same type share one, so that a row has few nulls for the columns of the other
     side.
@@ -251,6 +251,6 @@ def matches(probes: RowsToMatch, others: RowsToMatch, lower_us: int | None, uppe
 
 
 def _shifted(times: Integers, by: int) -> Integers:
-    """Return the times moved; times that would be too large or too small are the greatest or least ones."""
+    """Return the times plus ``by``, limited to the range of times."""
     low, high = np.iinfo(np.int64).min, NO_TIME
     return np.clip(times, max(low, low - by), min(high, high - by)) + by

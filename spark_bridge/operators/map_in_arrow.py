@@ -1,4 +1,4 @@
-"""The one way of this project's functions into a DataFrame's plan: ``mapInArrow`` over columns by their position.
+"""Puts stateful operators into a DataFrame's plan: ``mapInArrow``, routing by key, initial state, and ticks.
 
 Spark resolves names, whereas this project has columns. It reads a dot as a field of a struct, and by default it refuses
 a name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
@@ -217,7 +217,6 @@ class InitialStateAccess:
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add pairs to the state."""
         self._staged.add(column_family, keys, values)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
@@ -233,7 +232,6 @@ class InitialStateAccess:
         self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
 
     def close(self) -> None:
-        """Drop the staged changes."""
         self._staged.close()
 
 

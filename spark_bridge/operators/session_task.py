@@ -81,7 +81,6 @@ class SessionColumns:
         return pa.schema([pa.field(START, pa.int64()), pa.field(END, pa.int64()), *self.states])
 
     def rows(self, starts: Times, ends: Times, states: pa.RecordBatch) -> pa.RecordBatch:
-        """Return sessions with these starts, ends and states."""
         return pa.RecordBatch.from_arrays([pa.array(starts), pa.array(ends), *states.columns], schema=self.schema)
 
     def windows(self, sessions: pa.RecordBatch, kind: pa.DataType) -> pa.Array:

@@ -89,7 +89,6 @@ class ClientConnection:
         self.welcome: Welcome = reply
 
     def send(self, header: Request, body: FrameBody, deadline: float) -> None:
-        """Send a request, header and body."""
         self._arm(deadline)
         head, content = frame(header, body)
         try:

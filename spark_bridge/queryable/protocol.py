@@ -218,8 +218,8 @@ class LocateReply(Struct, frozen=True, array_like=True, tag="located"):
 class LookupReply(Struct, frozen=True, array_like=True, tag="values"):
     """The body is the values at ``version``, in the order of the keys.
 
-    ``lag_ms`` ends the header of every answer from state. It is 0 unless the host follows a query elsewhere and is
-    late. It is then the ms since the host's cluster last looked for versions with success. ``frame`` leaves a 0 out.
+    ``lag_ms`` is the last field of every answer from state. It is 0 unless the host follows a query elsewhere and is
+    late: then it is the ms since the last successful look for new versions. ``frame`` omits a 0.
     """
 
     version: int
@@ -312,7 +312,7 @@ class StateAnswer:
 
 
 class StateReads(Protocol):
-    """Answers the requests of ``messages``. Thread-safe. All rows of an answer are of one version.
+    """Answers the requests of this module. Thread-safe. All rows of an answer are of one version.
 
     Every method raises ``NotOwnerError`` if another host owns a partition, ``UnknownOperatorError``,
     ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the readable versions,
@@ -337,7 +337,7 @@ class StateReads(Protocol):
 
         The first column, ``position`` (int64), is the index of the row's key. Rows are ordered by position, and within
         a key as in a scan. The keys of aggregates by windows come without the window, and their key groups do not
-        count: the answer has the rows of those keys in this host's partitions (see ``windowed_keys``).
+        count: the answer has the rows of those keys in this host's partitions.
         """
 
     def scan(self, request: ScanRequest) -> StateAnswer:
@@ -350,7 +350,7 @@ class StateReads(Protocol):
         """Return the rows that versions have changed, in the order of versions; a batch belongs to one version."""
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
+        """Wait for a completed version after ``after``, at most ``seconds``; return the last completed version."""
 
     def lag_ms(self, run_id: str) -> int:
         """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
@@ -362,11 +362,11 @@ class StateReads(Protocol):
         """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
 
 
-# The decoder of rows that come over the wire (see ``messages.RowsReply``).
+# The decoder of rows that come over the wire (see ``RowsReply``).
 
 
 class RowBatchDecoder:
-    """Turns the bodies of one answer's ``Batch`` frames into record batches, without copying the rows."""
+    """Turns the bodies of one answer's ``RowsReply`` frames into record batches, without copying the rows."""
 
     def __init__(self) -> None:
         self.schema: pa.Schema | None = None
@@ -384,7 +384,7 @@ class RowBatchDecoder:
                     return None
             return pa.ipc.read_record_batch(pa.ipc.read_message(source), self.schema)
         except (pa.ArrowException, EOFError, OSError) as error:
-            raise ConnectionClosedError(f"Rows of {len(body)} bytes make no sense: {error}") from error
+            raise ConnectionClosedError(f"A body of {len(body)} bytes cannot be decoded as rows: {error}") from error
 
 
 # Keys and values as the body of a frame: their number, their lengths, their bytes.
@@ -473,7 +473,7 @@ def unpack_one(body: memoryview | bytes) -> bytes | None:
 
 
 class RequestContext(Protocol):
-    """Tells a server how the work on a request goes. Every method may raise, which ends the request."""
+    """Controls the work on a request. Every method may raise an error, which ends the request."""
 
     def raise_if_cancelled(self) -> None:
         """Raise if the deadline is over, the client has left, or its token no longer allows the request."""
@@ -503,9 +503,9 @@ def active_context(context: RequestContext) -> Iterator[None]:
 
 
 def raise_if_cancelled() -> None:
-    """Check deadline and cancellation; to be called between the pieces of long work, at next to no cost.
+    """Raise the context's error if the answer is no longer wanted.
 
-    Raises the context's error if the answer is no longer wanted.
+    Long work calls this between its pieces. A call costs almost nothing.
     """
     context = _of_thread.context
     if context is not None:

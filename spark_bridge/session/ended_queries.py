@@ -1,4 +1,4 @@
-"""Renews the leases of the last runs of ended queries, which can still be read, and ends these runs in time.
+"""Renews a driver's leases: of its running queries, by heartbeats, and of ended queries that can still be read.
 
 A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver keeps renewing
 the lease of the query's last run, and hosts keep answering from the last completed version.

@@ -1,4 +1,4 @@
-"""The executors of a Spark session: their machines and their numbers of cores."""
+"""The executors of a Spark session: their machines and cores, and the replacement of lost ones."""
 
 from __future__ import annotations
 
@@ -218,7 +218,6 @@ class LostExecutors:
             self._loop.start()
 
     def close(self) -> None:
-        """Stop watching the executors."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:

@@ -1,8 +1,8 @@
 """The driver's StreamingQueryListener: registers queries, and sends their tasks the hosts' addresses.
 
 Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
-query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: if the query
-cannot be ended, its first tasks raise it.
+query. A refused query is ended there (``end_with``). The refusal is a property as well: if the query cannot be ended,
+its first tasks raise it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from pyspark.sql.streaming.listener import (
 )
 
 from backends import spans
-from backends.exceptions import InvalidStateStoreArgument, StateStoreError
+from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.actor import RayMetrics
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import WIRE_VERSION, QueryRegistration
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.operators import map_in_arrow
 from spark_bridge.session import settings
 from spark_bridge.session.ended_queries import DriverHeartbeats, EndedQueries, failure_text
@@ -51,7 +50,7 @@ from spark_bridge.session.progress import (
 from spark_bridge.session.state_cluster import StateCluster
 from spark_bridge.task import executor as properties
 
-# Ending a query that may not run before its first batch, with our words as the error that its user sees.
+# Ends a refused query before its first batch, with an error of ours for its user.
 #
 # A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the listener sets the
 # query's error, and marks the query as ended, while Spark's thread waits for the listener. That thread then finds that
@@ -65,8 +64,8 @@ RATE = "rate"
 def end_with(jvm: Any, execution: Any, message: str) -> None:
     """End a query (a JVM ``StreamExecution``) that has not begun; ``query.exception()`` then has the message.
 
-    To be called in ``onQueryStarted``; of a query that runs already, ``query.stop()`` must follow. Raises
-    ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
+    Call it in ``onQueryStarted``. For a query that has begun, call ``query.stop()`` afterwards. Raises ``Py4JError`` if
+    Spark's classes differ from those of 3.5 and 4.2.
     """
     kind = execution.getClass()
     # State and its cases are in the package of StreamExecution, which has another name since Spark 4.1.
@@ -85,9 +84,9 @@ def end_with(jvm: Any, execution: Any, message: str) -> None:
 def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: str) -> str | None:
     """Return why a query cannot continue from its checkpoint with its current sources, or None if it can.
 
-    Spark tells sources apart by their places. It rejects another number of them, with an assertion that does not name
-    the cause, and it gives the offset of a source to whichever source now has the place. Reads the names of
-    ``offsets/``, the last file there, and a file for each ``rate`` source.
+    Spark identifies a source by its position in the query. If the number of sources differs, Spark fails with an
+    assertion that does not name the cause. If their order differs, a source gets the offset of another one. Reads the
+    names of ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
     stored = SparkCommits(checkpoint).sources()
     if stored is None:
@@ -108,9 +107,9 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
         differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {stored.num_sources}"
     return (
         f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
-        '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
-        f"their own, which makes batches while nothing comes ({operators}). Give these operators the time mode and the "
-        "output mode that they had, and the query the sources that it had, or use a new checkpoint location."
+        '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, add a source of their '
+        f"own, which makes batches while no input comes ({operators}). Use the same sources, time modes and output "
+        "modes as before, or a new checkpoint location."
     )
 
 
@@ -120,9 +119,9 @@ def _places(places: Collection[int]) -> str:
 
 # The listener that Spark's JVM calls at each event of its queries. It reads only the needed figures of a progress.
 #
-# PySpark's own class copies each progress whole, of every query of the session. That takes a hundred calls into the
-# JVM, and each of its maps ends with an exception, whose class PySpark finds out by looking for packages in all jar
-# files of Spark. In short batches this was the largest part of the driver's time.
+# PySpark's own class copies the whole progress of every query of the session. That takes a hundred calls into the JVM.
+# Reading each map ends with an exception, and PySpark searches all jar files of Spark for its class. With short batches
+# this was the largest part of the driver's time.
 
 
 BatchCommittedCallback = Callable[[str, int, Callable[[], str]], None]
@@ -130,7 +129,7 @@ BatchCommittedCallback = Callable[[str, int, Callable[[], str]], None]
 
 
 class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
-    """Hands events of the JVM to a listener: of a progress the run and the batch, and its JSON if it is asked for."""
+    """Passes events of the JVM to a listener. A progress is passed as run and batch, its JSON on demand."""
 
     def __init__(self, listener: StreamingQueryListener, batch_committed: BatchCommittedCallback) -> None:
         super().__init__(listener)
@@ -385,14 +384,14 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 with spans.span("driver.committed", spans.batch(run_id, batch_id + 1)):
                     self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
-                    # Spark tells of a batch when it comes to it: others may have been committed since.
+                    # Spark reports a batch with a delay: later batches may have been committed since.
                     tell_listeners(
                         run_id,
                         progress_of_batch(self._cluster, run_id, batch_id),
                         lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
                     )
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
-                # The first task of the next batch completes the version all the same.
+            except STATESTORE_ERRORS as error:
+                # The first task of the next batch completes the version anyway.
                 log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
@@ -410,7 +409,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if registration is not None and not self._stopping.is_set():
             try:
                 self._ended.ended(registration, failure_text(event.exception))
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            except STATESTORE_ERRORS as error:
                 # The lease of the run ends by itself.
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
 
@@ -419,7 +418,6 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
 
     def close(self) -> None:
-        """Stop the heartbeats."""
         self._stopping.set()
         self._heartbeats.close()
         self._ended.close()

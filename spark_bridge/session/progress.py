@@ -1,6 +1,6 @@
-"""The progress of a query's operators in their last batch: the counterpart of Spark's ``StateOperatorProgress``.
+"""Reports of the driver about each batch: progress of operators, cost, spans and metrics.
 
-Spark considers these operators stateless, so its own progress does not describe their state.
+Spark considers these operators stateless, so its own ``StateOperatorProgress`` does not describe their state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from backends import spans
 from backends.background_loop import BackgroundLoop
-from backends.exceptions import StateStoreError
 from backends.storage.requests import KINDS, RECEIVED, SENT, Prices
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import InputPace, QueryRegistration
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
-from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, HostUnavailableError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STORAGE_PRICES_CONF, Shutdown
 
@@ -48,7 +46,7 @@ class StateOperatorProgress:
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
     the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
     the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
-    the figures are asked for more than three batches later. For the others ``num_rows_total`` has the current pairs.
+    the figures are asked for more than three batches later. ``num_rows_total`` has the current pairs of the others.
     ``num_rows_largest_partition`` and ``num_rows_median_partition`` show how evenly these pairs are distributed: they
     have no counterpart in Spark.
     """
@@ -327,7 +325,7 @@ class BatchTraces:
             last -= took[step] * 1_000_000
 
     def end(self, run_id: str, exception: str | None) -> None:
-        """Remove a run. ``exception`` is the error of its last batch, which has a root, too."""
+        """Remove a run. ``exception`` is the error of its last batch; the trace of that batch gets a root too."""
         with self._lock:
             of_run = self._runs.pop(run_id, None)
         if of_run is None or exception is None:
@@ -410,12 +408,12 @@ class StreamMetrics:
         ).start()
 
     def add(self, run_id: str, title: str) -> None:
-        """Begin with a run; ``title`` is the name or the id of its query."""
+        """Publish the figures of a run from now on; ``title`` is the name or the id of its query."""
         with self._lock:
             self._titles[run_id] = title
 
     def remove(self, run_id: str) -> None:
-        """End with a run: its rates and the sizes of its partitions are 0 from now on."""
+        """Stop publishing a run: its rates and the sizes of its partitions are 0 from now on."""
         with self._lock:
             title = self._titles.pop(run_id, None)
             self._batches.pop(run_id, None)
@@ -447,7 +445,6 @@ class StreamMetrics:
         return InputPace(batch.of_input, batch.processed, batch.backlog_rows, seconds)
 
     def close(self) -> None:
-        """Publish no more."""
         self._loop.close()
 
     def _publish_batch(self, title: str, batch: _Batch) -> None:
@@ -475,7 +472,7 @@ class StreamMetrics:
         for run_id, title in titles.items():
             try:
                 progress = self._progress_of(run_id)
-            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            except STATESTORE_ERRORS as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:
@@ -495,9 +492,9 @@ class StreamMetrics:
 
 
 def backlog_rows(progress: Mapping[str, Any]) -> int | None:
-    """Return the rows that the sources of a progress have beyond the batch; None if no source reports it.
+    """Return how many rows the sources of a progress still have after the batch; None if no source reports it.
 
-    Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
+    Sources with offsets by topic and partition, such as Kafka, report their latest offsets.
     """
     offsets = [
         sum(max(0, offset - ended[topic][partition]) for topic, partition, offset in _offsets(latest))

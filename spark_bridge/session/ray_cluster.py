@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one on this machine."""
+"""The Ray cluster of a session: joined, started here, or within Spark; RayDP's master; the Java that Spark needs."""
 
 from __future__ import annotations
 
@@ -386,7 +386,6 @@ class SparkMasterWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:

@@ -13,24 +13,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from backends.background_loop import BackgroundLoop, failing_loops
-from backends.exceptions import StateStoreError
 from coordinator_actor.actor import ClusterStore, get_or_create_coordinator
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
+from coordinator_actor.exceptions import HostUnavailableError
 from coordinator_actor.messages import other_version
 from coordinator_actor.reference import RayCoordinatorPort
-from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, EnvironmentProblemError
 from spark_bridge.host_actor import SessionOptions, host_files_dir, host_id_of, start_host
 from spark_bridge.session.settings import Shutdown
-
-if TYPE_CHECKING:
-    pass
 
 # Computes the places of a session's hosts: on all machines that have executors.
 #
@@ -56,8 +52,9 @@ def place_hosts(
 
     ``executors`` has the cores of the executors on each machine, by IP address; ``nodes`` the IP address of each node
     of Ray that can take hosts; ``standing`` how many hosts each node has now. Without ``num_hosts`` there is one
-    host per core. Nodes at one address share its cores. If no node has an executor, all nodes count alike. ``going``
-    are the addresses of machines that are being drained, and so take no hosts: their cores do not count elsewhere.
+    host per core. Nodes at one address share its cores. If no node has an executor, all nodes have the same weight.
+    ``going`` are the addresses of machines that are being drained. They take no hosts, and no other machine gets hosts
+    for their cores.
     """
     sharing = Counter(nodes.values())
     cores = {node: executors[ip] / sharing[ip] for node, ip in nodes.items() if executors.get(ip)}
@@ -93,7 +90,7 @@ def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]
     the weights exactly.
     """
     hosts: dict[str, int] = {}
-    # The next host of a node is worth the less the more it has; the first one is worth more than any other.
+    # The first host of each node has priority. After that, a node's priority falls with its number of hosts.
     queue = [(0.0, -weight, -standing.get(node, 0), node) for node, weight in weights.items()]
     heapq.heapify(queue)
     for _ in range(total if queue else 0):
@@ -119,7 +116,7 @@ PLACEMENT_LOOK_SECONDS = 2.0
 START_AGAIN_SECONDS = 10.0
 """A node on which a host failed to start gets another one after this many seconds."""
 SURPLUS_SECONDS = 30.0
-"""A host more than its node should have ends after this many seconds: an executor that is lost mostly comes back."""
+"""A surplus host of a node ends after this many seconds, because a lost executor usually returns."""
 START_SECONDS = 120.0
 """A session begins when its hosts answer, or fails after this many seconds."""
 STOP_SECONDS = 20.0
@@ -131,7 +128,7 @@ DEAD = "DEAD"
 class StandingHost:
     """One host actor: its number in the session, its node, and the number that counts for its port.
 
-    ``ready`` is the answer to the first question.
+    ``ready`` is the answer to the first message.
     """
 
     host_id: str
@@ -147,8 +144,8 @@ class HostPlacement:
     One thread at a time looks, and holds ``_looking``. ``executors`` returns the cores of the executors by IP address,
     ``drained`` the ids of the drained nodes. ``report`` receives at every look the problems and the leaving hosts,
     and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to read. Numbers
-    of hosts are not reused, those of ports are: host i answers queries at ``query_port + i`` for the lowest i that no
-    other host has.
+    of hosts are not reused. Port numbers are: a new host answers queries at ``query_port + i``, with the lowest i that
+    no other host has.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class HostPlacement:
         self._token = token
         self._num_hosts = options.num_hosts
         self.publish: Callable[[Sequence[str]], None] = lambda addresses: None
-        """Tells running queries where to ask for owners, whenever that has changed."""
+        """Publishes the hosts' addresses to running queries, whenever they have changed."""
         self._published: list[str] = []
         self._executors = executors
         self._drained = drained
@@ -187,7 +184,7 @@ class HostPlacement:
         )
 
     def begin(self) -> None:
-        """Start the hosts, wait until they answer, and look after them from now on.
+        """Start the hosts, wait until they answer, and supervise them from then on.
 
         Raises ``ray.exceptions.RayError`` if a host cannot be started.
         """
@@ -196,7 +193,7 @@ class HostPlacement:
         self._loop.start()
 
     def close(self) -> None:
-        """End all hosts, and look after them no more."""
+        """End all hosts, and the thread that supervises them."""
         self._loop.close(timeout=None)
         for ending in self._ending:
             ending.join()
@@ -286,7 +283,7 @@ class HostPlacement:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
             level = self._shutdown.log_level
             log.log(level, "Host %s is lost with node %s", host.host_id, host.node_id)
-            # Should Ray still wait for its node: it must not start the host again.
+            # Ray may still wait for the node; prevent it from starting the host again.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)
 
@@ -294,7 +291,7 @@ class HostPlacement:
         now = time.monotonic()
         self._not_before = {node: at for node, at in self._not_before.items() if at > now}
         missing = {node: count - standing.get(node, 0) for node, count in wanted.items()}
-        # One on each node, then the second ones: numbers go round the nodes.
+        # Start one host on each node, then a second one on each, and so on.
         for nth in range(max(missing.values(), default=0)):
             for node_id in sorted(missing):
                 if nth < missing[node_id] and node_id not in self._not_before:
@@ -324,7 +321,7 @@ def end_hosts(hosts: Sequence[StandingHost]) -> None:
         stopping = [host.actor.stop.remote() for host in hosts]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
-    finally:  # whatever Ray says to that, no host may stay
+    finally:  # no host may stay, even if Ray fails
         for host in hosts:
             ray.kill(host.actor, no_restart=True)
 
@@ -339,7 +336,7 @@ def is_dead(actor: Any) -> bool:
 
 REPORT_SECONDS = 2.0
 LEASE_SECONDS = 10.0
-"""How long a message that renews leases waits for its answer, in seconds: the next one may get through."""
+"""Timeout of a message that renews leases, in seconds: short, so that the next one can be sent in time."""
 
 
 class StateCluster:
@@ -362,7 +359,7 @@ class StateCluster:
         self.leases = RayCoordinatorPort(
             options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
         )
-        """The way of the messages that renew leases: none of them takes a lease's time."""
+        """Sends the messages that renew leases, with a timeout far below a lease."""
         require_same_messages(self.coordinator)
         self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
@@ -394,7 +391,7 @@ class StateCluster:
     def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
         try:
             return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving))
-        except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+        except STATESTORE_ERRORS as error:
             log.log(self.shutdown.log_level, "Could not report the placement of hosts to the coordinator: %s", error)
             return ()
 
@@ -433,7 +430,6 @@ class StateCluster:
         return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
-        """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
         if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
             try:
                 for host in self.hosts:

@@ -174,7 +174,6 @@ class StoredReads(PartitionedReads):
         )
 
     def operators(self) -> list[dict[str, Any]]:
-        """Return the operators of the last completed version, ready for JSON."""
         versions = self.versions()
         newest = versions.newest_completed()
         oldest = versions.readable[0] if versions.readable else newest
@@ -326,7 +325,6 @@ class CheckpointClient(QueryableStateClient):
         return cls(StoredReads(place, damaged=damaged, open_storage=open_storage))
 
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Return the operators of the last completed version."""
         return self.reads.operators()
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class ScanRequest(BaseModel):
     end: Annotated[Any, Field(description="The first key columns, as an array.")] = None
     where: Annotated[list[Condition], Field(max_length=100)] = []
     columns: Annotated[list[str] | None, Field(description="The columns wanted; all by default.")] = None
-    limit: Annotated[int | None, Field(ge=0, description="At most this many rows, whichever.")] = None
+    limit: Annotated[int | None, Field(ge=0, description="At most this many rows, of any keys.")] = None
     query: QueryField = None
     state: StateField = None
     isolation: Isolation = Isolation.completed
@@ -242,7 +242,6 @@ class LinesBody:
         return json_values.lines(batch)
 
     def end(self) -> bytes:
-        """Return nothing."""
         return b""
 
     def problem(self, error: Exception) -> bytes:
@@ -325,7 +324,6 @@ class ArrowBody:
         return self._taken()
 
     def end(self) -> bytes:
-        """Return the marker of the end."""
         self._writer.close()
         return self._taken()
 

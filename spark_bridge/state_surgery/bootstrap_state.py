@@ -14,18 +14,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
-from spark_bridge.state_surgery.new_state import (
-    NewOperator,
-    NewState,
-    NewStateReport,
-    RayWorkers,
-    Workers,
-    check_partitions,
-    new_query_id,
-    session_options,
-    session_state_location,
-)
-from spark_bridge.state_surgery.programs import (
+from spark_bridge.state_surgery.declared_operators import (
     MERGE,
     Combining,
     OfProgram,
@@ -38,7 +27,18 @@ from spark_bridge.state_surgery.programs import (
     targets_of,
     written_by_hand,
 )
-from spark_bridge.state_surgery.stages import Function, OperatorVariable, ReadJob, Routing, Target, target_name
+from spark_bridge.state_surgery.new_state import (
+    NewOperator,
+    NewState,
+    NewStateReport,
+    RayWorkers,
+    Workers,
+    check_partitions,
+    new_query_id,
+    session_options,
+    session_state_location,
+)
+from spark_bridge.state_surgery.shuffle import Function, OperatorVariable, ReadJob, Routing, Target, target_name
 
 log = logging.getLogger(__name__)
 

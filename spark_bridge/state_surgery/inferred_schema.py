@@ -33,8 +33,8 @@ from spark_bridge.state_format.layouts import (
 from spark_bridge.state_format.layouts import value_families as families_of_value
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.programs import check_written_by_hand
-from spark_bridge.state_surgery.stages import (
+from spark_bridge.state_surgery.declared_operators import check_written_by_hand
+from spark_bridge.state_surgery.shuffle import (
     DERIVED,
     CopiedState,
     Function,

@@ -26,7 +26,7 @@ from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.state_surgery.stages import (
+from spark_bridge.state_surgery.shuffle import (
     BuiltPartition,
     CopiedState,
     NewPartition,

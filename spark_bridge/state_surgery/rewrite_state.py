@@ -15,6 +15,14 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
+from spark_bridge.state_surgery.declared_operators import (
+    Combining,
+    Program,
+    combining,
+    declared,
+    schema_to_write,
+    targets_of,
+)
 from spark_bridge.state_surgery.inferred_schema import (
     Fresh,
     Functions,
@@ -35,8 +43,7 @@ from spark_bridge.state_surgery.new_state import (
     session_options,
     session_state_location,
 )
-from spark_bridge.state_surgery.programs import Combining, Program, combining, declared, schema_to_write, targets_of
-from spark_bridge.state_surgery.stages import CopiedState, ReadJob
+from spark_bridge.state_surgery.shuffle import CopiedState, ReadJob
 
 # Plans the operators of a rewritten state: those that stay as they are, and those that get rows.
 

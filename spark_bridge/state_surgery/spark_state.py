@@ -19,7 +19,7 @@ from coordinator_actor.exceptions import SavepointError
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, EXPIRES_AT, LIST, MAP, ROWS, SESSIONS, VALUE
-from spark_bridge.state_surgery.stages import Target
+from spark_bridge.state_surgery.shuffle import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

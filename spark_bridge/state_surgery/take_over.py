@@ -20,6 +20,15 @@ from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_format.layouts import EXPIRES_AT
+from spark_bridge.state_surgery.declared_operators import (
+    STAGING,
+    OfProgram,
+    declared,
+    schema_to_write,
+    sources_of,
+    staged_rows,
+    targets_of,
+)
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
@@ -29,15 +38,7 @@ from spark_bridge.state_surgery.new_state import (
     check_partitions,
     new_query_id,
 )
-from spark_bridge.state_surgery.programs import (
-    STAGING,
-    OfProgram,
-    declared,
-    schema_to_write,
-    sources_of,
-    staged_rows,
-    targets_of,
-)
+from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
 from spark_bridge.state_surgery.spark_state import (
     GROUP_STATE,
     JOIN,
@@ -49,7 +50,6 @@ from spark_bridge.state_surgery.spark_state import (
     TimesOfMicros,
     listed,
 )
-from spark_bridge.state_surgery.stages import OperatorVariable, ReadJob, Routing, Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

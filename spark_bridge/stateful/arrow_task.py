@@ -207,7 +207,6 @@ class ArrowLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all keys, commit, and yield its output."""
         times = store.times
         schema = RowCodec(self.output).schema
         # One call has as many rows as the task may hold in memory.

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
-from backends.encoding.given_values import are_plain, is_missing
+from backends.encoding.user_values import are_plain, is_missing
 from spark_bridge.stateful.state_values import RowCodec, shown, to_array
 
 ColumnValues: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"

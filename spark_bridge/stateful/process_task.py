@@ -21,9 +21,9 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from backends.encoding.given_values import is_missing, python_value
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
+from backends.encoding.user_values import is_missing, python_value
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError, StatefulProcessorError
 from spark_bridge.operators.map_in_arrow import NO_LIMIT
@@ -395,7 +395,6 @@ class ProcessLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all keys, commit, and yield its output."""
         times = store.times
         codec = RowCodec(self.output)
         sorting = RowSorter(self.input.keys, store.num_key_groups, self.limits)

@@ -28,7 +28,7 @@ from backends.encoding.columns import (
     struct_array,
     to_spark_type,
 )
-from backends.encoding.given_values import are_plain, is_missing, plain_value
+from backends.encoding.user_values import are_plain, is_missing, plain_value
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.stateful.ddl import Micros, check_years, from_local, to_local
 

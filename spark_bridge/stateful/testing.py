@@ -477,7 +477,6 @@ class LocalStateAccess:
         self._known = self._base.column_families
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return values at the version opened; see ``StateAccess``."""
         if column_family not in self._known:
             return pa.nulls(len(keys), pa.binary())
         return self._base.get_many(keys, column_family)
@@ -485,7 +484,6 @@ class LocalStateAccess:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield pairs of the ranges; see ``StateAccess``."""
         left = limit
         for start, end in ranges if column_family in self._known else ():
             for batch in self._base.scan(start, end, column_family):
@@ -498,7 +496,6 @@ class LocalStateAccess:
                     return
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit; see ``StateAccess``."""
         if column_family != DEFAULT_FAMILY:
             self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
         is_kept = pc.is_valid(values)
@@ -515,7 +512,6 @@ class LocalStateAccess:
                     self._store.remove(keys[i].as_py(), column_family)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make the staged changes the provider's next version."""
         self._store.commit()
         self._base.abort()
         self.figures = figures

@@ -166,7 +166,6 @@ class TaskStore:
 
     @property
     def batch_id(self) -> int:
-        """Return the micro-batch, which is the version that is read."""
         return self._task.batch_id
 
     def _told(self) -> protocol.OpenReply:
@@ -179,7 +178,6 @@ class TaskStore:
 
     @property
     def times(self) -> BatchTimes:
-        """Return processing time and watermarks of the batch."""
         times = self._told().times
         if times is None:
             raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
@@ -187,14 +185,12 @@ class TaskStore:
 
     @property
     def schema(self) -> OperatorSchema:
-        """Return the operator's schema with its history."""
         if self._schema is None:
             self._schema = OperatorSchema.from_json(self._told().schema)
         return self._schema
 
     @property
     def key_groups(self) -> tuple[int, int]:
-        """Return the partition's key groups: from the first (included) to the last (not included)."""
         return partition_range(self._task.partition, self._num_partitions, self.num_key_groups)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
@@ -237,18 +233,15 @@ class TaskStore:
                 time.sleep(RETRY_DELAY)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit; a null value removes its key."""
         self._staged.add(column_family, keys, values)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Commit the staged changes; return when they are durable and accepted."""
         command = protocol.CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
         with spans.step("task.commit", nbytes=self._staged.nbytes):
             self._with_owner(lambda owner: owner.commit(command, self._staged))
         self._staged.close()
 
     def close(self) -> None:
-        """Drop changes that are staged and not committed."""
         self._staged.close()
 
     def _with_owner(

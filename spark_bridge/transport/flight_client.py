@@ -256,7 +256,6 @@ class HostClient:
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Return the location of an operator's partitions."""
         location: OperatorLocation = self._action("locate", protocol.LocateRequest(operator, query), OperatorLocation)
         return location
 

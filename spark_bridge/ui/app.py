@@ -19,10 +19,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backends.exceptions import StateStoreError
 from backends.storage.requests import STANDARD, Prices
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, HostUnavailableError
 from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.ui import cluster_pages, requests, state_pages
@@ -70,6 +68,15 @@ class SafeHeaders:
             await send(message)
 
         await self._app(scope, receive, sent)
+
+
+async def own_form(request: Request, secret: str) -> Mapping[str, str] | Response:
+    """Return the fields of a form that a page of ours has sent; else the refusal. ``secret`` is that of the page."""
+    form = await form_of(request)
+    if isinstance(form, Response):
+        return form
+    refusal = requests.refusal_of_form(request.headers, secret, form.get("form_token", ""))
+    return form if refusal is None else PlainTextResponse(refusal, 403)
 
 
 async def form_of(request: Request) -> Mapping[str, str] | Response:
@@ -207,12 +214,9 @@ class _Page:
                 grant = self._granted(request)
             except AccessDeniedError as error:
                 return self._refused(request, error)
-            form = await form_of(request)
+            form = await own_form(request, _token(request))
             if isinstance(form, Response):
                 return form
-            refusal = requests.refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
-            if refusal is not None:
-                return PlainTextResponse(refusal, 403)
             if view in ACTING and not grant.admin:
                 return PlainTextResponse("This needs the token of an administrator; yours may only look.", 403)
             return await self._answer(request, grant, view, form)
@@ -234,7 +238,7 @@ class _Page:
             return view(call)
         except LookupError as error:
             return call.render("problem.html", 404, problem=str(error.args[0]) if error.args else "There is nothing.")
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             return call.render("problem.html", 400, problem=str(error))
 
     def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> requests.PageCall:
@@ -263,7 +267,7 @@ class _Page:
             return await self._watches.stream(call, last, lambda: self._granted(request))
         except LookupError as error:
             return PlainTextResponse(str(error), 404)
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             return PlainTextResponse(str(error), 400)
 
     def _granted(self, request: Request) -> Grant:
@@ -292,13 +296,9 @@ class _Page:
                 return self._signed_in(request, token, "/")
             problem = "The code of this address was used already, or is of an earlier start." if code else ""
             return self._sign_in_page(request, problem, "", 401 if code else 200)
-        form = await form_of(request)
+        form = await own_form(request, request.cookies.get(requests.VISIT_COOKIE, ""))
         if isinstance(form, Response):
             return form
-        visit = request.cookies.get(requests.VISIT_COOKIE, "")
-        refusal = requests.refusal_of_form(request.headers, visit, form.get("form_token", ""))
-        if refusal is not None:
-            return PlainTextResponse(refusal, 403)
         token = form.get("token", "").strip()
         following = form.get("next", "")
         try:
@@ -333,12 +333,9 @@ class _Page:
 
     async def sign_out(self, request: Request) -> Response:
         """Forget the session."""
-        form = await form_of(request)
+        form = await own_form(request, _token(request))
         if isinstance(form, Response):
             return form
-        refusal = requests.refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
-        if refusal is not None:
-            return PlainTextResponse(refusal, 403)
         answer = RedirectResponse(_base(request) + "/signin", 303)
         answer.delete_cookie(requests.SESSION_COOKIE, path=_base(request) or "/")
         return answer

@@ -1,4 +1,4 @@
-"""The first page: the health of the system, and the delay and speed of each query."""
+"""The pages of a cluster or checkpoint: overview, hosts, operator, query, savepoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 from starlette.responses import RedirectResponse, Response
 
 from backends.encoding.operator_schema import TIMERS
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import RequestError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError
 from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
 from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
 from spark_bridge.ui import charts
@@ -279,7 +277,7 @@ def savepoints_page(call: PageCall) -> Response:
     if query is not None:
         try:
             savepoints = call.system.savepoints(query, _directory(call))[::-1]
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             problem, status = str(error), 400
     request = call.given("request")
     return call.render(

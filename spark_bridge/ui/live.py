@@ -1,4 +1,7 @@
-"""A running cluster as the page shows it. The process has joined the Ray cluster; the caller defines how to ask."""
+"""A running cluster, or a checkpoint in storage, as the page shows it.
+
+For a cluster, the process has joined Ray, and the caller defines how to ask.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from backends.encoding.given_values import python_rows
-from backends.exceptions import StateStoreError
+from backends.encoding.user_values import python_rows
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.async_client import BlockingCalls
@@ -158,7 +159,7 @@ class PageWatches:
                 yield f"id: {change.version}\n".encode() + _event("change", _told(change))
         except AccessDeniedError as error:
             yield _event("problem", {"problem": str(error)})
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             yield _event("problem", {"problem": str(error)})
         finally:
             changes.close()

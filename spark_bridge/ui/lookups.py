@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.given_values import python_values
+from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.ui.requests import PageCall, StateTable

@@ -17,12 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 
-from backends.exceptions import StateStoreError
 from backends.storage.requests import STANDARD, Prices
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, RequestError
 from spark_bridge.overview import model
 from spark_bridge.overview.faults import COORDINATOR_PROCESS
 from spark_bridge.overview.model import CLUSTER, Fault, Overview, Query
@@ -111,7 +109,7 @@ def _equal(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
-# The interface of the page to the system that it shows: a running cluster (``live``) or a checkpoint (``stored``).
+# The interface of the page to the system that it shows: a running cluster or a checkpoint (``live``).
 
 
 class System(Protocol):
@@ -418,7 +416,7 @@ class SharedOverview:
     def _next(self) -> LastOverview:
         try:
             return LastOverview(self._ask())
-        except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
+        except (*STATESTORE_ERRORS, LookupError) as error:
             problem = str(error)
         except Exception as error:
             log.exception("The overview could not be made")

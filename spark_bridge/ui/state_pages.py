@@ -1,4 +1,4 @@
-"""The hottest keys of an operator: those that the last versions have changed most often."""
+"""The pages of state: the hottest keys of an operator, one key, scans, and SQL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from starlette.responses import Response, StreamingResponse
 
-from backends.encoding.given_values import python_values
+from backends.encoding.user_values import python_values
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, RequestLimitError, SparkBridgeError
 from spark_bridge.overview.model import rate

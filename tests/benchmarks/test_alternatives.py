@@ -130,9 +130,9 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "BENCHMARKS", PROGRAMS)  # on its path: it imports protocol
 
 
-def alternative(told: str, goes_on: bool = False, is_ours: bool = True) -> Alternative:
-    group = Group(f"tests {goes_on}", "counting_program", "tests", "none", goes_on)
-    return Alternative(told, group, told, told, "slowest", is_ours=is_ours)
+def alternative(mode: str, restartable: bool = False, is_ours: bool = True) -> Alternative:
+    group = Group(f"tests {restartable}", "counting_program", "tests", "none", restartable)
+    return Alternative(mode, group, mode, mode, "slowest", is_ours=is_ours)
 
 
 def courses(tmp_path: Path) -> Courses:
@@ -141,9 +141,9 @@ def courses(tmp_path: Path) -> Courses:
     return Courses(tmp_path, {"tests": Path(sys.executable)}, made, sizes, Steps())
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_contestant_is_started_again_from_its_state(tmp_path: Path, programs: None, goes_on: bool) -> None:
-    (course,) = courses(tmp_path).run([alternative("counting", goes_on)])
+@pytest.mark.parametrize("restartable", [False, True])
+def test_a_contestant_is_started_again_from_its_state(tmp_path: Path, programs: None, restartable: bool) -> None:
+    (course,) = courses(tmp_path).run([alternative("counting", restartable)])
     assert len(course.per_core) == len(course.per_second) == 2
     assert min(course.per_core + course.per_second) > 0
     assert len(course.to_result) == len(course.to_query) == 2
@@ -163,10 +163,10 @@ def test_an_event_is_asked_for_only_where_there_are_queries(tmp_path: Path, prog
     assert len(course.to_result) == 2 and course.to_query == []
 
 
-@pytest.mark.parametrize("told", ["wrong", "forgetful"])
-def test_no_figure_is_given_of_wrong_totals(tmp_path: Path, programs: None, told: str) -> None:
-    with pytest.raises(AssertionError, match=f"{told} has other totals"):
-        courses(tmp_path).run([alternative(told)])
+@pytest.mark.parametrize("mode", ["wrong", "forgetful"])
+def test_no_figure_is_given_of_wrong_totals(tmp_path: Path, programs: None, mode: str) -> None:
+    with pytest.raises(AssertionError, match=f"{mode} has other totals"):
+        courses(tmp_path).run([alternative(mode)])
 
 
 def test_one_that_fails_is_left_out_with_the_reason(tmp_path: Path, programs: None) -> None:

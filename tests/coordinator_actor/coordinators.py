@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from spark_bridge.exceptions import rebuilt_error
 
 

@@ -119,7 +119,7 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/from_cluster.py"}
     assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/ray_dataset.py"}
-    by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("new_state", "programs")}
+    by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("new_state", "declared_operators")}
     assert set(importers("ray", "spark_bridge/state_surgery")) == by_hand
     assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
     spark_free = ("host", "host_actor.py", "flight_server.py", "queryable", "transport", "aggregates", "state_format")

@@ -18,7 +18,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
-from tests.simulation.network import KNOWN_ERRORS, SimulatedPort, UnreachableError
+from tests.simulation.network import STATESTORE_ERRORS, SimulatedPort, UnreachableError
 from tests.simulation.readers import query_address
 from tests.simulation.scheduler import Process, Task
 from tests.simulation.sometimes import sometimes
@@ -65,7 +65,7 @@ class Cluster:
         try:
             return work()
         except Exception as error:
-            if not isinstance(error, KNOWN_ERRORS):
+            if not isinstance(error, STATESTORE_ERRORS):
                 self.world.scheduler.fail(error)
             raise
 
@@ -91,7 +91,7 @@ class Cluster:
             s.sleep(seconds * self.world.slowness * (0.8 + 0.4 * s.random.random()))
             try:
                 getattr(coordinator, method)()
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 s.log(method, "failed:", type(error).__name__, str(error))
             if method == "maintain":
                 self.world.after_maintenance()
@@ -198,7 +198,7 @@ class HostSlot:
         world.addresses[info.address] = world.addresses[info.query_address] = process
         try:
             made.register()
-        except KNOWN_ERRORS as error:
+        except STATESTORE_ERRORS as error:
             s.log(self.host_id, "could not register:", str(error))
             s.kill(process)
         process.memory["is_ready"] = True
@@ -219,7 +219,7 @@ class HostSlot:
             s.sleep(seconds * self.session.world.slowness)
             try:
                 call()
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 s.log(process.name, "failed:", type(error).__name__, str(error))
 
 
@@ -279,7 +279,7 @@ class Session:
             leaving = [slot.host_id for slot in self.leaving]
             try:
                 answer = port.place_session(self.session_id, (), leaving)
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 s.log("placement of", self.session_id, "was not taken:", str(error))
                 continue
             for slot in [slot for slot in self.leaving if slot.host_id in answer]:
@@ -325,7 +325,7 @@ class Session:
                             10.0,
                             through_ray=True,
                         )
-                    except (UnreachableError, *KNOWN_ERRORS) as error:
+                    except (UnreachableError, *STATESTORE_ERRORS) as error:
                         s.log("on_progress was not taken:", str(error))
 
                 s.spawn(s.current.process, tell, "tell hosts")

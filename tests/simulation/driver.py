@@ -26,7 +26,7 @@ from tests.simulation import model
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Session
 from tests.simulation.model import Plan
-from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.scheduler import Killed, Task, Violation
 from tests.simulation.stream import Stream
 
@@ -133,7 +133,7 @@ class Query:
         s = self.world.scheduler
         try:
             answer = self.port.register_query(self.registration)
-        except KNOWN_ERRORS as error:
+        except STATESTORE_ERRORS as error:
             self.world.judge(error, self.run_id, "registration")
             raise QueryFailedError(f"not registered: {error}") from error
         if answer.refusal is not None:
@@ -162,7 +162,7 @@ class Query:
             if random.random() < 0.5:
                 self._answer_on(random.random() * ANSWERED_ON)
             self.port.deactivate_instances(self.run_id)
-        except KNOWN_ERRORS as error:
+        except STATESTORE_ERRORS as error:
             self.world.scheduler.log("the end of", self.run_id, "was not reported:", str(error))
 
     def _answer_on(self, seconds: float) -> None:
@@ -177,7 +177,7 @@ class Query:
                         s.log("run", self.run_id, "is not read on:", answer.refusal)
                         return
                     is_told = True
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 self.world.judge(error, self.run_id, "lease of an ended query")
             s.sleep(self.world.slowness)
 
@@ -187,7 +187,7 @@ class Query:
             s.sleep(self.world.slowness)
             try:
                 self.port.renew_leases([self.run_id])
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 self.world.judge(error, self.run_id, "lease")
 
     def _heartbeat(self) -> None:
@@ -197,7 +197,7 @@ class Query:
             try:
                 if not self.port.driver_heartbeat(self.run_id):
                     self.port.register_query(self.registration)
-            except KNOWN_ERRORS as error:
+            except STATESTORE_ERRORS as error:
                 self.world.judge(error, self.run_id, "driver heartbeat")
 
     def _run_batches(self) -> None:
@@ -269,7 +269,7 @@ class Query:
     def _progress(self, batch: int) -> None:
         try:
             is_news = self.port.batch_committed(self.run_id, batch, by_driver=True)
-        except KNOWN_ERRORS as error:
+        except STATESTORE_ERRORS as error:
             self.world.judge(error, self.run_id, "progress")
             return
         if is_news:
@@ -329,7 +329,7 @@ class Query:
             if isinstance(done.error, Killed):
                 s.sleep(0.01)  # lost with its executor: it does not count
                 continue
-            if not isinstance(done.error, KNOWN_ERRORS):
+            if not isinstance(done.error, STATESTORE_ERRORS):
                 raise done.error
             failures += 1
             self._check_late(plan, done.error)

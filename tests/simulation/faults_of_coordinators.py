@@ -13,8 +13,8 @@ from backends.formats import manifest_chain
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Retention
-from backends.partition.held_versions import PendingChanges
 from backends.partition.loading import Loading, state_after
+from backends.partition.readable_versions import PendingChanges
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs
 from backends.storage.locations import FileRef
 from coordinator_actor import coordinator as coordinator_module
@@ -30,9 +30,9 @@ from coordinator_actor.messages import Acknowledged
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from coordinator_actor.rewriting import ForgottenKeys, Rewriting
 from coordinator_actor.run.holds import Hold, KnownFiles, RewritingHold
-from coordinator_actor.run.machine import WriteManifest
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.retention import remove_garbage
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.state_machine import WriteManifest
 from coordinator_actor.run.versions import LookedUpVersions, QueryVersions
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.host.host import Host

@@ -17,15 +17,15 @@ from backends.formats.manifest import PartitionEntries
 from backends.storage.locations import FileRef
 from coordinator_actor.run import recovery
 from coordinator_actor.run.holds import FilesInUse
-from coordinator_actor.run.machine import RunMachine
 from coordinator_actor.run.owners import RunAssignment
+from coordinator_actor.run.state_machine import RunMachine
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host import commits
 from spark_bridge.host.commits import GroupCommit, GroupCommits
 from spark_bridge.host.hand_overs import HandOvers
-from spark_bridge.host.loading import PartitionLoader
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 
 

@@ -9,16 +9,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, FencedError, HostUnavailableError, SparkBridgeError
+from coordinator_actor.exceptions import FencedError, HostUnavailableError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Faults
 
 log = logging.getLogger(__name__)
-KNOWN_ERRORS = (CoordinatorError, StateStoreError, SparkBridgeError)
 
 
 class UnreachableError(Exception):
@@ -94,7 +93,7 @@ class Network:
         def ended(task: Task) -> None:
             self.calls_under_way.pop(task, None)
             error = task.error
-            if error is not None and not isinstance(error, (*KNOWN_ERRORS, Killed)):
+            if error is not None and not isinstance(error, (*STATESTORE_ERRORS, Killed)):
                 s.fail(error)
                 return
             if isinstance(error, FencedError):
@@ -160,4 +159,4 @@ class SimulatedPort(CoordinatorPort):
                 s.sleep(0.1)
 
 
-__all__ = ["KNOWN_ERRORS", "Network", "SimulatedPort", "UnreachableError", "Violation"]
+__all__ = ["STATESTORE_ERRORS", "Network", "SimulatedPort", "UnreachableError", "Violation"]

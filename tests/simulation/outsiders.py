@@ -51,7 +51,7 @@ from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model
 from tests.simulation.cluster import Cluster, Session
 from tests.simulation.last_checks import check_kept, check_restored, refusal_of_start
-from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
@@ -169,7 +169,7 @@ class Outsider:
         begun = process.memory["begun"] = self._world.scheduler.now
         try:
             self.work(process)
-        except (UnreachableError, *KNOWN_ERRORS) as error:
+        except (UnreachableError, *STATESTORE_ERRORS) as error:
             self._world.scheduler.log(self.name, "failed:", type(error).__name__, str(error))
             if not self.is_excused(error, process):
                 raise Violation(
@@ -644,7 +644,7 @@ class Follower(Outsider):
                 if run_id in port.renew_leases([run_id]):
                     serve(followed.registration)
                 answers += self._read(stream, run_id, since if self._is_last and s.now > until - 10.0 else 0)
-            except (UnreachableError, *KNOWN_ERRORS) as error:
+            except (UnreachableError, *STATESTORE_ERRORS) as error:
                 s.log("the follower did not answer:", type(error).__name__, str(error))
             if not self._is_last and s.random.random() < 0.02:
                 self._trouble_cluster()

@@ -16,7 +16,7 @@ from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol import At, LookupReply, LookupRequest, pack_bytes, unpack_bytes
 from spark_bridge.queryable.routing.router import StateRouter
 from tests.simulation import model
-from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.scheduler import Task, Violation
 from tests.simulation.stream import Stream
 
@@ -113,7 +113,7 @@ class QueryClient:
                     known = self._world.sessions[-1].cluster.port().locate(operator, stream.name)
                 self._ask(stream, known, self._version(known.run_id))
                 self._located[stream.name, operator] = known
-            except (UnreachableError, *KNOWN_ERRORS) as error:
+            except (UnreachableError, *STATESTORE_ERRORS) as error:
                 s.log("a query was not answered:", type(error).__name__, str(error))
 
     def _version(self, run_id: str) -> At:
@@ -175,7 +175,7 @@ class LookingUpQuery:
                 if not self._world.has_gone_back:
                     raise Violation(f"Batch {self._batch} cannot look up again: {error}") from error
                 self._batch, self._first = self._batch + 1, None
-            except (UnreachableError, *KNOWN_ERRORS) as error:
+            except (UnreachableError, *STATESTORE_ERRORS) as error:
                 s.log("a lookup was not answered:", type(error).__name__, str(error))
 
     def _look_up(self, stream: Stream, operator: str) -> None:

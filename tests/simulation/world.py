@@ -33,8 +33,8 @@ from coordinator_actor.run.holds import BUSY_SECONDS, TOLD_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits import COMMIT_GROUP_BYTES, LARGE_BYTES
 from spark_bridge.host.hand_overs import WANTED_SECONDS
-from spark_bridge.host.loading import ABANDONED_SECONDS, SHARED_LOAD_SECONDS, TASK_ANSWER_SECONDS
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
+from spark_bridge.host.partition_loader import ABANDONED_SECONDS, SHARED_LOAD_SECONDS, TASK_ANSWER_SECONDS
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
 from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
@@ -141,17 +141,17 @@ class Constants:
             ("coordinator_actor.forgetting", "HOLD_SECONDS"): self.hold_seconds,
             ("coordinator_actor.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
             ("coordinator_actor.run.holds", "BUSY_SECONDS"): self.busy_seconds,
-            ("spark_bridge.host.loads", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
+            ("spark_bridge.host.running_loads", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
             ("coordinator_actor.run.holds", "TOLD_SECONDS"): self.told_seconds,
             ("spark_bridge.host.registration", "GRANT_SECONDS"): self.grant_seconds,
-            ("spark_bridge.host.versions", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.host.prepared_versions", "GRANT_SECONDS"): self.grant_seconds,
             ("spark_bridge.queryable.reads.operator_plan", "DIRECTORY_SECONDS"): self.directory_seconds,
             ("spark_bridge.queryable.reads.answer_version", "ASK_COORDINATOR_SECONDS"): (self.ask_coordinator_seconds),
-            ("spark_bridge.host.loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
+            ("spark_bridge.host.partition_loader", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
             ("spark_bridge.host.hand_overs", "WANTED_SECONDS"): self.wanted_seconds,
             ("spark_bridge.host.maintenance", "TOGETHER_SECONDS"): self.together_seconds,
-            ("spark_bridge.host.loading", "TASK_ANSWER_SECONDS"): self.task_answer_seconds,
-            ("spark_bridge.host.loading", "ABANDONED_SECONDS"): self.abandoned_seconds,
+            ("spark_bridge.host.partition_loader", "TASK_ANSWER_SECONDS"): self.task_answer_seconds,
+            ("spark_bridge.host.partition_loader", "ABANDONED_SECONDS"): self.abandoned_seconds,
             ("spark_bridge.host.commits", "COMMIT_GROUP_BYTES"): self.group_bytes,
             ("spark_bridge.host.commits", "LARGE_BYTES"): self.large_bytes,
         }

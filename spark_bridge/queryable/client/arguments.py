@@ -1,4 +1,4 @@
-"""Keys as users give them, as stored keys: from values or columns, in one pass of Arrow and numpy.
+"""Converts the arguments of a client: keys, bounds of scans, conditions, and the version of a call.
 
 A key is a plain value if it has one column, else a tuple in the order of the operator's ``by``, or a dict by column
 name. Many keys are a list of keys, a numpy array, a pandas or Polars series or frame, or an Arrow array or table. The
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding import given_values
+from backends.encoding import user_values
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from backends.encoding.single_rows import KeyEncoder
@@ -98,7 +98,7 @@ def _of_pandas(schema: pa.Schema, keys: Any, pandas: Any) -> list[Any] | NamedCo
 def _of_series(series: Any) -> Any:
     """Return a pandas column as an Arrow array, or the Python objects in it as a list; NaN is null, as in pandas."""
     if series.dtype == object:
-        return [None if given_values.is_missing(value, nan=True) else value for value in series]
+        return [None if user_values.is_missing(value, nan=True) else value for value in series]
     return pa.array(series, from_pandas=True)
 
 
@@ -261,18 +261,18 @@ class KeyCodec:
         if isinstance(values, list):
             return self._of_values(field, values)
         try:
-            return given_values.cast_without_loss(values, field.type)
-        except given_values.CAST_ERRORS as error:
+            return user_values.cast_without_loss(values, field.type)
+        except user_values.CAST_ERRORS as error:
             raise self._refused(field, values.type, error) from error
 
     def _of_values(self, field: pa.Field, values: list[Any]) -> pa.Array:
         try:
-            return given_values.array_without_loss(values, field.type)
-        except given_values.CAST_ERRORS as error:
+            return user_values.array_without_loss(values, field.type)
+        except user_values.CAST_ERRORS as error:
             for value in values:
                 try:
-                    given_values.array_without_loss([value], field.type)
-                except given_values.CAST_ERRORS as why:
+                    user_values.array_without_loss([value], field.type)
+                except user_values.CAST_ERRORS as why:
                     raise self._refused(field, repr(value), why) from error
             raise self._refused(field, f"a list of {len(values)} values", error) from error
 
@@ -348,7 +348,7 @@ def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
     the first column: "ab" are "ab", "abc" and so on.
     """
     encoded = bound(codec, values)
-    if isinstance(values, str | bytes) and given_values.is_string(codec.schema.field(0).type):
+    if isinstance(values, str | bytes) and user_values.is_string(codec.schema.field(0).type):
         encoded = encoded[:-_STRING_END]
     return encoded, first_key_after(encoded)
 
@@ -427,7 +427,7 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
     if (name in ("is null", "is not null")) != (not operand):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
     values = list(operand[0]) if name == "in" else operand
-    if any(given_values.is_missing(value) for value in values):
+    if any(user_values.is_missing(value) for value in values):
         raise RequestError(f"where: {condition!r} compares with null, which nothing is equal to; use 'is null'.")
     kind = types.get(column)
     if kind is not None and pa.types.is_binary(kind) and any(isinstance(v, _BYTES) for v in values):
@@ -448,8 +448,8 @@ def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool
         value = value.as_py()
     if isinstance(value, np.datetime64 | dt.datetime) and kind is not None and pa.types.is_timestamp(kind):
         try:
-            value = given_values.plain_value(value, kind, lossless=True)
-        except given_values.CAST_ERRORS as error:
+            value = user_values.plain_value(value, kind, lossless=True)
+        except user_values.CAST_ERRORS as error:
             raise RequestError(f"where: {value!r} is not a {kind}: {error}") from error
     if isinstance(value, np.generic):
         value = value.astype("M8[us]").item() if isinstance(value, np.datetime64) else value.item()

@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.given_values import python_values
+from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 
 EXACT = (1 << 53) - 1

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
-from backends.encoding.given_values import python_values
+from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.discovery import KnownOperator

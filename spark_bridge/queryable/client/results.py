@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.given_values import python_rows, python_values
+from backends.encoding.user_values import python_rows, python_values
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.exceptions import RequestError, RequestLimitError
 

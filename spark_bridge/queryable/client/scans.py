@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.given_values import python_rows
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
+from backends.encoding.user_values import python_rows
 from backends.encoding.values import encode_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.discovery import KnownOperator

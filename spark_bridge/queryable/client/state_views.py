@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY
-from backends.encoding.given_values import python_value
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema, nullable
 from backends.encoding.single_rows import ValueDecoder
+from backends.encoding.user_values import python_value
 from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order

@@ -22,7 +22,7 @@ from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.host.instances import Instance, RunKey
-from spark_bridge.host.loading import version_key
+from spark_bridge.host.partition_loader import version_key
 from spark_bridge.host.registration import CompletedVersion
 from spark_bridge.queryable.protocol import At, before_slow_work
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan

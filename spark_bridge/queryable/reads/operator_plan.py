@@ -185,7 +185,6 @@ class OperatorPlan:
         return self.partitions_of(np.arange(self.registration.key_groups)).astype(np.uint16)
 
     def partitions_of(self, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the partitions of key groups."""
         partitions: npt.NDArray[np.int64] = groups * self.spec.num_partitions // self.registration.key_groups
         return partitions
 

@@ -428,7 +428,6 @@ class StateRouter:
     # -- ranges --------------------------------------------------------------------------------
 
     def count(self, location: OperatorLocation, request: protocol.ScanRequest, deadline: float) -> tuple[int, int]:
-        """Return the version, and the number of rows of ``scan``."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
             requests = [ScatteredCount(self._proxy(), asked)]

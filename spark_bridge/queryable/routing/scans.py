@@ -79,7 +79,6 @@ class RemoteRows:
         return self._first is not None or self._is_over or self.stream.has_buffered()
 
     def close(self) -> None:
-        """Close the connection, so that the host stops."""
         self.stream.close()
 
 
@@ -92,11 +91,9 @@ class LocalRows:
         self._answer = protocol.StateAnswer(version, schema, batches)
 
     def read(self) -> pa.RecordBatch | None:
-        """Return the next rows; None at the end."""
         return next(self._answer.batches, None)
 
     def close(self) -> None:
-        """Release what the iterator holds."""
         self._answer.close()
 
 
@@ -367,7 +364,6 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         return (ready or streams)[self._turn % len(ready or streams)]
 
     def close(self) -> None:
-        """End the scan on all hosts."""
         for stream in self._streams:
             stream.source.close()
         self._streams = []

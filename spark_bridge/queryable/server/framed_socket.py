@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import RequestError, RequestLimitError, SparkBridgeError, TlsError
+from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError, RequestLimitError, TlsError
 from spark_bridge.queryable.protocol import FRAME_PREFIX, MAX_HEADER_BYTES, Failure, frame
 from spark_bridge.queryable.server.limits import AdmissionLimiter, seconds_left
 from spark_bridge.transport.tls import NO_TLS
@@ -241,7 +239,6 @@ class FramedSocket:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket and release the memory."""
         if self._reserved:
             self._give_back()
         self._socket.close()
@@ -305,7 +302,6 @@ class ClientSession:
 
 log = logging.getLogger(__name__)
 
-PUBLIC_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 MAX_MESSAGE_CHARS = 8192
 
 
@@ -316,7 +312,7 @@ def failure_of(error: Exception) -> Failure:
     text may disclose too much.
     """
     name = type(error).__name__
-    if isinstance(error, PUBLIC_ERRORS):
+    if isinstance(error, STATESTORE_ERRORS):
         message = str(error)
         if len(message) > MAX_MESSAGE_CHARS:
             message = f"{message[:MAX_MESSAGE_CHARS]} ... ({len(message):,} characters)"

@@ -1,4 +1,4 @@
-"""Admission control: how many requests a server works on at once, and how the other requests wait for their turn."""
+"""Admission control: the limits of a server, how requests wait for their turn, and statistics of the answers."""
 
 from __future__ import annotations
 

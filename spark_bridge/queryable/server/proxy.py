@@ -50,10 +50,9 @@ FETCHES = "fetch the owners of the partitions of a query: requests use the owner
 
 @dataclass
 class _CachedOracle:
-    """An oracle, and the locations that were made of it, by operator.
+    """An oracle, and the locations that were made from it, by operator.
 
-    ``at`` is when it came, or when another one was asked for. ``fetched`` is the same, but -inf if the coordinator was
-    not asked.
+    ``at`` is when it was cached, or asked for again. ``fetched`` is the same; -inf if the coordinator was never asked.
     """
 
     oracle: KvStateLocationOracle
@@ -74,7 +73,6 @@ class LocationCache:
         self._coordinator = coordinator
         self._clock = clock
         self._cached: dict[str, _CachedOracle] = {}
-
         self._jobs: dict[str, str] = {}
         self._specs: dict[tuple[str, str], OperatorSpec] = {}
         self._ended: BoundedDict[str, tuple[str, float]] = BoundedDict(MAX_CACHED_RUNS)
@@ -140,9 +138,9 @@ class LocationCache:
         return location
 
     def refresh(self, run_id: str) -> None:
-        """Fetch the oracle of a run again, because it has proved wrong or its owners do not answer.
+        """Fetch the oracle of a run again, because it was wrong or its owners do not answer.
 
-        Unless it was fetched just now.
+        Does nothing if it was fetched in the last ``FETCH_SECONDS``.
         """
         job_id = self._jobs.get(run_id)
         if job_id is not None:
@@ -354,12 +352,10 @@ class ForwardingReads:
     def key_rows(self, request: protocol.KeyRowsRequest, keys: pa.BinaryArray) -> protocol.StateAnswer:
         if not request.forward:
             return self.own.key_rows(request, keys)
-        return _state_answer(
-            self._answer(
-                request,
-                lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
-                with_schema=True,
-            )
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
+            with_schema=True,
         )
 
     def scan(self, request: protocol.ScanRequest) -> protocol.StateAnswer:
@@ -378,12 +374,10 @@ class ForwardingReads:
                 raise RetiredRunError(str(gone)) from gone  # the client must find out which run is next
 
         in_order = request.partitions is not None
-        return _state_answer(
-            self._answer(
-                request,
-                lambda location, deadline: self.router.scan(location, request, deadline, relocate, in_order=in_order),
-                with_schema=True,
-            )
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.scan(location, request, deadline, relocate, in_order=in_order),
+            with_schema=True,
         )
 
     def count(self, request: protocol.ScanRequest) -> tuple[int, int]:
@@ -447,10 +441,6 @@ class ForwardingReads:
     def _moved(self, run_id: str, error: Exception) -> None:
         if should_locate(error):
             self._locations.refresh(run_id)
-
-
-def _state_answer(answer: protocol.StateAnswer) -> protocol.StateAnswer:
-    return protocol.StateAnswer(answer.version, answer.schema, answer.batches)
 
 
 FORWARDED_SECONDS = 30.0

@@ -81,7 +81,6 @@ class ServerConnection:
         self._frames.wake()
 
     def close(self) -> None:
-        """Close the socket, and release what the connection holds."""
         self._frames.close()
         if self._is_welcome:
             self._is_welcome = False

@@ -477,7 +477,6 @@ class _ParentClient:
         self._scans = scans
 
     def operators(self) -> list[dict[str, Any]]:
-        """Return the operators of the running queries."""
         return self._operators
 
     def scan(
@@ -534,5 +533,4 @@ class _ParentRows:
         return iter(self._reader)
 
     def close(self) -> None:
-        """End the scan, so that the hosts stop."""
         self._file.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
-from backends.engines import cached_rows
+from backends.engines import row_cache_table
 from backends.engines.row_cache import RowCache
 from backends.host_memory import ROW_CACHE, HostMemory
 
@@ -50,7 +50,7 @@ class Below:
             else:
                 self.pairs[key] = value
         keys = binary(list(changes))
-        self.cache.update(keys, cached_rows.hash_keys(keys), binary(list(changes.values())))
+        self.cache.update(keys, row_cache_table.hash_keys(keys), binary(list(changes.values())))
 
 
 def key_sets():
@@ -75,7 +75,7 @@ def are_unique(cache):
     """Whether no two entries are of one bucket and one tag."""
     held = cache.rows.buckets
     buckets, _ = np.nonzero(held >= 0)
-    tags = held[held >= 0] >> cached_rows.TAG_SHIFT
+    tags = held[held >= 0] >> row_cache_table.TAG_SHIFT
     return len(set(zip(buckets.tolist(), tags.tolist(), strict=True))) == len(tags)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import cached_rows, rocksdb, row_cache
-from backends.engines.cached_rows import hash_keys
+from backends.engines import rocksdb, row_cache, row_cache_table
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import RowCache
+from backends.engines.row_cache_table import hash_keys
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -108,7 +108,7 @@ def test_a_value_read_before_a_write_is_not_kept_after_it():
 @pytest.mark.parametrize("limit", [3000, only_thorough(20_000), MIB])
 def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
     if collisions is not None:
-        monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(collisions))
+        monkeypatch.setattr(row_cache_table, "hash_keys", forced_hashes(collisions))
     for seed in range(2):
         rng = random.Random(f"{limit} {collisions} {seed}")
         below = Below(limit)
@@ -130,7 +130,7 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
 
 
 def test_keys_of_one_hash_are_distinguished(monkeypatch):
-    monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(1))
+    monkeypatch.setattr(row_cache_table, "hash_keys", forced_hashes(1))
     below = Below()
     below.put({b"key one": b"1", b"key two": b"2"})
     for _ in range(3):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from backends.engines.cached_rows import EvenRows
+from backends.engines.row_cache_table import EvenRows
 from backends.host_memory import REQUESTS
 from tests.backends.engines.cache_over_dict import MIB, Below, row_memory, used
 from tests.patience import PATIENCE

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from backends.encoding.columns import even_rows
-from backends.engines import cached_rows, row_cache
-from backends.engines.cached_rows import EvenRows, VaryingRows, hash_keys
+from backends.engines import row_cache, row_cache_table
+from backends.engines.row_cache_table import EvenRows, VaryingRows, hash_keys
 from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes, used
 from tests.effort import effort, only_thorough
 
@@ -24,7 +24,7 @@ def user(i):
 def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, collisions, seed):
     """Also absent ones, keys of several widths in one request, and where rows of other widths come later."""
     if collisions is not None:
-        monkeypatch.setattr(cached_rows, "hash_keys", forced_hashes(collisions))
+        monkeypatch.setattr(row_cache_table, "hash_keys", forced_hashes(collisions))
     rng = random.Random(f"{limit} {collisions} {seed}")
     below = Below(limit)
     keys = [user(i) for i in range(120)]
@@ -93,13 +93,13 @@ def test_rows_are_records_again_when_the_others_are_gone():
         ([b"k", b"l"], [b"v", b""], None),
         ([b"k"], [b""], None),
         ([b""], [b"v"], None),
-        ([b"k" * cached_rows.EVEN_BYTES], [None], (cached_rows.EVEN_BYTES, None)),
-        ([b"k" * cached_rows.EVEN_BYTES], [b"v"], None),
-        ([b"k" * (cached_rows.EVEN_BYTES + 1)], [None], None),
+        ([b"k" * row_cache_table.EVEN_BYTES], [None], (row_cache_table.EVEN_BYTES, None)),
+        ([b"k" * row_cache_table.EVEN_BYTES], [b"v"], None),
+        ([b"k" * (row_cache_table.EVEN_BYTES + 1)], [None], None),
     ],
 )
 def test_what_can_be_records(keys, values, widths):
-    assert cached_rows.widths_of(binary(keys), binary(values)) == widths
+    assert row_cache_table.widths_of(binary(keys), binary(values)) == widths
     below = Below()
     below.pairs = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
     for _ in range(2):

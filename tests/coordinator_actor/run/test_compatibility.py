@@ -22,7 +22,7 @@ from coordinator_actor.exceptions import LineageError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.run import compatibility
 from coordinator_actor.run.compatibility import evolved_operators
-from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.query_state import QueryState
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
 

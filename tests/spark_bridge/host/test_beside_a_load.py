@@ -13,7 +13,7 @@ from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
 from coordinator_actor.messages import Completed
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host import loading as partition_loading
+from spark_bridge.host import partition_loader as partition_loading
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld
 

@@ -15,7 +15,7 @@ import pytest
 from backends.exceptions import LoadEndedError
 from backends.partition import loading as changelog_reads
 from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS
-from spark_bridge.host.loading import version_key
+from spark_bridge.host.partition_loader import version_key
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.gated_world import GatedWorld
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server, fault_proxy, s3_server
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import wait_until
@@ -98,7 +97,7 @@ def takes_30_seconds(proxy: FaultProxy) -> AbstractContextManager[None]:
     return planned(proxy, Fault("delay", seconds=30.0, times=1 << 30))
 
 
-MAY_FAIL = (StateStoreError, CoordinatorError, SparkBridgeError)
+MAY_FAIL = STATESTORE_ERRORS
 
 
 class SickDriver:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from coordinator_actor.messages import Completed
-from spark_bridge.host import registration, versions
+from spark_bridge.host import prepared_versions, registration
 from spark_bridge.host.partition_cache import PartitionCache
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.registration import KEPT_VERSIONS, CompletedVersions
-from spark_bridge.host.versions import PreparedVersions
 from tests.coordinator_actor.coordinator_world import World
 
 
@@ -26,7 +26,7 @@ def test_versions_of_the_most_recent_runs_are_remembered(monkeypatch: pytest.Mon
 
 
 def test_the_last_runs_with_a_prepared_version_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(versions, "MAX_RUNS", 3)
+    monkeypatch.setattr(prepared_versions, "MAX_RUNS", 3)
     completed = CompletedVersions()
     nobody: Any = None
     prepared = PreparedVersions(nobody, PartitionCache(nobody), completed, nobody)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from spark_bridge.state_surgery.new_state import CutRows
-from spark_bridge.state_surgery.stages import BuiltPartition, NewPartition, ReadJob, TargetColumns
+from spark_bridge.state_surgery.shuffle import BuiltPartition, NewPartition, ReadJob, TargetColumns
 
 
 class OwnWorkers:

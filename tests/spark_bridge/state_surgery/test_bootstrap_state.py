@@ -24,10 +24,10 @@ from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_format.layouts import MAP, VALUE, map_families, value_families, with_ttl
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery import programs
+from spark_bridge.state_surgery import declared_operators
 from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
+from spark_bridge.state_surgery.declared_operators import MergedStates, StatesOfRows
 from spark_bridge.state_surgery.new_state import NewStateReport
-from spark_bridge.state_surgery.programs import MergedStates, StatesOfRows
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
@@ -62,7 +62,7 @@ def batches() -> Iterator[pa.RecordBatch]:
     ids=["table", "batch", "reader", "chunks", "pandas", "order", "types"],
 )
 def test_rows_come_as_people_have_them(given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "SOURCE_BYTES", 40)
+    monkeypatch.setattr(declared_operators, "SOURCE_BYTES", 40)
     report = made(given, tmp_path / "ck", reference="import 3")
     assert rows(str(tmp_path / "ck"), "totals") == sorted(GIVEN.to_pylist(), key=repr)
     assert report.rows_written == {("totals", "default"): 4} and report.batch_id is None and report.version == 0

@@ -34,10 +34,10 @@ from spark_bridge.state_format.layouts import join_schema
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import rewrite_state as rewrite_state_module
-from spark_bridge.state_surgery import stages
+from spark_bridge.state_surgery import shuffle
 from spark_bridge.state_surgery.new_state import NewStateReport, new_query_id
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
-from spark_bridge.state_surgery.stages import conformed
+from spark_bridge.state_surgery.shuffle import conformed
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
@@ -54,9 +54,9 @@ def old() -> str:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and steps of a few rows, so that each partition is made of many."""
-    monkeypatch.setattr(stages, "FLUSH_BYTES", 300)
-    monkeypatch.setattr(stages, "RUN_BYTES", 100)
-    monkeypatch.setattr(stages, "REWRITE_CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(shuffle, "FLUSH_BYTES", 300)
+    monkeypatch.setattr(shuffle, "RUN_BYTES", 100)
+    monkeypatch.setattr(shuffle, "REWRITE_CHUNK_BYTES", 2_000)
 
 
 def rewritten(old: str, operator: Any, function: Any, new: Path, **options: Any) -> NewStateReport:

@@ -12,7 +12,7 @@ import pytest
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.state_data.frames import state_table
-from spark_bridge.state_surgery import rewrite_state, stages
+from spark_bridge.state_surgery import rewrite_state, shuffle
 from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
@@ -23,9 +23,9 @@ from tests.spark_bridge.variable_operations import flat, in_order, random_batch
 def test_query_continues_from_rewritten_state(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     backend, other = rng.sample(["rocksdb", "file"], 2)
-    monkeypatch.setattr(stages, "RUN_BYTES", rng.choice([1, 500, 1 << 20]))
-    monkeypatch.setattr(stages, "FLUSH_BYTES", rng.choice([1, 4_000, 1 << 20]))
-    monkeypatch.setattr(stages, "REWRITE_CHUNK_BYTES", rng.choice([1, 4_000, 1 << 20]))
+    monkeypatch.setattr(shuffle, "RUN_BYTES", rng.choice([1, 500, 1 << 20]))
+    monkeypatch.setattr(shuffle, "FLUSH_BYTES", rng.choice([1, 4_000, 1 << 20]))
+    monkeypatch.setattr(shuffle, "REWRITE_CHUNK_BYTES", rng.choice([1, 4_000, 1 << 20]))
     monkeypatch.setattr(rewrite_state, "new_query_id", lambda: "q")  # the id of the test's queries
     flow = Flow(tmp_path / "old", n=rng.choice([1, 3]), backend=backend)
     for _ in range(6):

@@ -25,7 +25,7 @@ from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError, LapsedHoldError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.run.holds import BUSY_SECONDS, LISTED_EVERY, UPLOAD
-from coordinator_actor.run.state import RECORDS_EVERY
+from coordinator_actor.run.query_state import RECORDS_EVERY
 from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity

@@ -19,8 +19,8 @@ from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.instances import InstanceKey
-from spark_bridge.host.loading import ABANDONED_SECONDS
 from spark_bridge.host.partition_cache import KEPT_FILES_SECONDS
+from spark_bridge.host.partition_loader import ABANDONED_SECONDS
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
@@ -118,7 +118,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def loads(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loads]:
-    monkeypatch.setattr("spark_bridge.host.loading.TASK_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("spark_bridge.host.partition_loader.TASK_ANSWER_SECONDS", 0.05)
     made = Loads(tmp_path, clock)
     yield made
     made.world.fails = False

@@ -14,11 +14,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from backends.encoding.given_values import python_rows, python_values
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
+from backends.encoding.user_values import python_rows, python_values
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
 from spark_bridge.queryable.client import state_views
 from spark_bridge.queryable.client.arguments import KeyCodec, bound, comparisons, intersection, key_range

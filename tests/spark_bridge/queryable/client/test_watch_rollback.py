@@ -12,7 +12,7 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
-from spark_bridge.host.versions import IDLE_RUN_SECONDS
+from spark_bridge.host.prepared_versions import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol import ChangesRequest, RowsReply
 from spark_bridge.queryable.reads import answer_version, operator_plan
 from spark_bridge.queryable.reads.change_feed import MANIFESTS_IDLE_SECONDS

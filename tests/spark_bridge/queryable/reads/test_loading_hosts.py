@@ -17,8 +17,8 @@ import pytest
 from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host import loads as host_loads
-from spark_bridge.host.loads import Loads
+from spark_bridge.host import running_loads as host_loads
+from spark_bridge.host.running_loads import Loads
 from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.key_reads import KeyWindowIndex
 from tests.patience import HANG, PATIENCE

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator_actor.messages import HostOrders
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
-from spark_bridge.host import versions
+from spark_bridge.host import prepared_versions
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
@@ -356,7 +356,7 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
 
 
 def test_reads_of_the_commit_log_are_paced(make, monkeypatch):
-    monkeypatch.setattr(versions, "PREPARED_LOOK_SECONDS", HANG)
+    monkeypatch.setattr(prepared_versions, "PREPARED_LOOK_SECONDS", HANG)
     w = make()
     w.batch(filled(1))
     w.write(filled(2))

@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
     RequestError,
     StateVersionError,
 )
-from spark_bridge.host.versions import VersionRequests
+from spark_bridge.host.prepared_versions import VersionRequests
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer

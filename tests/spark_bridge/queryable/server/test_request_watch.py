@@ -16,8 +16,8 @@ from backends.host_memory import BoundedDict
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.host import versions
-from spark_bridge.host.loading import PartitionLoader
+from spark_bridge.host import prepared_versions
+from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
@@ -194,13 +194,13 @@ def test_unknown_runs_cost_neither_memory_nor_coordinator_calls(world, monkeypat
         with pytest.raises(UnknownRunError):
             reads.await_completed(f"nobody{i}", 0, 0.01)
     assert len(host.version_requests._asking) <= 10
-    monkeypatch.setattr(versions, "UNKNOWN_RUN_SECONDS", HANG)
+    monkeypatch.setattr(prepared_versions, "UNKNOWN_RUN_SECONDS", HANG)
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):
             reads.lookup(LookupRequest("nobody29", "op"), stored([1]))
     assert world.port.calls["completed"] == before
-    monkeypatch.setattr(versions, "UNKNOWN_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(prepared_versions, "UNKNOWN_RUN_SECONDS", 0.0)
     with pytest.raises(UnknownRunError):
         reads.await_completed("nobody29", 0, 0.01)
     assert world.port.calls["completed"] == before + 1

@@ -1,4 +1,4 @@
-"""The first stage of turning rows into new state: a task reads one source, and cuts its rows by target partition.
+"""Turns rows into new state in two stages of tasks: cut the rows of a source by partition, then write a partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
 has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,
@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
-from backends.encoding.given_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, key_order
+from backends.encoding.user_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import PartitionEntry
@@ -178,7 +178,6 @@ class RowCounts:
             self._sample(what, name, pa.Table.from_batches([rows.slice(0, SAMPLE_ROWS)]))
 
     def merge(self, other: RowCounts) -> None:
-        """Add the counts of another task."""
         for mine, theirs in ((self.read, other.read), (self.made, other.made)):
             for name, rows in theirs.items():
                 mine[name] = mine.get(name, 0) + rows

@@ -23,7 +23,7 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.messages import Acknowledge, Acknowledged, HostInfo
 from coordinator_actor.run.holds import SavepointHold
-from coordinator_actor.run.machine import RunMachine, WriteManifest
+from coordinator_actor.run.state_machine import RunMachine, WriteManifest
 from coordinator_actor.run.versions import QueryVersions
 
 OWNER = HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s")

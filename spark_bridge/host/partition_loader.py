@@ -29,9 +29,9 @@ from spark_bridge.host.instances import (
     key_of,
     spec_of,
 )
-from spark_bridge.host.loads import FileLease, Load, Loads
 from spark_bridge.host.partition_cache import Copy, CopyKey, Kind, PartitionCache, close, destroy
 from spark_bridge.host.registration import CompletedVersions, HostRegistration
+from spark_bridge.host.running_loads import FileLease, Load, Loads
 
 log = logging.getLogger(__name__)
 

@@ -374,7 +374,7 @@ def converted(
     """Return columns of the schema ``earlier``, ``n`` rows, as columns of ``later``.
 
     A column that ``earlier`` lacks is null, or zero if it is one of ``zeros``: 0, an empty list, no bytes. ``later``
-    must be able to follow on ``earlier``: ``schema_evolution`` finds nothing wrong.
+    must be able to follow ``earlier`` by the rules of ``backends.encoding.schema``.
     """
     by_name = dict(zip(earlier.names, columns, strict=True))
     return [_converted(by_name.get(field.name), field, n, zeros) for field in later]

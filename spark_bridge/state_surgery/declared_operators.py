@@ -21,7 +21,7 @@ from spark_bridge.operators.join_sides import JoinSide, SideTimes
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.stages import (
+from spark_bridge.state_surgery.shuffle import (
     Combine,
     OperatorVariable,
     PackedRows,

@@ -24,9 +24,9 @@ from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestErr
 from coordinator_actor.messages import Acknowledge, Completed, OperatorSpec, QueryRegistration
 from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
 from coordinator_actor.run.holds import FilesInUse, KnownFiles, SavepointHold
-from coordinator_actor.run.machine import RunMachine, WriteManifest
 from coordinator_actor.run.owners import RunAssignment
 from coordinator_actor.run.recovery import StoredChanges, incomplete_message, stored_changes
+from coordinator_actor.run.state_machine import RunMachine, WriteManifest
 from coordinator_actor.run.versions import LookedUpVersions, QueryVersions, tasks_of
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,6 @@ class QueryState:
         return self.machine.checkpoints.stats
 
     def operator(self, name: str) -> OperatorSpec | None:
-        """Return the declaration of an operator, or None."""
         return self._specs.get(name)
 
     def tasks(self) -> Iterator[TaskKey]:

@@ -96,7 +96,7 @@ class VersionView:
 class PendingChanges:
     """Staged attempts, and the accepted attempt of each version, over a completed version.
 
-    It has no lock: ``HeldVersions.changed`` guards all access.
+    It has no lock: ``ReadableVersions.changed`` guards all access.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -185,7 +185,7 @@ class PendingChanges:
         self._accepted.clear()
 
 
-class HeldVersions:
+class ReadableVersions:
     """The completed version, the pending changes above it, and the before-images of the versions just below it.
 
     How reads stay exact while versions advance: every read registers which layers it uses over the engine. ``applying``
@@ -453,7 +453,7 @@ class HeldVersions:
         )
 
 
-def _drop(versions: ref[HeldVersions], one: ref[OlderVersion]) -> None:
+def _drop(versions: ref[ReadableVersions], one: ref[OlderVersion]) -> None:
     target, dropped = versions(), one()
     if target is not None and dropped is not None:
         target.drop_older(dropped)

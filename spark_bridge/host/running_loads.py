@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from backends import spans
-from backends.exceptions import StateStoreError
 from backends.formats.manifest import Lineage
 from backends.partition.load_watch import LoadProgress, LoadWatch
-from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import OpenGrant
 from coordinator_actor.run.holds import FILES_RENEW_SECONDS
-from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.exceptions import STATESTORE_ERRORS, HostUnavailableError
 from spark_bridge.host.registration import HostRegistration
 
 log = logging.getLogger(__name__)
@@ -284,7 +282,7 @@ class FileLease:
         try:
             if not self._registration.coordinator.renew_files(*self._partition, self._use):
                 self.lineage()  # a coordinator that was restarted knows of no load
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             log.warning(
                 "Could not report to the coordinator that version %d of %s is still being loaded; "
                 "retrying in %.0f s: %s",
@@ -312,5 +310,5 @@ class FileLease:
         """End the lease. A failure is logged, since the lease runs out by itself."""
         try:
             self._registration.coordinator.release_files(*self._partition, self._use)
-        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+        except STATESTORE_ERRORS as error:
             log.info("Could not report to the coordinator that the load of %s is over: %s", self._partition, error)

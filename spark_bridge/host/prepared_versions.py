@@ -1,8 +1,8 @@
-"""Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
+"""Checks in Spark's own log whether a prepared version is completed, so that no reader is behind Spark.
 
-The coordinator tells hosts of completed versions, and the driver tells the coordinator, after Spark has moved on. If a
-message is lost, hosts never learn of them. Until then, a read looks for the file ``commits/N``, which Spark has written
-by the time ``awaitTermination`` or ``processAllAvailable`` returns.
+After a commit, the driver notifies the coordinator, and the coordinator notifies the hosts. A message may be late or
+lost. So a read looks for the file ``commits/N``. Spark has written it when ``awaitTermination`` or
+``processAllAvailable`` returns.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from spark_bridge.host.registration import GRANT_SECONDS, CompletedVersion, Comp
 PREPARED_LOOK_SECONDS = 0.002
 """The least seconds between two looks for one version, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
-"""A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
-"""
+"""A reader waits at most this many seconds for a look of another reader: waiting readers block those of other runs."""
 MAX_RUNS = 1000
 
 
@@ -32,8 +31,8 @@ MAX_RUNS = 1000
 class _Prepared:
     """The last version that tasks of a run have prepared here, until it is known to be completed.
 
-    ``changed`` guards all fields. ``answered`` is when the last look that found nothing began, ``begun`` when the last
-    one of all did, by ``time.monotonic``. ``failure`` is how the look that began at ``begun`` has failed, if it has.
+    ``changed`` guards all fields. ``begun`` is when the last look began, ``answered`` when the last look without an
+    error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``.
     """
 
     registration: QueryRegistration
@@ -46,12 +45,12 @@ class _Prepared:
 
 
 class PreparedVersions:
-    """Settles whether prepared versions are completed. Thread-safe.
+    """Determines whether prepared versions are completed. Thread-safe.
 
-    If neither storage nor the coordinator knows a version, reads of its run fail until one does; other runs are not
-    affected. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
-    once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
-    ``gives`` returns whether another host may own partitions of a run by now.
+    If neither storage nor the coordinator answers, reads of that run fail; other runs are not affected. The table is
+    read without a lock, and changed under ``_noting``. A look takes one request to storage and, once per version, two
+    messages to the coordinator. One thread looks for all readers of a run, who wait without a lock. ``gives`` returns
+    whether another host may own partitions of a run by now.
     """
 
     def __init__(
@@ -87,10 +86,13 @@ class PreparedVersions:
     def _doubt(self, run_id: str) -> None:
         """Treat the next version as prepared if other hosts may have made it without this host's knowledge.
 
-        That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
-        partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
-        next one before. As long as Spark has committed no batch after the last one that is known here, its answers are
-        right.
+        There are three cases:
+
+        - This host has no lease. It may be cut off from the coordinator, while clients still reach it.
+        - This host is handing partitions over.
+        - This host has registered again, and has not taken part in a version since. Others may have made the next one.
+
+        The answers of this host are correct until Spark commits a batch after the last one that is known here.
         """
         newest = self._completed.newest(run_id)
         registration = self._cache.registrations.get(run_id)
@@ -179,10 +181,9 @@ class PreparedVersions:
     def _is_being_prepared(self, run_id: str, version: int) -> bool:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
 
-        Spark cannot have committed the batch then, and storage need not be asked while a long batch runs. But if the
-        host may have been given up since, as its lease has run out or it has registered again, another host may have
-        made the changes: then this one cannot tell. Nor can it if it has loaded the partition within the batch: another
-        host may have made the changes before, and the task here may be a duplicate.
+        If so, Spark cannot have committed the batch, and a long batch costs no requests to storage. The answer is False
+        if another host may have made the changes: if this host's lease has ended or it has registered again since, or
+        if it has loaded the partition within the batch, because the task here may then be a duplicate.
         """
         with self._cache.lock:
             return any(
@@ -225,7 +226,7 @@ coordinator costs.
 IDLE_RUN_SECONDS = 60.0
 """TTL of the coordinator's last answer about a run that this host has no partitions of, in seconds."""
 MAX_ASKED = 1000
-"""The host knows of at most this many runs when it has asked for them."""
+"""The host remembers its questions about at most this many runs."""
 
 
 @dataclass
@@ -250,9 +251,9 @@ class _Asking:
 
 
 class VersionRequests:
-    """Thread-safe.
+    """Asks the coordinator for completed versions. Thread-safe.
 
-    ``_lock`` guards the table of runs alone; the lock of a run is held while the coordinator is asked.
+    ``_lock`` guards only the table of runs. The lock of a run is held while the coordinator is asked.
     """
 
     def __init__(self, registration: HostRegistration, cache: PartitionCache, completed: CompletedVersions) -> None:

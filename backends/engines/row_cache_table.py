@@ -42,8 +42,8 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
 
     ``even`` is the result of ``even_rows(keys)``, if it is known. Of a key longer than 256 bytes, the first 256 bytes,
     the last 8 and the length count. The words of a key are multiplied by secret numbers and added up (multilinear
-    hashing), and the sum is mixed, so that all its bits are good. Each word counts once: the sum of two odd numbers is
-    even, and a word that is multiplied by that loses its highest bits.
+    hashing), and the sum is mixed, so that all its bits are good. Each word is added once. A second factor could make
+    the sum of its odd factors even, and the highest bits of the word would be lost.
     """
     n = len(keys)
     if not n:
@@ -132,10 +132,9 @@ class CacheTable:
         return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
 
     def match(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Return for each hash its bucket's number, its tag, the bucket's entries, and the way and entry that have the
-        tag.
+        """Return for each hash: number of the bucket, tag, entries of the bucket, way and entry with that tag.
 
-        Any way and its entry, if none has the tag.
+        If no entry has the tag, way and entry are arbitrary.
         """
         at, tags, entries_at = self.buckets_of(hashes)
         ways = ((entries_at >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
@@ -162,8 +161,7 @@ class CacheTable:
             at, tags, entries_at, ways, entries = self.match(hashes)
             is_other = (entries >> TAG_SHIFT) != tags
             if attempt and not is_other.all():
-                # The older entry was replaced in the first round, so the tag is now that of one of these rows: it
-                # stays.
+                # The first round replaced the older entry. An entry with this tag is now one of the new rows: it stays.
                 hashes, new, at, tags, entries_at = (a[is_other] for a in (hashes, new, at, tags, entries_at))
                 ways = _oldest(entries_at)
             elif is_other.any():
@@ -177,7 +175,6 @@ class CacheTable:
             hashes, new = hashes[lost], new[lost]
 
     def remove(self, hashes: KeyHashes) -> None:
-        """Remove the entries of these hashes."""
         at, tags, _, ways, entries = self.match(hashes)
         has = (entries >> TAG_SHIFT) == tags
         self.buckets[at[has], ways[has]] = _EMPTY
@@ -190,7 +187,7 @@ class CacheTable:
         return by_row[by_row >= 0]
 
     def place_as(self, rows: CacheTable, numbers: Ints) -> None:
-        """Enter the first rows here as ``rows``, with a table of the same size, has entered those of these numbers."""
+        """Enter the rows ``numbers`` of ``rows``, a table of the same size, as the first rows here."""
         moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
         moved_to[numbers] = np.arange(len(numbers))
         table = rows.buckets.reshape(-1)
