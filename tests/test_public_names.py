@@ -255,3 +255,18 @@ def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None
         assert refused.returncode == 2 and "pip install 'ray-statestore[cluster]'" in refused.stderr
     checkpoint = statestore("checkpoints", "--checkpoint", str(tmp_path))
     assert checkpoint.returncode == 2 and "no query.json" in checkpoint.stderr
+
+
+def test_command_line_of_a_machine_without_spark() -> None:
+    """A machine that serves HTTP has Ray only, and doctor says what is missing for streams."""
+    program = (
+        "import sys\n"
+        "from importlib import import_module, metadata\n"
+        "for package in ('pyspark', 'py4j', 'raydp'):\n    sys.modules[package] = None\n"
+        "for module in ('cli.jobs', 'host_actor', 'serving', 'session.ray_cluster', 'state_http.serve_app'):\n"
+        "    import_module(f'spark_bridge.{module}')\n"
+        "from spark_bridge.cli import doctor\n"
+        "print(*(check.remedy for check in doctor.pair_checks('', '')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "pip install 'ray-statestore[spark]'" in ran.stdout
