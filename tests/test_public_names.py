@@ -130,9 +130,10 @@ def test_another_package_of_our_name_is_reported(tmp_path: Path, package: str, k
     other.joinpath("__init__.py").write_text("NAME = 'another'\n")
     program = [sys.executable, "-S", "-c", "import ray_statestore"]
     where: dict[str, Any] = {"cwd": tmp_path, "env": {"PYTHONPATH": f"{tmp_path / 'project'}:{own}"}, "timeout": 60}
-    ran = subprocess.run(program, capture_output=True, text=True, check=False, **where)
-    message = ran.stderr.splitlines()[-1]
-    assert ran.returncode == 1 and f"its own package {package!r}" in message and str(other) in message
+    for command in (program, [sys.executable, "-S", "-m", "ray_statestore", "--help"]):
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+        message = ran.stderr.splitlines()[-1]
+        assert ran.returncode == 1 and f"its own package {package!r}" in message and str(other) in message
     # The remedy: without the other one, all packages are found.
     shutil.rmtree(other)
     if kind == "overwritten":

@@ -105,3 +105,13 @@ def test_the_source_distribution_has_every_file_of_the_repository(tmp_path: Path
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert files - names == set()
+
+
+def test_pre_commit_runs_the_checks_of_make_lint() -> None:
+    hooks = re.findall(r"entry: \.venv/bin/(.+?), language", (ROOT / ".pre-commit-config.yaml").read_text())
+    lint = re.search(r"^lint:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lint is not None
+    # Hooks correct what `make lint` only reports, and get the changed files as arguments.
+    corrected = {"ruff check .": "ruff check --fix", "ruff format --check .": "ruff format"}
+    checks = [line.removeprefix("\t$(BIN)/") for line in lint[1].splitlines()]
+    assert len(checks) == 4 and hooks == [corrected.get(check, check) for check in checks]
