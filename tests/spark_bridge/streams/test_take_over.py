@@ -349,7 +349,7 @@ def logs_of(checkpoint: str) -> dict[str, bytes]:
     ("case", "provider", "is_planned"),
     [
         ("aggregate", "HDFSBackedStateStoreProvider", False),
-        ("windows", "RocksDBStateStoreProvider", True),
+        pytest.param("windows", "RocksDBStateStoreProvider", True, marks=pytest.mark.matrix),
         *starmap(
             only_thorough,
             (
@@ -411,6 +411,7 @@ def test_query_continues_as_if_it_had_not_stopped(
     assert min(of_new) == min(of_spark)
 
 
+@pytest.mark.matrix
 def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     make_stream: Callable[..., Stream],
 ) -> None:
