@@ -36,10 +36,11 @@ from spark_bridge import (
     take_over,
     transform_with_state,
     transform_with_state_in_pandas,
+    trigger_savepoint,
 )
 from spark_bridge import functions as S
 from tests.effort import only_thorough
-from tests.patience import HANG
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 from tests.spark_bridge.streams.processors import drain, gather, ordered
@@ -633,6 +634,33 @@ def test_state_of_a_later_format_is_refused(make_stream: Callable[..., Stream], 
     query.stop()
     with pytest.raises(InvalidStateStoreArgument, match="has format 4, .*stateFormatVersion=3"):
         take_over(old, new, joined_here(stream.read(), "inner"), workers=OwnWorkers())
+
+
+PAGE = Path(__file__).parents[3] / "docs/how-to/take-over.md"
+
+
+@pytest.mark.thorough  # otherwise: nothing; a savepoint is Parquet, and the rest is Spark's
+@pytest.mark.parametrize("provider", ["RocksDBStateStoreProvider"], indirect=True)
+def test_native_query_starts_from_a_savepoint_as_the_page_shows(
+    make_stream: Callable[..., Stream], provider: str
+) -> None:
+    stream, later = make_stream(INPUT), make_stream(INPUT)
+    stream.add([row for row in rows(0) if row[0] is not None])
+    later.add([row for row in rows(2) if row[0] is not None])
+    program = aggregate(stream.read(), by="user", operator="user_totals", n=S.count(), spent=S.sum("amount"))
+    query, _ = gather(program, stream.checkpoint)
+    drain(query, stream.checkpoint, stream.files)
+    savepoint = trigger_savepoint(query, str(stream.root / "savepoints"), stop=True).result(PATIENCE)
+
+    code = PAGE.read_text().partition("## The way back")[2].partition("```python")[2].partition("```")[0]
+    names: dict[str, Any] = {"spark": stream.spark, "clicks": later.read().where("user is not null")}
+    exec(code.replace("savepoint/", f"{savepoint}/"), names)
+    query, found = gather(names["totals"], str(later.root / "native"))
+    drain(query, str(later.root / "native"), later.files)
+    query.stop()
+    data = pd.DataFrame([*rows(0), *rows(2)], columns=["user", "amount", "price", "cents", "ts"])
+    sums = data.groupby("user")["amount"].agg(["size", "sum"])
+    assert outputs(found) == ordered((int(k), int(row["size"]), float(row["sum"])) for k, row in sums.iterrows())
 
 
 def refused_again(old: str, new: str, program: DataFrame) -> str:
