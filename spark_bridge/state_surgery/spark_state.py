@@ -120,7 +120,9 @@ class FileSink:
         for query in spark.streams.active:
             progress = query.lastProgress
             sink = "" if progress is None else progress["sink"]["description"]
-            if sink.startswith("FileSink[") and _path_of(sink[len("FileSink[") : -1]) == _path_of(self.storage.location):
+            if sink.startswith("FileSink[") and _path_of(sink[len("FileSink[") : -1]) == _path_of(
+                self.storage.location
+            ):
                 raise InvalidStateStoreArgument(
                     f"The query {query.name or query.id} writes to {self.storage.location}: one directory takes the "
                     "batches of one query. Stop it, or give the new query another directory, and leave out file_sink=."

@@ -28,8 +28,8 @@ from spark_bridge.overview.from_cluster import cluster_overview
 from spark_bridge.session.current import current_cluster
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle, wait_until
-from tests.spark_bridge.streams.test_lookup import EXECUTOR, dying
-from tests.spark_bridge.streams.test_take_over import native_of
+from tests.spark_bridge.streams.processors import native_of
+from tests.spark_bridge.streams.running import EXECUTOR, dying
 
 pytestmark = [
     pytest.mark.spark,

@@ -43,7 +43,7 @@ from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-from tests.spark_bridge.streams.processors import drain, gather, ordered
+from tests.spark_bridge.streams.processors import drain, gather, native_of, ordered
 
 pytestmark = [
     pytest.mark.spark,
@@ -151,14 +151,6 @@ class Expiring(StatefulProcessor):
 
     def close(self) -> None:
         pass
-
-
-def native_of(processor: type) -> Any:
-    """The processor as one of Spark's own class."""
-    from pyspark.sql.streaming import StatefulProcessor as Native
-
-    methods = {name: method for name, method in vars(processor).items() if not name.startswith("__")}
-    return type(f"Native{processor.__name__}", (Native,), methods)()
 
 
 def of_processor(df: DataFrame) -> DataFrame:
