@@ -298,6 +298,7 @@ def test_mirror_stays_correct_through_restarts_gaps_and_rollbacks(
     assert query.isActive
 
 
+@pytest.mark.thorough  # executors take long to come back
 def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSession, tmp_path: Path) -> None:
     """Clients read a version of the mirror that the Spark query had, whichever executors and hosts die."""
     stream = make_stream(INPUT)
