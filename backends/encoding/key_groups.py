@@ -209,6 +209,16 @@ def check_num_groups(num_groups: int) -> None:
         raise InvalidStateStoreArgument(f"The number of key groups must be 1 to {MAX_KEY_GROUPS}, not {num_groups}.")
 
 
+def check_partitions(operator: str, num_partitions: object, key_groups: int) -> int:
+    """Return a number of partitions, or raise ``InvalidStateStoreArgument``."""
+    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int) or not 1 <= num_partitions <= key_groups:
+        raise InvalidStateStoreArgument(
+            f"num_partitions={num_partitions!r} for operator {operator!r} must be an int from 1 to {key_groups}, the "
+            "number of key groups, which is fixed for the life of the state."
+        )
+    return num_partitions
+
+
 def partition_of(group: int, num_groups: int, num_partitions: int) -> int:
     """Return the partition that owns a key group."""
     return group * num_partitions // num_groups

@@ -320,7 +320,7 @@ class RunMachine:
         self.is_uncertain = False
         if write.chain is not None:
             self.versions.load(write.chain)
-            self.versions.plan_anew()
+            self.versions.drop_plan()
         self.versions.append_manifest(manifest)
         if write.checkpoint is not None:
             self.checkpoints.complete(write.checkpoint)

@@ -25,6 +25,7 @@ from backends.encoding.columns import (
     list_array,
     list_parts,
     null_mask,
+    offsets_of,
     struct_array,
     to_spark_type,
 )
@@ -214,9 +215,8 @@ def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nul
 def _extents(values: Sequence[Value]) -> tuple[Micros, Mask]:
     """Return the bounds of the elements of each of n rows (n+1 offsets), and which rows are None."""
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values)), out=offsets[1:])
-    return offsets, mask
+    counts = np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values))
+    return offsets_of(counts), mask
 
 
 def shown(value: object) -> str:

@@ -159,7 +159,7 @@ def test_keys_change_and_their_rows_are_combined(old: str, tmp_path: Path) -> No
 
 
 def test_equal_keys_without_combine_are_refused_and_nothing_is_left(old: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidStateStoreArgument, match=r"of operator 'totals' come several times, as k=.*combine="):
+    with pytest.raises(InvalidStateStoreArgument, match=r"'totals' come several times, such as k=.*combine="):
         rewritten(old, "totals", by_k, tmp_path / "new", key=["k"])
     assert not tree(tmp_path)
     rewritten(old, "totals", by_k, tmp_path / "new", key=["k"], combine=added_up)
