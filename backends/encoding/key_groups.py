@@ -26,7 +26,7 @@ RowHashes = npt.NDArray[np.uint64]
 LONG_STRING_BYTES = 512
 """Longer strings are hashed one by one: few strings of a batch are that long."""
 STRINGS_ONE_BY_ONE = 100
-"""At most this many strings are hashed faster one by one."""
+"""Up to this many strings, hashing them one by one is faster."""
 HASH_STEP_ROWS = 1 << 15
 """This many strings are hashed in parallel: their words stay in the caches of a core."""
 

@@ -182,8 +182,8 @@ def _matched(
             )
     if len(specs) > 1 and any(_has_watermark(one) for one in specs.values()):
         raise InvalidStateStoreArgument(
-            f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Each has a watermark of "
-            "its own, which Spark's records do not have: such state cannot be taken over."
+            f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Spark's "
+            "records lack the watermark of each operator: such state cannot be taken over."
         )
     return matched
 

@@ -45,7 +45,7 @@ Value = Any
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError, InvalidOperation)
 _ROUNDING = Context(prec=76, rounding=ROUND_HALF_UP)
-"""More digits than a decimal can have: the default context refuses to round the longest ones."""
+"""Has as many digits as the widest decimal: the default context cannot round one that long."""
 _Conversion = Callable[[Sequence[Value], pa.DataType], pa.Array]
 
 
@@ -185,7 +185,7 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
         return tuple(value[n] for n in names) if fields != names and set(fields) == set(names) else value
     if not isinstance(value, (tuple, list)):
         raise TypeError(
-            f"Field {name!r} is a struct ({', '.join(names)}), and {shown(value)} ({type(value).__name__}) is none: "
+            f"Field {name!r} is a struct ({', '.join(names)}), not {shown(value)} ({type(value).__name__}): "
             "give a Row, a tuple or a dict."
         )
     return value
@@ -194,7 +194,7 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
 def _list_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, (list, tuple, np.ndarray))):
-            raise TypeError(f"Field {name!r} is an array, and {shown(v)} ({type(v).__name__}) is none: give a list.")
+            raise TypeError(f"Field {name!r} is an array, not {shown(v)} ({type(v).__name__}): give a list.")
     present = list(chain.from_iterable(v for v in values if v is not None))
     elements = to_array(f"{name}.element", present, kind.value_field, nan_is_null=nan_is_null)
     return list_array(elements, *_extents(values), kind)
@@ -203,7 +203,7 @@ def _list_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nu
 def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, dict)):
-            raise TypeError(f"Field {name!r} is a map, and {shown(v)} ({type(v).__name__}) is none: give a dict.")
+            raise TypeError(f"Field {name!r} is a map, not {shown(v)} ({type(v).__name__}): give a dict.")
     present = [v for v in values if v is not None]
     keys = to_array(f"{name}.key", list(chain.from_iterable(present)), kind.key_field, nan_is_null=nan_is_null)
     values_of_all = list(chain.from_iterable(v.values() for v in present))

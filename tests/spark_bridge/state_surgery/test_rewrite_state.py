@@ -319,7 +319,7 @@ def test_sessions_must_not_overlap(old: str, tmp_path: Path) -> None:
     def one_key(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(0, "k", pa.array(["all"] * batch.num_rows))
 
-    with pytest.raises(InvalidStateStoreArgument, match="begin before an earlier one of their key has ended"):
+    with pytest.raises(InvalidStateStoreArgument, match="overlap an earlier session of their key"):
         rewritten(old, "sessions", one_key, tmp_path / "new", program=program_of(old))
 
 
