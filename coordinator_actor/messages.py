@@ -54,11 +54,13 @@ class InputPace(Struct, frozen=True):
     """The input of a query in its last batch, as Spark reports it: rows a second received, and rows a second processed.
 
     ``backlog_rows`` are rows in the sources that the query has not read; None if no source reports them.
+    ``behind_seconds`` is how old the state of a mirror may be; None if the query is no mirror, or does not know it yet.
     """
 
     rows_per_second: float = 0.0
     processed_per_second: float = 0.0
     backlog_rows: int | None = None
+    behind_seconds: float | None = None
 
 
 class OperatorFigures(Struct, frozen=True):
@@ -413,7 +415,7 @@ class HostOrders(Struct, frozen=True):
     for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
     completed. ``giving`` has the runs with partitions of the host that may move, each with its completed version.
     ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can still be read.
-    ``lags`` has the late runs of its session that follow a query elsewhere: the seconds since the last look at storage.
+    ``lags`` has, in seconds, how old the state of mirrors and of late followers in its session may be.
     """
 
     known: bool

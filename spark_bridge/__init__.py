@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from spark_bridge.state_data.ray_dataset import read_state_dataset
     from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
+    from spark_bridge.state_surgery.mirror import mirror
     from spark_bridge.state_surgery.new_state import NewStateReport
     from spark_bridge.state_surgery.rewrite_state import rewrite_state
     from spark_bridge.state_surgery.take_over import take_over
@@ -128,6 +129,7 @@ __all__ = [
     "join_asof",
     "list_savepoints",
     "lookup",
+    "mirror",
     "read_state",
     "read_state_changes",
     "read_state_dataset",
@@ -184,6 +186,7 @@ _HOMES = {
         "state_data.ray_dataset": "read_state_dataset",
         "state_surgery.bootstrap_state": "bootstrap_state",
         "state_surgery.forget_keys": "forget_keys",
+        "state_surgery.mirror": "mirror",
         "state_surgery.new_state": "NewStateReport",
         "state_surgery.rewrite_state": "rewrite_state",
         "state_surgery.take_over": "take_over",

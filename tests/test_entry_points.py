@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-TARGETS = re.findall(r'^[\w.-]+ = "(spark_bridge[\w.]*):(\w+)"$', PYPROJECT, re.MULTILINE)
+TARGETS = re.findall(r'^[\w.-]+ = "((?:ray_statestore|spark_bridge)[\w.]*):(\w+)"$', PYPROJECT, re.MULTILINE)
 
 
 def test_both_are_declared() -> None:

@@ -4,9 +4,11 @@ of ours.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +23,12 @@ else:
 import pytest
 
 import ray_statestore
+from backends.lazy_names import EXTRAS
 from tests.effort import effort
+from tests.spark_bridge.state_data.format_fixtures import Stored
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("backends", "coordinator_actor", "spark_bridge")
 NAMES = [(package, name) for package in PACKAGES for name in importlib.import_module(package).__all__]
 MODULES = {("spark_bridge", "functions")}
@@ -125,9 +130,10 @@ def test_another_package_of_our_name_is_reported(tmp_path: Path, package: str, k
     other.joinpath("__init__.py").write_text("NAME = 'another'\n")
     program = [sys.executable, "-S", "-c", "import ray_statestore"]
     where: dict[str, Any] = {"cwd": tmp_path, "env": {"PYTHONPATH": f"{tmp_path / 'project'}:{own}"}, "timeout": 60}
-    ran = subprocess.run(program, capture_output=True, text=True, check=False, **where)
-    message = ran.stderr.splitlines()[-1]
-    assert ran.returncode == 1 and f"its own package {package!r}" in message and str(other) in message
+    for command in (program, [sys.executable, "-S", "-m", "ray_statestore", "--help"]):
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+        message = ran.stderr.splitlines()[-1]
+        assert ran.returncode == 1 and f"its own package {package!r}" in message and str(other) in message
     # The remedy: without the other one, all packages are found.
     shutil.rmtree(other)
     if kind == "overwritten":
@@ -151,8 +157,81 @@ def test_name_whose_package_is_missing_names_the_extra(package: str, name: str, 
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert f"{name} needs the package {package}" in ran.stdout
     assert f"pip install 'ray-statestore[{extra}]'" in ran.stdout
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert any(line.startswith(package) for line in extras[extra])
+    assert any(line.startswith(package) for line in PROJECT["optional-dependencies"][extra])
+
+
+MISSING = {
+    "connection": ("ray", "QueryableStateClient.connect()", "cluster"),
+    "pandas frame": ("pandas", "results.formed(table, 'pandas')", "pandas"),
+    "pandas frame of SQL": ("pandas", "answer.df()", "pandas"),
+    "Polars frame": ("polars", "results.formed(table, 'polars')", "polars"),
+    "Polars frame of SQL": ("polars", "answer.pl()", "polars"),
+    "SQL": ("duckdb", "import_duckdb()", "sql"),
+    "HTTP": ("fastapi", "import_module('spark_bridge.state_http.app')", "serve"),
+    "page over HTTP": ("jinja2", "import_module('spark_bridge.state_http.app')", "ui"),
+}
+"""What a program may do without having imported an optional package: package, call, and the extra that brings it."""
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_call_whose_package_is_missing_names_the_extra(what: str) -> None:
+    package, call, extra = MISSING[what]
+    program = (
+        "import sys; from importlib import import_module; import pyarrow as pa\n"
+        "from ray_statestore import QueryableStateClient\n"
+        "from spark_bridge.queryable.client import results\n"
+        "from spark_bridge.queryable.sql.sql import StateRelation, import_duckdb\n"
+        f"sys.modules[{package!r}] = None\n"
+        "table, answer = pa.table({'a': [1]}), StateRelation.__new__(StateRelation)\n"
+        f"try:\n    {call}\nexcept Exception as error:\n    print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert f"pip install 'ray-statestore[{extra}]'." in ran.stdout
+
+
+BY_OTHERS = {
+    "fastapi": "ray[serve]",
+    "opentelemetry": "opentelemetry-sdk",
+    "py4j": "pyspark",
+    "pydantic": "ray[serve]",
+    "requests": "ray[default]",
+}
+"""Packages that come with another one, or whose distribution has another name."""
+
+
+def test_each_import_of_another_package_is_a_dependency_or_has_an_extra() -> None:
+    """Else a user would get a bare ``ModuleNotFoundError``."""
+    required = {re.split(r"[^\w-]", line)[0] for line in PROJECT["dependencies"]}
+    seen: set[str] = set()
+    for path in (path for package in (*PACKAGES, "ray_statestore") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                seen |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                seen.add((node.module or "").partition(".")[0])
+    # Type checkers alone import typing_extensions.
+    others = seen - {*sys.stdlib_module_names, *PACKAGES, "ray_statestore", "typing_extensions"} - required
+    assert len(others) > 10
+    assert others - EXTRAS.keys() == set()
+    for package, extra in EXTRAS.items():
+        brought = BY_OTHERS.get(package, package)
+        assert any(line.startswith(brought) for line in PROJECT["optional-dependencies"][extra]), (package, extra)
+
+
+def test_state_in_storage_is_read_without_spark_and_ray(tmp_path: Path) -> None:
+    """What the pages promise of ``CheckpointClient``, ``state_table`` and savepoints."""
+    stored = Stored("file").checkpoint
+    program = (
+        "import sys\n"
+        "for package in ('ray', 'pyspark', 'py4j'):\n    sys.modules[package] = None\n"
+        "from ray_statestore import CheckpointClient, list_savepoints, state_batches, state_table\n"
+        f"client = CheckpointClient.open({str(stored)!r})\n"
+        f"table = state_table({str(stored)!r}, 'totals')\n"
+        f"assert client.count('totals') == table.num_rows > 0\n"
+        f"assert sum(b.num_rows for b in state_batches({str(stored)!r}, 'totals')) == table.num_rows\n"
+        f"assert list_savepoints({str(tmp_path)!r}) == []\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None:
@@ -177,3 +256,18 @@ def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None
         assert refused.returncode == 2 and "pip install 'ray-statestore[cluster]'" in refused.stderr
     checkpoint = statestore("checkpoints", "--checkpoint", str(tmp_path))
     assert checkpoint.returncode == 2 and "no query.json" in checkpoint.stderr
+
+
+def test_command_line_of_a_machine_without_spark() -> None:
+    """A machine that serves HTTP has Ray only, and doctor says what is missing for streams."""
+    program = (
+        "import sys\n"
+        "from importlib import import_module, metadata\n"
+        "for package in ('pyspark', 'py4j', 'raydp'):\n    sys.modules[package] = None\n"
+        "for module in ('cli.jobs', 'host_actor', 'serving', 'session.ray_cluster', 'state_http.serve_app'):\n"
+        "    import_module(f'spark_bridge.{module}')\n"
+        "from spark_bridge.cli import doctor\n"
+        "print(*(check.remedy for check in doctor.pair_checks('', '')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "pip install 'ray-statestore[spark]'" in ran.stdout

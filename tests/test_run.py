@@ -6,12 +6,13 @@ import io
 import os
 import subprocess
 import sys
+import tarfile
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests import matrix, run
+from tests import installed, matrix, run
 from tests.run import Outcome, Part, report, run_part, run_steps, spoken
 
 
@@ -178,3 +179,29 @@ def test_a_cell_of_the_matrix_is_right_if_tests_ran_and_passed(monkeypatch: pyte
     monkeypatch.setattr(matrix, "versions_in", lambda _: "")
     monkeypatch.setattr(matrix, "run_part", lambda part, *_: Outcome(part, status, 1.0, "1 passed"))
     assert matrix.main(["--cells", "spark-4.3"]) == (0 if status == 0 else 1)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_cell_with_checks_runs_them_from_the_source_distribution(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
+) -> None:
+    program = tmp_path / "project-1" / "tests" / "installed.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"import os, sys\nprint('=', sys.argv[1:], os.environ['PYTHONPATH'])\nsys.exit({status})")
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "project-1", "project-1")
+    python = tmp_path / "install-client" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(matrix, "VENVS", tmp_path)
+    monkeypatch.setattr(matrix, "distributions", lambda: (tmp_path / "sdist.tar.gz", tmp_path / "none.whl"))
+    monkeypatch.setattr(matrix, "make_environment", lambda *_: None)
+    monkeypatch.setattr(matrix, "interpreter", lambda _: sys.executable)
+    monkeypatch.setattr(matrix, "versions_in", lambda _: "")
+    assert matrix.main(["--cells", "install-client"]) == status
+    assert "| ['package', 'client'] |" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_each_check_of_an_install_is_in_a_cell() -> None:
+    checks = {check for cell in matrix.CELLS.values() for check in cell.checks}
+    assert checks == installed.CHECKS.keys()

@@ -63,9 +63,16 @@ class SparkCommits:
         """Return the last batch that Spark has committed; None if there is none."""
         return self._last("commits")
 
+    def committed(self) -> list[int]:
+        """Return the committed batches whose record Spark still keeps."""
+        return self._numbers("commits")
+
     def _last(self, directory: str) -> int | None:
+        return max(self._numbers(directory), default=None)
+
+    def _numbers(self, directory: str) -> list[int]:
         names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
-        return max((int(n) for n in names if n.isdigit()), default=None)
+        return [int(name) for name in names if name.isdigit()]
 
     def has_begun(self, batch_id: int) -> bool:
         """Return whether a batch is planned. A planned batch has the same rows whenever it is run again."""

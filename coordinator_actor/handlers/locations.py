@@ -357,7 +357,7 @@ class Figures:
             "hosts": hosts,
             "queries": [
                 {**_described(run), "failure": self._runs.failure(run.run_id), "seconds_since_driver": round(silent, 3)}
-                | {"lag_seconds": round(run.lag(now), 1)}
+                | {"lag_seconds": round(run.lag(now), 1), "is_mirror": run.is_mirror}
                 for run, silent in runs
             ],
             "instances": instances,

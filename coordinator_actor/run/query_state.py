@@ -106,7 +106,8 @@ class QueryState:
     read values that are only ever replaced as a whole: the chain and the completed version, the registration, the
     announcements to hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and
     ``spark_logs`` have separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read
-    it. ``looked_at`` is when a follower's last successful look at storage began; None if the run follows no query.
+    it. ``looked_at`` is when a follower's last successful look at storage began, or when the state of a mirror
+    (``is_mirror``) was that of the mirrored query; None for other runs.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class QueryState:
         )
         self.is_taken_up = False
         self.looked_at: float | None = None
+        self.is_mirror = False
         self._announced: Completed | None = None
         self._announced_to: Mapping[str, Completed] = {}
         self._clock = clock
@@ -192,9 +194,9 @@ class QueryState:
             )
 
     def lag(self, now: float) -> float:
-        """Return how many seconds ago a late follower last looked at storage; else 0."""
+        """Return how old the state of a mirror, or of a late follower, may be, in seconds; else 0."""
         behind = 0.0 if self.looked_at is None else now - self.looked_at
-        return behind if behind > LAG_SECONDS else 0.0
+        return behind if behind > LAG_SECONDS or self.is_mirror else 0.0
 
     def stop(self, now: float) -> None:
         """Record that the query has ended: the run changes nothing any more, and its last version can still be read."""

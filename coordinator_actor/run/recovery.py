@@ -135,7 +135,10 @@ def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str
     )
 
 
-NOT_CONSUMED = "did not consume its DataFrame at all"
+NOT_CONSUMED = (
+    "did not consume its DataFrame at all, or a file sink skipped the batch because another query has written a batch "
+    "of this number to its directory (then give this query another directory)"
+)
 
 
 def how_to_repeat(first: int, last: int) -> str:
@@ -152,7 +155,10 @@ def how_to_repeat(first: int, last: int) -> str:
             "location (and their .crc files, which begin with a dot, if they are there)"
         )
         repeats = f"the batches from {first} on from the state before them"
-    return f"Make it consume all of it in every batch, delete {files}, and start the query again: it repeats {repeats}."
+    return (
+        f"Make the function consume all of it in every batch, delete {files}, and start the query again: it repeats "
+        f"{repeats}."
+    )
 
 
 # Reads a query's records for the first time, at the registration, with parallel requests if possible.

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from enum import Enum
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="statestore",
-    help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -82,6 +81,22 @@ for command in (
 ):
     app.command()(command)
 app.command("take-over")(state_commands.take_over_query)
+
+
+def show_version(is_wanted: bool) -> None:
+    """Print the version of the package, and end."""
+    if is_wanted:
+        print("ray-statestore", metadata.version("ray-statestore"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    """Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters."""
 
 
 @app.command()

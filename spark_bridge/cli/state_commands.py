@@ -322,6 +322,10 @@ def take_over_query(
             metavar="OPERATOR.COLUMN=SOURCE", help="Spark's name of a column, or the place of a buffer. Repeatable."
         ),
     ] = None,
+    file_sink: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="The directory of the old query's file sink, if the new one keeps it."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Convert everything, show samples, write nothing.")
     ] = False,
@@ -358,6 +362,7 @@ def take_over_query(
             make_stream(spark),
             operators=numbers or None,
             columns=columns,
+            file_sink=file_sink,
             dry_run=dry_run,
             storage_options=options_of(storage_option),
             progress=output.steps_printed(as_json=as_json),

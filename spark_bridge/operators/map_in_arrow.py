@@ -312,12 +312,16 @@ FUNCTION_PREFIX = "statestore_"
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any."""
+    """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any.
+
+    ``behind`` returns how many seconds old the state of a mirror may be.
+    """
 
     spec: OperatorSpec
     initial: InitialState | None = None
     aggregator: Aggregator | None = None
     sides: tuple[JoinSide, ...] = ()
+    behind: Callable[[], float | None] | None = None
 
 
 _declared: dict[str, DeclaredOperator] = {}
@@ -330,11 +334,12 @@ def declare(
     initial: InitialState | None = None,
     aggregator: Aggregator | None = None,
     sides: tuple[JoinSide, ...] = (),
+    behind: Callable[[], float | None] | None = None,
 ) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides)
+        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides, behind)
     return name
 
 

@@ -308,7 +308,17 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     if query.status == RUNNING:
         yield from _silent_driver(query, subject)
         yield from _late(overview, query, subject)
-    if query.lag_ms:
+    if query.is_mirror and query.lag_ms > MIN_LATE_MS:
+        yield Fault(
+            WARNING,
+            "mirror-late",
+            subject,
+            f"It mirrors a query of Spark, and its state is {duration(query.lag_ms)} old: answers are of version "
+            f"{query.completed_version}, and each one has its lag.",
+            "See whether the mirror runs, and look at its log: it logs when it cannot read Spark's checkpoint. If its "
+            "batches take longer than those of the Spark query, give it more executor cores.",
+        )
+    elif query.lag_ms and not query.is_mirror:
         yield Fault(
             ERROR,
             "follower-late",

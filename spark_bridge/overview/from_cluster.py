@@ -190,6 +190,7 @@ def _query(
         failure=query.get("failure", ""),
         driver_ms=_ms(query.get("seconds_since_driver")),
         lag_ms=_ms(query.get("lag_seconds")) or 0,
+        is_mirror=query.get("is_mirror", False),
         watermark_rose_ms=_ms(query.get("watermark_rose_at")),
         input=None if query.get("input") is None else InputPace(**query["input"]),
         given_up=tuple(

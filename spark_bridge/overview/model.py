@@ -314,8 +314,8 @@ class Query:
     expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
     knows them if an operator needs times. ``damages`` describes manifests that were skipped when storage was read, and
     ``readable`` has the first and the last of those consecutive versions that can be read all the same. Its driver sent
-    its last heartbeat ``driver_ms`` ago. If the query is followed from elsewhere and late, ``lag_ms`` is the time since
-    the last successful look.
+    its last heartbeat ``driver_ms`` ago. ``lag_ms`` is how old the state of a mirror (``is_mirror``) may be, or of a
+    query that is followed from elsewhere and late.
     ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch.
     """
 
@@ -345,6 +345,7 @@ class Query:
     readable: tuple[tuple[int, int], ...] = ()
     driver_ms: int | None = None
     lag_ms: int = 0
+    is_mirror: bool = False
     watermark_rose_ms: int | None = None
     input: InputPace | None = None
 

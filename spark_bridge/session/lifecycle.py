@@ -15,7 +15,6 @@ from backends.tracing import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
-from spark_bridge.operators.map_in_arrow import CONNECT_REMEDY, is_connect
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.session import ray_cluster
 from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
@@ -151,6 +150,8 @@ def attach(
     this process has a session already, ``TlsError`` if certificates do not fit, ``EnvironmentProblemError`` if no cores
     are left to streams. Raises ``SessionError`` for a session of Spark Connect.
     """
+    from spark_bridge.operators.map_in_arrow import CONNECT_REMEDY, is_connect  # not above: doctor runs without Spark
+
     require_no_session()
     options = SessionOptions(
         num_hosts=num_hosts,

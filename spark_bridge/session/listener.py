@@ -269,7 +269,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._ended.started(registration)
-        pace = partial(self._metrics.pace, registration.run_id)
+        behind = next((o.behind for o in declared if o.behind is not None), None)
+        pace = partial(self._metrics.pace, registration.run_id, behind)
         self._heartbeats.add(registration, partial(is_at_work, execution), pace)
         self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._traces.add(registration, answer.completed_version)

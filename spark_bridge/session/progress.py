@@ -433,10 +433,16 @@ class StreamMetrics:
             figures = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
             self._publish_batch(title, figures)
 
-    def pace(self, run_id: str) -> InputPace | None:
-        """Return the pace of the input in the last batch of a run; None before its first batch."""
+    def pace(self, run_id: str, behind: Callable[[], float | None] | None = None) -> InputPace | None:
+        """Return the pace of the input in the last batch of a run; None before its first batch.
+
+        ``behind`` returns how many seconds old the state of a mirror may be.
+        """
         batch = self._batches.get(run_id)
-        return None if batch is None else InputPace(batch.of_input, batch.processed, batch.backlog_rows)
+        seconds = None if behind is None else behind()
+        if batch is None:
+            return None if seconds is None else InputPace(behind_seconds=seconds)
+        return InputPace(batch.of_input, batch.processed, batch.backlog_rows, seconds)
 
     def close(self) -> None:
         self._loop.close()

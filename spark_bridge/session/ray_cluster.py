@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from py4j.protocol import Py4JError
 
 from backends.background_loop import BackgroundLoop
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session.executors import DRIVER_ID, EXECUTOR_POLL_SECONDS, EXECUTOR_SECONDS
-from spark_bridge.session.listener import end_with
 from spark_bridge.session.settings import Shutdown, spark_is_over
 from spark_bridge.session.state_cluster import is_dead
 
@@ -167,6 +165,8 @@ def stop_raydp(group: PlacementGroup | None = None) -> None:
             if group is not None:
                 ray.util.remove_placement_group(group)
         return
+    from py4j.protocol import Py4JError  # not above: commands join a cluster without Spark
+
     with context._spark_context_lock:
         left, context._global_spark_context = context._global_spark_context, None
         if left is not None and left._spark_session is not None:
@@ -399,6 +399,8 @@ class SparkMasterWatch:
             log.error("%s", MASTER_DIED)
 
     def _end_queries(self) -> None:
+        from spark_bridge.session.listener import end_with  # as Py4J above
+
         context = self._spark.sparkContext
         for query in self._spark.streams.active:
             end_with(self._spark._jvm, query._jsq.streamingQuery(), MASTER_DIED)

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from py4j.protocol import Py4JError
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -113,6 +111,8 @@ class Shutdown:
 
 def spark_is_over(spark: SparkSession) -> bool:
     """Return whether a Spark session has been stopped, or is being stopped, or its JVM is gone."""
+    from py4j.protocol import Py4JError  # not above: savepoints are listed without Spark
+
     context = spark.sparkContext._jsc
     try:
         return context is None or bool(context.sc().isStopped())

@@ -22,7 +22,6 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.aggregates.aggregator import is_aggregate_state
-from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.state_sources import StateSource, changes_source, state_source
@@ -200,6 +199,8 @@ def _data_frame(spark: SparkSession, source: StateSource) -> DataFrame:
         return spark.createDataFrame([], schema)
     # Every partition has one row: the number of its piece.
     numbers = spark.range(0, len(packed), 1, len(packed))
+    from spark_bridge.operators.map_in_arrow import map_in_arrow  # not above: tables of state need no Spark
+
     return map_in_arrow(numbers, _Task(bare, packed).run, f"state_of_{source.reading.operator}", schema)
 
 

@@ -61,8 +61,13 @@ BUFFERS = {
 """The buffers that Spark keeps for each function."""
 EMPTY_SUM = ("sum", "isEmpty")
 """The buffers of a sum of decimals."""
+JOIN_FORMAT = "spark.sql.streaming.join.stateFormatVersion"
+MAX_JOIN_FORMAT = 3
+"""The newest format of a join's state whose rows Spark's reader gives as they are; 4.3 may write a newer one."""
 PLACEHOLDER = "present"
 """The column of a side of a join that keeps only keys."""
+SINK_LOG = "_spark_metadata"
+"""The directory that a file sink keeps its batches in."""
 TTL_FIELDS = ["value", "ttlExpirationMs"]
 """The fields around a value with a TTL."""
 
@@ -82,6 +87,54 @@ class SparkOperator:
 
 
 @dataclass(frozen=True)
+class FileSink:
+    """The directory that a file sink of the old query writes to: ``_spark_metadata`` has a file for each batch.
+
+    The sink skips a batch whose file is there already, and its plan does not run.
+    """
+
+    storage: CheckpointStorage
+
+    def check_last(self, committed: int, planned: int | None, checkpoint: str) -> None:
+        """Raise ``InvalidStateStoreArgument`` unless the last batch of the sink is the last committed one."""
+        log = self.storage.full_location(SINK_LOG)
+        names = [path.rpartition("/")[2].removesuffix(".compact") for path, _ in self.storage.list(SINK_LOG)]
+        last = max((int(name) for name in names if name.isdigit()), default=None)
+        if last == committed:
+            return
+        if last == planned and last == committed + 1:
+            raise InvalidStateStoreArgument(
+                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip this "
+                f"batch in the new query too, and its state would be lost. Start the old query again, stop it when it "
+                f"has committed batch {last}, and call take_over again."
+            )
+        said = "no batch" if last is None else f"batch {last} as its last one"
+        raise InvalidStateStoreArgument(
+            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the directory that "
+            "the old query writes to. If it is, another query writes there too, and the sink would skip batches of the "
+            "new query: give that another directory, and leave out file_sink=."
+        )
+
+    def check_unused(self, spark: SparkSession) -> None:
+        """Raise ``InvalidStateStoreArgument`` if a running query of the session writes to the directory."""
+        for query in spark.streams.active:
+            progress = query.lastProgress
+            sink = "" if progress is None else progress["sink"]["description"]
+            if sink.startswith("FileSink[") and _path_of(sink[len("FileSink[") : -1]) == _path_of(
+                self.storage.location
+            ):
+                raise InvalidStateStoreArgument(
+                    f"The query {query.name or query.id} writes to {self.storage.location}: one directory takes the "
+                    "batches of one query. Stop it, or give the new query another directory, and leave out file_sink=."
+                )
+
+
+def _path_of(location: str) -> str:
+    """Return a location without its scheme: Hadoop's and this project's may differ."""
+    return (location.partition(":/")[2] or location).strip("/")
+
+
+@dataclass(frozen=True)
 class StoppedQuery:
     """The checkpoint of a stopped query of Spark, at its last committed batch; ``planned`` is its last planned one.
 
@@ -95,7 +148,9 @@ class StoppedQuery:
     planned: int | None
 
     @classmethod
-    def at(cls, spark: SparkSession, location: str, storage: CheckpointStorage) -> StoppedQuery:
+    def at(
+        cls, spark: SparkSession, location: str, storage: CheckpointStorage, sink: FileSink | None = None
+    ) -> StoppedQuery:
         """Return the query of a checkpoint. Raises ``InvalidStateStoreArgument`` if no state can be taken over."""
         if int(spark.version.split(".")[0]) < 4:
             raise InvalidStateStoreArgument(
@@ -124,11 +179,20 @@ class StoppedQuery:
         query = cls(spark, location, storage, batch_id, planned)
         if query.id in [one.id for one in spark.streams.active]:
             raise InvalidStateStoreArgument(f"The query {query.id} of {storage.location} is running: stop it first.")
+        if sink is not None:
+            sink.check_unused(spark)
+            sink.check_last(batch_id, planned, storage.location)
         return query
 
     @cached_property
     def id(self) -> str:
         return str(json.loads(self.storage.get(METADATA))["id"])
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Return the settings of Spark that the query keeps from its first batch on."""
+        lines = self.storage.get(f"offsets/{self.batch_id}").split(b"\n")
+        return dict(json.loads(lines[1]).get("conf", {}))
 
     def check_stopped(self) -> None:
         """Raise ``SavepointError`` if the query has planned or committed a batch since ``at``: it still runs."""
@@ -171,11 +235,13 @@ class StoppedQuery:
             operators.append(SparkOperator(number, kind))
         return operators
 
-    def state(self, operator: SparkOperator, **options: object) -> DataFrame:
-        """Return the rows of an operator, as Spark's reader shows them."""
-        reader = self.spark.read.format("statestore").option("batchId", self.batch_id)
-        reader = reader.option("operatorId", operator.id).options(**{k: str(v) for k, v in options.items()})
-        return reader.load(self.location)
+    def state(self, operator: SparkOperator, after: int | None = None, /, **options: object) -> DataFrame:
+        """Return the rows of an operator, as Spark's reader shows them; or the changes after the batch ``after``."""
+        batches: dict[str, object] = {"batchId": self.batch_id}
+        if after is not None:
+            batches = {"readChangeFeed": True, "changeStartBatchId": after + 1, "changeEndBatchId": self.batch_id}
+        settings = {k: str(v) for k, v in {"operatorId": operator.id, **batches, **options}.items()}
+        return self.spark.read.format("statestore").options(**settings).load(self.location)
 
 
 @dataclass(frozen=True)
@@ -296,7 +362,7 @@ class Conversion:
         fields = frame.schema["value"].dataType.fields
         first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
         # Buffers of one function have the same name: numbers tell them apart.
-        frame = frame.withColumn("value", _numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered_fields(frame, "value"))
         names, columns, place = [f.name for f in fields], [], first
         has_places = any(isinstance(place, int) for place in self.columns.values())
         for name, function, parts in outputs_of(rows.stored_value):
@@ -352,6 +418,13 @@ class Conversion:
         """Return the rows that wait on a side of a join. Those that an output needs no more are left out."""
         from pyspark.sql import functions as F
 
+        # A query without the setting began before Spark had format 2.
+        version = int(self.query.settings.get(JOIN_FORMAT, 1))
+        if version > MAX_JOIN_FORMAT:
+            raise self._refusal(
+                f"its state has format {version}, and formats up to {MAX_JOIN_FORMAT} can be read. Run the old query "
+                f"with {JOIN_FORMAT}={MAX_JOIN_FORMAT} from a new checkpoint, or stay with it."
+            )
         needs_flag = side.flag is not None or side.leaves_once_matched
         store = {"storeName": f"{side.name}-keyWithIndexToValue"} if needs_flag else {"joinSide": side.name}
         frame = self.query.state(self.operator, **store)
@@ -359,7 +432,7 @@ class Conversion:
         if needs_flag and fields[-1] != "matched":
             raise self._refusal(
                 "its state is of a format that does not say which rows have found a match: run the old query with "
-                "spark.sql.streaming.join.stateFormatVersion=2 from a new checkpoint."
+                f"{JOIN_FORMAT}=2 from a new checkpoint."
             )
         own = fields[:-1] if needs_flag else fields
         is_placeholder = side.columns.names == [PLACEHOLDER] and PLACEHOLDER not in own
@@ -372,7 +445,7 @@ class Conversion:
                 f"{own[0]!r}}}}}."
             )
         # A column of the user may have the name of Spark's flag: numbers tell them apart.
-        frame = frame.withColumn("value", _numbered(frame, "value"))
+        frame = frame.withColumn("value", numbered_fields(frame, "value"))
         if side.leaves_once_matched:
             frame = frame.where(~F.col(f"value.b{len(fields) - 1}"))
         columns = {name: F.col(f"value.b{own.index(there)}") for name, there in wanted.items()}
@@ -454,7 +527,7 @@ class Conversion:
         )
 
 
-def _numbered(frame: DataFrame, column: str) -> Column:
+def numbered_fields(frame: DataFrame, column: str) -> Column:
     """Return a struct with the names ``b0``, ``b1``, ... for its fields."""
     from pyspark.sql import functions as F
     from pyspark.sql import types as T

@@ -45,6 +45,7 @@ from spark_bridge.state_surgery.spark_state import (
     KINDS_BY_SPARK,
     PROCESSOR,
     Conversion,
+    FileSink,
     SparkOperator,
     StoppedQuery,
     TimesOfMicros,
@@ -64,6 +65,7 @@ def take_over(
     *,
     operators: Mapping[str, int] | None = None,
     columns: Mapping[str, Mapping[str, str | int]] | None = None,
+    file_sink: str | None = None,
     backend: str | None = None,
     dry_run: bool = False,
     reference: str | None = None,
@@ -93,6 +95,10 @@ def take_over(
     and not committed runs again with the same offsets. The old checkpoint stays as it is. Never start the old query
     again while the new one writes to the same sink.
 
+    ``file_sink`` is the directory of the old query's file sink, if the new query writes to it too. Its batches keep
+    their numbers, and the sink skips a batch that it has. So a directory is refused whose last batch is not the last
+    committed one, or which a running query of this session writes to.
+
     With ``dry_run`` everything is read and converted, and nothing is written: look at ``samples_after`` of the report.
     See ``rewrite_state`` for the other arguments.
 
@@ -101,7 +107,8 @@ def take_over(
     """
     say, spark = progress or log.info, program.sparkSession
     options = {**storage_settings(spark), **(storage_options or {})}
-    query = StoppedQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options))
+    sink = None if file_sink is None else FileSink(open_storage(file_sink, options))
+    query = StoppedQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options), sink)
     specs = declared(program)
     pairs = _matched(query, specs, operators)
     key_groups = _key_groups(program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -305,10 +304,5 @@ def test_the_page_finds_its_place_without_figures_too() -> None:
 
 
 def test_nothing_is_installed_into_the_environment_of_the_project() -> None:
-    ignored = subprocess.run(
-        ["git", "check-ignore", "-q", "benchmarks/.environments/x"],
-        cwd=PROGRAMS.parents[2],
-        env=os.environ,
-        check=False,
-    )
-    assert ignored.returncode == 0
+    # Not by `git check-ignore`: the tests also run from a source distribution.
+    assert "benchmarks/.environments/" in (PROGRAMS.parents[2] / ".gitignore").read_text().splitlines()

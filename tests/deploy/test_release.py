@@ -1,4 +1,6 @@
-"""``deploy/release.sh``: refusals, each with the remedy, and the tag. The description for the package index."""
+"""``deploy/release.sh``: refusals, each with the remedy, and the tag. The description for the package index, and the
+source distribution.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -83,3 +87,31 @@ def test_the_description_for_the_package_index_has_absolute_links_to_files_that_
     paths = [link[1].removesuffix("?sanitize=true") for target in targets if (link := ours.fullmatch(target))]
     assert len(paths) > 20 and [path for path in paths if not (ROOT / path.partition("#")[0]).exists()] == []
     assert "(https://raw.githubusercontent.com/ray-statestore/ray-statestore/main/docs/images/roles.svg" in description
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="This is no git repository: its files are not known.")
+def test_the_source_distribution_has_every_file_of_the_repository(tmp_path: Path) -> None:
+    """So its tests run from it, as the cell ``install-sdist`` of tests/matrix.py does."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+    # From a copy: setuptools also takes what an earlier build of this checkout has recorded.
+    for name in files:
+        (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "project" / name)
+    build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    ran = subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "project", capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert files - names == set()
+
+
+def test_pre_commit_runs_the_checks_of_make_lint() -> None:
+    hooks = re.findall(r"entry: \.venv/bin/(.+?), language", (ROOT / ".pre-commit-config.yaml").read_text())
+    lint = re.search(r"^lint:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lint is not None
+    # Hooks correct what `make lint` only reports, and get the changed files as arguments.
+    corrected = {"ruff check .": "ruff check --fix", "ruff format --check .": "ruff format"}
+    checks = [line.removeprefix("\t$(BIN)/") for line in lint[1].splitlines()]
+    assert len(checks) == 4 and hooks == [corrected.get(check, check) for check in checks]

@@ -104,15 +104,15 @@ def _until(lines: Iterator[tuple[int, str]], end: str, name: str, number: int) -
     raise ValueError(f"{name}:{number}: the block that begins here does not end with {end}")
 
 
-def run(page: Page, shell: Any = None) -> dict[str, Any]:
-    """Run the blocks of a page, and return their namespace.
+def run(page: Page, shell: Any = None, blocks: int | None = None) -> dict[str, Any]:
+    """Run the blocks of a page, or only the first ``blocks`` of them, and return their namespace.
 
     ``shell`` is called with the words of a ``statestore`` line; the code that follows has its result as
     ``shell_output``.
     """
     # As in a program: functions are pickled to Spark's workers by value.
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in page.run_blocks():
+    for block in page.run_blocks()[:blocks]:
         if block.language == SHELL:
             for words in commands(block, "statestore"):
                 namespace["shell_output"] = shell(words)

@@ -99,7 +99,8 @@ class QueryableStateClient:
 
     @property
     def lag_seconds(self) -> float:
-        """How old the last answer may be, if hosts of ``serve_state(follow=True)`` are late; else 0.0.
+        """How old the last answer may be, in seconds, if a ``mirror`` gave it, or late hosts of
+        ``serve_state(follow=True)``; else 0.0.
 
         Such hosts look for new versions about once a second. If the looks fail, hosts answer from the last
         version that they know, and each answer has the seconds since the last successful look began. Answers of a

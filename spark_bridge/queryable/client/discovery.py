@@ -162,7 +162,8 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
     except ImportError as error:
         raise exceptions.EnvironmentProblemError(
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
-            f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+            f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}; or, on a machine of the cluster: "
+            "pip install 'ray-statestore[cluster]'."
         ) from error
     from coordinator_actor.reference import RayCoordinatorPort
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.user_values import python_rows, python_values
+from backends.lazy_names import import_optional
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.exceptions import RequestError, RequestLimitError
 
@@ -28,7 +29,7 @@ def check_form(as_: str) -> None:
 def formed(table: pa.Table, as_: str) -> Any:
     """Return a table in the form asked for.
 
-    Raises ``RequestError`` for an unknown form, or if Polars is not installed.
+    Raises ``RequestError`` for an unknown form, or if pandas or Polars is needed and not installed.
     """
     check_form(as_)
     if as_ == "pandas":
@@ -39,12 +40,14 @@ def formed(table: pa.Table, as_: str) -> Any:
 
 
 def to_pandas(table: pa.Table) -> Any:
-    """Return a pandas frame; columns with times that Python's datetime cannot hold have ``python_values``."""
+    """Return a pandas frame; columns with times that Python's datetime cannot hold have ``python_values``.
+
+    Raises ``RequestError`` if pandas is not installed.
+    """
+    pandas = import_optional("pandas", "A pandas frame", RequestError)
     try:
         return table.to_pandas()
     except (pa.ArrowException, OverflowError, ValueError):
-        import pandas
-
         return pandas.DataFrame({i: _series(column) for i, column in enumerate(table.columns)}).set_axis(
             table.column_names, axis=1
         )
@@ -61,11 +64,7 @@ def _series(column: pa.ChunkedArray) -> Any:
 
 def to_polars(table: pa.Table) -> Any:
     """Return a Polars frame. Raises ``RequestError`` if Polars is not installed."""
-    try:
-        import polars
-    except ImportError as error:
-        raise RequestError("A Polars frame needs Polars: install ray-statestore[polars].") from error
-    return polars.from_arrow(table)
+    return import_optional("polars", "A Polars frame", RequestError).from_arrow(table)
 
 
 @dataclass(frozen=True)

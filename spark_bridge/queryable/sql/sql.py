@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from backends.exceptions import InvalidStateStoreArgument
+from backends.lazy_names import import_optional
 from spark_bridge.exceptions import EnvironmentProblemError, RequestError, RequestLimitError, UnknownOperatorError
 from spark_bridge.queryable.sql.catalog import (
     SqlClient,
@@ -108,13 +109,7 @@ _idle: deque[tuple[SqlLimits, Any]] = deque()
 
 def import_duckdb() -> Any:
     """Return the module ``duckdb``. Raises ``EnvironmentProblemError`` if it is not installed."""
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
-        raise EnvironmentProblemError(
-            "SQL over state needs the package duckdb: install it, or ray-statestore[sql]."
-        ) from error
-    return duckdb
+    return import_optional("duckdb", "SQL over state", EnvironmentProblemError)
 
 
 def statement_kind(duckdb: Any, statement: str) -> str:
@@ -306,12 +301,14 @@ class StateRelation:
             reader.close()
 
     def df(self) -> pd.DataFrame:
-        """Return all rows as a pandas DataFrame."""
+        """Return all rows as a pandas DataFrame. Raises ``RequestError`` if pandas is not installed."""
+        import_optional("pandas", "A pandas frame", RequestError)
         frame: pd.DataFrame = self._call("df")
         return frame
 
     def pl(self) -> pl.DataFrame:
-        """Return all rows as a Polars DataFrame."""
+        """Return all rows as a Polars DataFrame. Raises ``RequestError`` if Polars is not installed."""
+        import_optional("polars", "A Polars frame", RequestError)
         frame: pl.DataFrame = self._call("pl")
         return frame
 

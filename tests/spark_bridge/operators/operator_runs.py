@@ -86,13 +86,19 @@ class OperatorRun:
 
     def stored_keys(self, family: str) -> list[dict[str, Any]]:
         """The stored keys of a family."""
-        found: list[dict[str, Any]] = []
+        return [key for key, _ in self.stored_rows(family)]
+
+    def stored_rows(self, family: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The stored rows of a family: key and value."""
+        rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        schema = self.schema.families[family]
         for provider in self.providers:
             store = provider.get_read_store(provider.latest_version())
             for pairs in store.scan(b"", None, family) if provider.latest_version() else ():
-                found += decode_keys(pairs.column(0), self.schema.families[family].key).to_pylist()
+                keys, values = decode_keys(pairs.column(0), schema.key), schema.decode_values(pairs.column(1))
+                rows += zip(keys.to_pylist(), values.to_pylist(), strict=True)
             store.abort()
-        return found
+        return rows
 
 
 class Watermark:

@@ -125,6 +125,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(failing_loops=(FAILING,)), "background-loop-fails", "warning"),
         (coordinator(failing_loops=(replace(FAILING, remedy=""),)), "background-loop-fails", "warning"),
         (query(lag_ms=9_000), "follower-late", "error"),
+        (query(lag_ms=61_000, is_mirror=True), "mirror-late", "warning"),
         (query(driver_ms=10_001), "driver-silent", "error"),
         (query(batch_ms=61_000), "checkpoint-late", "error"),
         (query(status="replaced", replaced_by="r2"), "run-replaced", "warning"),

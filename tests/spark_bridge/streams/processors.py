@@ -539,3 +539,11 @@ def drain(query: StreamingQuery, checkpoint: str, files: int, timeout: float = 2
             raise error
         assert time.monotonic() < deadline, f"{files} files are not processed after {timeout} s: {query.lastProgress}"
         time.sleep(0.05)
+
+
+def native_of(processor: type) -> Any:
+    """The processor as one of Spark's own class."""
+    from pyspark.sql.streaming import StatefulProcessor as Native
+
+    methods = {name: method for name, method in vars(processor).items() if not name.startswith("__")}
+    return type(f"Native{processor.__name__}", (Native,), methods)()

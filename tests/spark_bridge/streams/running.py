@@ -1,11 +1,14 @@
-"""Queries whose rows a test keeps, batch by batch."""
+"""Queries whose rows a test keeps, batch by batch; and the death of executors and workers."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming import StreamingQuery
 
@@ -45,3 +48,25 @@ def start(df: DataFrame, stream: Stream, name: str, mode: str = "append") -> Run
 
 def flat(batches: list[list[Any]]) -> Counter[Any]:
     return Counter(row for batch in batches for row in batch)
+
+
+EXECUTOR, WORKER = "executor", "worker"
+
+
+def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function of tasks that kills its executor or its Python worker, once for each file of that name."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            for name in (EXECUTOR, WORKER):
+                try:
+                    (strikes / name).unlink()
+                except FileNotFoundError:
+                    continue
+                worker = psutil.Process()
+                # The worker's parent is PySpark's daemon, which the executor has started.
+                victim = worker if name == WORKER else worker.parents()[1]
+                victim.kill()
+            yield batch
+
+    return run

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 import pytest
 import ray
 from pyspark.errors import StreamingQueryException
@@ -22,6 +21,7 @@ from spark_bridge.exceptions import InvalidOperatorError, UnknownOperatorError
 from spark_bridge.session.current import current_cluster
 from tests.effort import effort
 from tests.spark_bridge.conftest import Stream, settle
+from tests.spark_bridge.streams.running import EXECUTOR, WORKER, dying
 
 pytestmark = pytest.mark.spark
 
@@ -140,28 +140,6 @@ def test_state_as_of_equals_the_answer_of_that_time(
     as_of = asked["at"].iloc[0].to_pydatetime()
     then = read_state(spark, looked_up.checkpoint, "looked_up", as_of=as_of)
     assert {row["n"] for row in then.select("n").distinct().collect()} == {1}
-
-
-EXECUTOR, WORKER = "executor", "worker"
-
-
-def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function of tasks that kills its executor or its Python worker, once for each file of that name."""
-
-    def run(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            for name in (EXECUTOR, WORKER):
-                try:
-                    (strikes / name).unlink()
-                except FileNotFoundError:
-                    continue
-                worker = psutil.Process()
-                # The worker's parent is PySpark's daemon, which the executor has started.
-                victim = worker if name == WORKER else worker.parents()[1]
-                victim.kill()
-            yield batch
-
-    return run
 
 
 @pytest.mark.thorough  # the usual run has test_repeated_batch_reads_its_recorded_version

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
+import pickle
+import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,13 +36,14 @@ from spark_bridge import (
     take_over,
     transform_with_state,
     transform_with_state_in_pandas,
+    trigger_savepoint,
 )
 from spark_bridge import functions as S
 from tests.effort import only_thorough
-from tests.patience import HANG
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-from tests.spark_bridge.streams.processors import drain, gather, ordered
+from tests.spark_bridge.streams.processors import drain, gather, native_of, ordered
 
 pytestmark = [
     pytest.mark.spark,
@@ -146,14 +151,6 @@ class Expiring(StatefulProcessor):
 
     def close(self) -> None:
         pass
-
-
-def native_of(processor: type) -> Any:
-    """The processor as one of Spark's own class."""
-    from pyspark.sql.streaming import StatefulProcessor as Native
-
-    methods = {name: method for name, method in vars(processor).items() if not name.startswith("__")}
-    return type(f"Native{processor.__name__}", (Native,), methods)()
 
 
 def of_processor(df: DataFrame) -> DataFrame:
@@ -317,6 +314,8 @@ CASES: dict[str, tuple[str, Transform, Transform]] = {
     ),
 }
 
+CASES |= {f"{case}, format 3": CASES[case] for case in ("outer join", "inner join", "semi join")}
+
 
 @pytest.fixture
 def provider(request: pytest.FixtureRequest, make_stream: Callable[..., Stream]) -> Iterator[str]:
@@ -325,6 +324,8 @@ def provider(request: pytest.FixtureRequest, make_stream: Callable[..., Stream])
     settings = {"spark.sql.streaming.stateStore.providerClass": PROVIDERS + request.param}
     if "TTL" in request.node.name:  # with processing time, Spark would make such batches for ever
         settings["spark.sql.streaming.noDataMicroBatches.enabled"] = "false"
+    if ", format " in request.node.name:
+        settings["spark.sql.streaming.join.stateFormatVersion"] = request.node.name.partition(", format ")[2][0]
     before = {name: spark.conf.get(name) for name in settings}
     for name, value in settings.items():
         spark.conf.set(name, value)
@@ -349,7 +350,7 @@ def logs_of(checkpoint: str) -> dict[str, bytes]:
     ("case", "provider", "is_planned"),
     [
         ("aggregate", "HDFSBackedStateStoreProvider", False),
-        ("windows", "RocksDBStateStoreProvider", True),
+        pytest.param("windows", "RocksDBStateStoreProvider", True, marks=pytest.mark.matrix),
         *starmap(
             only_thorough,
             (
@@ -364,6 +365,9 @@ def logs_of(checkpoint: str) -> dict[str, bytes]:
                 ("outer join", "RocksDBStateStoreProvider", True),
                 ("inner join", "HDFSBackedStateStoreProvider", False),
                 ("semi join", "RocksDBStateStoreProvider", False),
+                ("outer join, format 3", "RocksDBStateStoreProvider", True),
+                ("inner join, format 3", "RocksDBStateStoreProvider", False),
+                ("semi join, format 3", "RocksDBStateStoreProvider", False),
             ),
         ),
     ],
@@ -389,7 +393,7 @@ def test_query_continues_as_if_it_had_not_stopped(
 
     program = taken(stream.read())
     # Spark keeps the left rows of this join under the names of the source.
-    columns = {"totals": {"la": "amount", "lt": "ts"}} if case == "semi join" else None
+    columns = {"totals": {"la": "amount", "lt": "ts"}} if case.startswith("semi join") else None
     report = take_over(old, new, program, columns=columns, dry_run=True, workers=OwnWorkers())
     assert report.dry_run and not Path(new).exists() and report.samples_after
     report = take_over(old, new, program, columns=columns, workers=OwnWorkers())
@@ -411,6 +415,133 @@ def test_query_continues_as_if_it_had_not_stopped(
     assert min(of_new) == min(of_spark)
 
 
+NATIVE = """
+import sys
+from pyspark.sql import SparkSession
+from tests.spark_bridge.conftest import CONFIGS
+from tests.spark_bridge.streams.test_take_over import CASES, INPUT, PROVIDERS, on_time_stream, written
+
+case, root, provider = sys.argv[1:]
+settings = {**CONFIGS, "spark.sql.session.timeZone": "UTC"}
+settings["spark.sql.streaming.stateStore.providerClass"] = PROVIDERS + provider
+builder = SparkSession.builder.master("local[2]")
+for name, value in settings.items():
+    builder = builder.config(name, value)
+mode, native, _ = CASES[case]
+written(native(on_time_stream(builder.getOrCreate(), root).read()), root, "old", mode).awaitTermination()
+"""
+"""A driver with a native query."""
+FILES = 7
+
+
+def on_time_stream(spark: Any, root: str | Path) -> Stream:
+    """The input of a query that is killed. No row is late: where a file sink skips a batch that runs again, Spark's
+    watermark stays behind, and rows would not be late that were.
+    """
+    return Stream(spark, Path(root), INPUT)
+
+
+def written(df: DataFrame, root: str | Path, checkpoint: str, mode: str) -> Any:
+    """Start a query whose output stays when its driver is killed, in ``root/out``; rows to append are in a file sink."""
+    out = Path(root, "out")
+    df = df.toDF(*(f"column{place}" for place in range(len(df.columns))))  # both queries write the same columns
+    writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(Path(root, checkpoint)))
+    if mode == "append":
+        return writer.format("parquet").start(str(out))
+
+    def write(batch: DataFrame, number: int) -> None:
+        out.mkdir(exist_ok=True)
+        draft = out / f".{number}"
+        draft.write_bytes(pickle.dumps([tuple(row) for row in batch.collect()]))
+        draft.replace(out / str(number))
+
+    return writer.foreachBatch(write).start()
+
+
+def output_in(stream: Stream, mode: str) -> list[Any]:
+    """Return all rows that queries have written to ``out``."""
+    out = stream.root / "out"
+    if mode == "append":
+        return outputs({0: stream.spark.read.parquet(str(out)).collect()})
+    return outputs({int(path.name): pickle.loads(path.read_bytes()) for path in out.glob("[0-9]*")})
+
+
+def killed_native_query(case: str, root: Path, provider: str, event: str) -> None:
+    """Run a native query in a driver of its own, and kill all its processes once the file ``event`` is there."""
+    command = [sys.executable, "-c", NATIVE, case, str(root), provider]
+    said = root / "driver.log"
+    with said.open("wb") as log:
+        driver = subprocess.Popen(
+            command, env=driver_environment(root), stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        try:
+            wait_until(lambda: (root / event).exists() or driver.poll() is not None, every=0.001)
+        finally:
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.communicate()  # all processes that have its end of the pipe are gone
+    assert driver.returncode == -signal.SIGKILL, said.read_text()[-3000:]
+    assert (root / event).exists(), said.read_text()[-3000:]
+
+
+@pytest.mark.thorough  # otherwise: the tests of planned batches above, and of directories of sinks below
+@pytest.mark.parametrize(
+    ("case", "provider", "events"),
+    [
+        ("windows", "RocksDBStateStoreProvider", ("old/offsets/{}", "old/commits/{}", "out/_spark_metadata/{}")),
+        ("duplicates", "HDFSBackedStateStoreProvider", ("out/_spark_metadata/{}",)),
+        ("aggregate", "RocksDBStateStoreProvider", ("old/offsets/{}", "old/commits/{}", "out/{}")),
+        ("processor", "RocksDBStateStoreProvider", ("old/offsets/{}", "old/commits/{}")),
+        ("outer join", "HDFSBackedStateStoreProvider", ("old/offsets/{}", "old/commits/{}")),
+    ],
+    indirect=["provider"],
+)
+def test_query_killed_in_any_batch_continues(
+    make_stream: Callable[..., Stream], provider: str, case: str, events: tuple[str, ...]
+) -> None:
+    mode, native, taken = CASES[case]
+    stream = make_stream(INPUT)
+    root = stream.root
+    for batch in range(FILES):
+        stream.add([row for row in rows(batch) if row[-1] >= START + dt.timedelta(minutes=10 * batch)])
+    event = random.choice(events).format(random.randrange(1, 4))
+    print(f"killed at {event}")
+    killed_native_query(case, root, provider, event)
+
+    old, new = str(root / "old"), str(root / "new")
+    committed, planned = (max(int(p.name) for p in Path(old, log).glob("[0-9]*")) for log in ("commits", "offsets"))
+    program = taken(stream.read())
+    sink = str(root / "out") if mode == "append" else None
+    if sink and Path(sink, "_spark_metadata", str(committed + 1)).exists():
+        with pytest.raises(InvalidStateStoreArgument, match=f"stop it when it has committed batch {planned}"):
+            take_over(old, new, program, file_sink=sink, workers=OwnWorkers())
+        query = written(native(stream.read()), root, "old", mode)
+        wait_until(lambda: query.exception() is not None or Path(old, "commits", str(planned)).exists())
+        with pytest.raises(InvalidStateStoreArgument, match="is running: stop it first"):
+            take_over(old, new, program, file_sink=sink, workers=OwnWorkers())
+        query.stop()
+        committed = planned
+    report = take_over(old, new, program, file_sink=sink, workers=OwnWorkers())
+    assert report.batch_id is not None and report.batch_id >= committed
+
+    never_stopped = str(root / "never-stopped")
+    query, of_spark = gather(native(stream.read()), never_stopped, mode)
+    query.processAllAvailable()
+    query.stop()
+    query = written(program, root, "new", mode)
+    drain(query, new, FILES)
+    with suppress(AssertionError):  # the comparison says more
+        wait_until(lambda: query.exception() is not None or len(output_in(stream, mode)) >= len(outputs(of_spark)))
+    query.stop()
+    assert output_in(stream, mode) == outputs(of_spark) and outputs(of_spark)
+    # The state that a native query ends with.
+    other = str(root / "other")
+    take_over(never_stopped, other, program, workers=OwnWorkers())
+    for _, variable in report.rows_written:
+        states = [state_table(location, "totals", variable).to_pylist() for location in (new, other)]
+        assert outputs({0: [row.values() for row in states[0]]}) == outputs({0: [row.values() for row in states[1]]})
+
+
+@pytest.mark.matrix
 def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     make_stream: Callable[..., Stream],
 ) -> None:
@@ -458,15 +589,70 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     )
     assert "not the checkpoint of a query" in refusal(count_and_sum, str(stream.root / "in"))
 
+    places = {"totals": {"n": 0, "total": 2}}
+    sink, log = str(stream.root / "sink"), stream.root / "sink" / "_spark_metadata"
+    other = df.writeStream.option("checkpointLocation", str(stream.root / "other")).format("parquet").start(sink)
+    other.processAllAvailable()
+    assert f"The query {other.id} writes to {sink}" in refusal(count_and_sum, columns=places, file_sink=sink)
+    other.stop()
+    assert "has no batch" in refusal(count_and_sum, columns=places, file_sink=str(stream.root / "in"))
+    shutil.copy(log / "0", log / "1")
+    assert "has batch 1 as its last one" in refusal(count_and_sum, columns=places, file_sink=sink)
+    shutil.copy(Path(old, "offsets", "0"), Path(old, "offsets", "1"))
+    assert "stop it when it has committed batch 1" in refusal(count_and_sum, columns=places, file_sink=sink)
+    Path(old, "offsets", "1").unlink()
+    (log / "1").unlink()
+
     shutil.rmtree(Path(old, "state", "0", "_metadata"))  # as of Spark 3.5, which keeps no metadata of operators
     # The remedy: places of buffers. The list is left out.
-    report = take_over(old, str(new), count_and_sum, columns={"totals": {"n": 0, "total": 2}}, workers=OwnWorkers())
+    report = take_over(old, str(new), count_and_sum, columns=places, file_sink=sink, workers=OwnWorkers())
     taken = {row["user"]: (row["n"], row["total"]) for row in state_table(str(new), "totals").to_pylist()}
     data = pd.DataFrame(rows(0), columns=["user", "amount", "price", "cents", "ts"])
     sums = data.groupby("user", dropna=False)["amount"].agg(["size", "sum"])
     assert len(taken) == len(sums) == report.rows_written["totals", "default"]
     assert {None if pd.isna(k) else int(k): (r["size"], r["sum"]) for k, r in sums.iterrows()} == taken
     assert "in " + str(new) in refused_again(old, str(new), count_and_sum)
+
+
+@pytest.mark.thorough  # otherwise: nothing; only Spark 4.3 writes this format, if it is set
+@pytest.mark.skipif(pyspark.__version__ < "4.3", reason="This Spark does not write format 4.")
+@pytest.mark.parametrize("provider", ["RocksDBStateStoreProvider"], ids=["of a join, format 4"], indirect=True)
+def test_state_of_a_later_format_is_refused(make_stream: Callable[..., Stream], provider: str) -> None:
+    stream = make_stream(INPUT)
+    stream.add(rows(0))
+    old, new = str(stream.root / "old"), str(stream.root / "new")
+    query, _ = gather(joined_by_spark(stream.read(), "inner"), old, "append")
+    drain(query, old, stream.files)
+    query.stop()
+    with pytest.raises(InvalidStateStoreArgument, match="has format 4, .*stateFormatVersion=3"):
+        take_over(old, new, joined_here(stream.read(), "inner"), workers=OwnWorkers())
+
+
+PAGE = Path(__file__).parents[3] / "docs/how-to/take-over.md"
+
+
+@pytest.mark.thorough  # otherwise: nothing; a savepoint is Parquet, and the rest is Spark's
+@pytest.mark.parametrize("provider", ["RocksDBStateStoreProvider"], indirect=True)
+def test_native_query_starts_from_a_savepoint_as_the_page_shows(
+    make_stream: Callable[..., Stream], provider: str
+) -> None:
+    stream, later = make_stream(INPUT), make_stream(INPUT)
+    stream.add([row for row in rows(0) if row[0] is not None])
+    later.add([row for row in rows(2) if row[0] is not None])
+    program = aggregate(stream.read(), by="user", operator="user_totals", n=S.count(), spent=S.sum("amount"))
+    query, _ = gather(program, stream.checkpoint)
+    drain(query, stream.checkpoint, stream.files)
+    savepoint = trigger_savepoint(query, str(stream.root / "savepoints"), stop=True).result(PATIENCE)
+
+    code = PAGE.read_text().partition("## The way back")[2].partition("```python")[2].partition("```")[0]
+    names: dict[str, Any] = {"spark": stream.spark, "clicks": later.read().where("user is not null")}
+    exec(code.replace("savepoint/", f"{savepoint}/"), names)
+    query, found = gather(names["totals"], str(later.root / "native"))
+    drain(query, str(later.root / "native"), later.files)
+    query.stop()
+    data = pd.DataFrame([*rows(0), *rows(2)], columns=["user", "amount", "price", "cents", "ts"])
+    sums = data.groupby("user")["amount"].agg(["size", "sum"])
+    assert outputs(found) == ordered((int(k), int(row["size"]), float(row["sum"])) for k, row in sums.iterrows())
 
 
 def refused_again(old: str, new: str, program: DataFrame) -> str:

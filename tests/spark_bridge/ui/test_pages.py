@@ -380,3 +380,10 @@ def test_late_follower_is_shown_as_late(look: Look) -> None:
     client = look(ModelSystem(with_faults(replace(healthy(), queries=(late,), faults=()))))
     assert "followed 1 min 30 s late" in client.get("/").text and "follower-late" in client.get("/").text
     assert tiles_of(client.get("/query?query=q-orders").text)["Followed late"].startswith("1 min 30 s")
+
+
+def test_mirror_shows_its_lag(look: Look) -> None:
+    mirror = replace(healthy().queries[1], lag_ms=1_500, is_mirror=True)
+    client = look(ModelSystem(with_faults(replace(healthy(), queries=(mirror,), faults=()))))
+    assert "a mirror at most 1.5 s behind" in client.get("/").text and "-late" not in client.get("/").text
+    assert tiles_of(client.get("/query?query=q-orders").text)["Mirror"].startswith("1.5 s")
