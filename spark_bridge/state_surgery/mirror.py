@@ -407,13 +407,19 @@ class _Mirror:
         newest = end if start is not None else SparkBatch.newest(storage)
         if newest is None:
             raise StateStoreError(f"{storage.location} has no committed batch any more: its state cannot be read.")
-        query = replace(self._query, spark=df.sparkSession, batch_id=newest.number)
+        spark = df.sparkSession
+        query = replace(self._query, spark=spark, batch_id=newest.number)
         *operators, position = self._operators
         log.info("Batch %d reads batches %s to %d of %s", batch_id, start, newest.number, storage.location)
         for operator, state in zip(operators, self._states, strict=True):
             operator.keep(state.changes(query, start), is_scan=start is None)
+        if SparkBatch.at(storage, newest.number) != newest:
+            raise StateStoreError(
+                f"{storage.location} was rolled back while its batch {newest.number} was read. Nothing was committed: "
+                "start the mirror again."
+            )
         committed_ms = SparkCommits(storage).committed_ms(newest.number)
-        now = df.sparkSession.createDataFrame(
+        now = spark.createDataFrame(
             [(query.id, newest.number, committed_ms, False, 0)],
             f"query string, batch long, committed_ms long, {REMOVED} boolean, {PLACE} long",
         )

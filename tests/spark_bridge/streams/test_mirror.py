@@ -194,7 +194,8 @@ WAYS: dict[str, tuple[Transform, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "windows" else pytest.mark.thorough) for name in WAYS]
+    "case",
+    [pytest.param(name, marks=pytest.mark.matrix if name == "windows" else pytest.mark.thorough) for name in WAYS],
 )
 def test_every_kind_of_state(make_stream: Callable[..., Stream], spark: SparkSession, case: str) -> None:
     native_query, of_native, columns = WAYS[case]
@@ -223,6 +224,9 @@ def test_variables_of_a_processor(make_stream: Callable[..., Stream], spark: Spa
     caught_up(query, own, native)
     stream.add(BATCHES[1])
     stream.add(BATCHES[2])
+    run_native(df, native)
+    caught_up(query, own, native)
+    stream.add([row("nobody", -1)])  # no change of any variable
     run_native(df, native)
     caught_up(query, own, native)
     ttl = "ttlExpirationMs"
