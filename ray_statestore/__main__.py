@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from spark_bridge.cli.main import main
+from spark_bridge.cli.main import app, main
+
+__all__ = ["app", "main"]
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,7 @@ def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None
 
     shown = statestore("--help")
     assert shown.returncode == 0 and "doctor" in shown.stdout
+    assert statestore("--version").stdout == f"ray-statestore {metadata.version('ray-statestore')}\n"
     for words in (["doctor"], ["run", "--", "x"], ["status"]):
         refused = statestore(*words)
         assert refused.returncode == 2 and "pip install 'ray-statestore[cluster]'" in refused.stderr
