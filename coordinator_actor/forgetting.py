@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 FORGET_KEYS = "forget_keys"
 HOLD_SECONDS = 20.0
-"""A query waits this many seconds for a holder of its batches that does not renew its hold."""
+"""Batches wait this many seconds for the holder of a hold that is not renewed."""
 HOLD_RENEW_SECONDS = 5.0
 MAX_HELD_SECONDS = 60.0
 """Batches wait this many seconds for a writer whose storage hangs: then they continue, and the work starts over."""
@@ -55,8 +55,8 @@ KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
 class ForgottenReport(Struct, frozen=True):
     """The report of ``forget_keys``: no file below ``state_location`` has a row of the keys any more.
 
-    ``version`` is the newest rewritten version, ``rows`` the number of removed rows (one counts in each changelog and
-    snapshot that had it), ``files`` the number of removed files.
+    ``version`` is the newest rewritten version, ``files`` the number of removed files. ``rows`` is the number of
+    removed rows: a row counts once for each changelog and snapshot that had it.
     """
 
     state_location: str
@@ -256,8 +256,8 @@ class _Holding:
 def _require_unfinished(versions: StateVersions) -> None:
     """Raise ``VersionNotFoundError`` if all tasks of the batch above the completed version have finished.
 
-    Spark may still commit that batch. Its changelogs are in storage, but no manifest names them: two coordinators have
-    acknowledged them, each a part.
+    Spark may still commit that batch. Its changelogs are in storage, but no manifest names them, because two
+    coordinators have each acknowledged a part.
     """
     batch_id = versions.completed
     newest = next(iter(versions.log.epochs.runs().values()), None)

@@ -156,7 +156,7 @@ class StateStoreCoordinatorRef:
         return locations
 
     def deactivate_instances(self, run_id: str | uuid.UUID) -> bool:
-        """Forget the instances of a run, including those of reports that are still on their way.
+        """Forget the instances of a run, including those in reports still in flight.
 
         Raises ``InvalidRequestError`` if ``run_id`` is neither a string nor a ``uuid.UUID``.
         """

@@ -23,7 +23,6 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +41,6 @@ from backends.formats import changelog, snapshot
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest import (
     Manifest,
-    PartitionEntry,
     SnapshotDescriptor,
     SnapshotRef,
     changelog_name,
@@ -139,14 +137,12 @@ class Rewriting:
         forgotten: ForgottenKeys,
         *,
         open_storage: OpenStorage = CheckpointStorage.open,
-        scratch: Path | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self._storage = storage
         self._operator = operator
         self._forgotten = forgotten
         self._open = open_storage
-        self._scratch = scratch
         self._say = say
         self._rewritten: dict[Layout, frozenset[int]] = {}
         self._sizes: Mapping[str, int] = {}
@@ -255,7 +251,8 @@ class Rewriting:
                 names = {p: entries.head(p) for p in sorted(partitions) if p in entries}
                 names = {p: name for p, name in names.items() if name not in self._changelogs}
                 left = {p: entries[p] for p, name in names.items() if loaded.needs(version, name)}
-                for (p, entry), data in zip(left.items(), self._read_all(left.values()), strict=True):
+                read = _parallel(REWRITE_THREADS, lambda one: self._storage.read(one.changelog), left.values())
+                for (p, entry), data in zip(left.items(), read, strict=True):
                     base = self._base(versions, new, segment.layout, p, version)
                     group.add_changelog(entry.changelog.path, self._filtered(segment.layout, p, data, base))
                 for p in names.keys() - left.keys():
@@ -265,9 +262,6 @@ class Rewriting:
                         )
                 new[version] = group.names(version).of(chain[version])
         group.close()
-
-    def _read_all(self, entries: Iterable[PartitionEntry]) -> list[bytes]:
-        return _parallel(REWRITE_THREADS, lambda entry: self._storage.read(entry.changelog), entries)
 
     def _base(
         self, versions: StateVersions, new: dict[int, Manifest], layout: Layout, partition: int, version: int
@@ -403,9 +397,7 @@ class Rewriting:
                             yield family, left
 
             conf = StateStoreConf(provider=layout.backend, storage_options=dict(versions.place.options))
-            stored, _ = build_snapshot(
-                self._storage, head, ref.version, families, kept(), conf, is_distinct=True, scratch=self._scratch
-            )
+            stored, _ = build_snapshot(self._storage, head, ref.version, families, kept(), conf, is_distinct=True)
         return stored, removed
 
     def _move_snapshots(self, loaded: stored_files.LoadedFiles, affected: dict[Segment, frozenset[int]]) -> None:

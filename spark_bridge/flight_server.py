@@ -139,9 +139,9 @@ def _refused(token: str) -> str:
 
 
 class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves one host at ``address``: ``grpc://<ip>:<port>``, or ``grpc+tls://<ip>:<port>`` with ``tls``.
+    """Serves one host at ``address``, with a free port: ``grpc://<ip>:<port>``, or ``grpc+tls://...`` with ``tls``.
 
-    ``port`` 0 takes a free port. ``call_coordinator(method, args)`` passes on a task's message to the coordinator.
+    ``call_coordinator(method, args)`` passes on a task's message to the coordinator.
     Raises ``TlsError``.
     """
 
@@ -151,7 +151,6 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         ip: str,
         token: str,
         call_coordinator: Callable[[str, dict[str, object]], object],
-        port: int = 0,
         tls: TlsConf | None = None,
     ) -> None:
         scheme = "grpc" if tls is None else "grpc+tls"
@@ -159,7 +158,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         middleware: dict[str, Any] = {"token": _TokenMiddleware(token)}
         if spans.is_on():
             middleware[CALLER] = _CallerFactory()
-        super().__init__(f"{scheme}://{ip}:{port}", middleware=middleware, **arguments)
+        super().__init__(f"{scheme}://{ip}:0", middleware=middleware, **arguments)
         self.address = f"{scheme}://{ip}:{self.port}"
         self._host = host
         self._call_coordinator = call_coordinator

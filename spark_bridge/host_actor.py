@@ -209,12 +209,18 @@ class StateStoreHost:
         self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
         # The first heartbeat is due at once: its answer names the tokens that have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
-        self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
+        self._server = HostFlightServer(
+            lambda: self._host,
+            self._node_ip,
+            token,
+            lambda method, args: self._coordinator.call(method, **checked_call(method, args)),
+            tls=tls,
+        )
         self._locator = RayCoordinatorPort(
             namespace, options.coordinator_name, min(LOCATE_SECONDS, options.recovery_timeout)
         )
         self._queries = KvStateClientProxy(
-            self._get_reads,
+            lambda: self._reads,
             self._locator,
             ClusterTokens(token, lambda: self._host.revoked_tokens),
             connections_to_hosts(token, None if tls is None else tls.client_context()),
@@ -271,15 +277,6 @@ class StateStoreHost:
             loop.start()
         self._loops[1].wake()  # the metrics of a host exist as soon as the host does
         atexit.register(self._clean_up)
-
-    def _get_host(self) -> Host:
-        return self._host
-
-    def _get_reads(self) -> HostReads:
-        return self._reads
-
-    def _call_coordinator(self, method: str, args: dict[str, object]) -> object:
-        return self._coordinator.call(method, **checked_call(method, args))
 
     def _write_host_file(self, token: str) -> None:
         info = self._host.info

@@ -412,14 +412,20 @@ def join_columns(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
     return pc.binary_join_element_wise(*parts, b"")
 
 
+def offsets_of(counts: npt.NDArray[Any]) -> Offsets:
+    """Return the n+1 offsets of n lists, or byte strings, with these lengths."""
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
 def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
     """Return the bytes of n ranges, joined, and their n+1 offsets.
 
     Ranges must be ascending and must not overlap.
     """
     n = len(starts)
-    offsets = np.zeros(n + 1, np.int64)
-    np.cumsum(stops - starts, out=offsets[1:])
+    offsets = offsets_of(stops - starts)
     if n == 0 or offsets[-1] == len(content):
         return content[: offsets[-1]], offsets
     # Ranges and the gaps between them become elements of one array over the same bytes: Arrow then copies the ranges.
@@ -474,15 +480,11 @@ def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
         )
     else:
         entries = valid.values
-    offsets = np.zeros(len(array) + 1, np.int64)
     mask = null_mask(array)
-    if mask is None:
-        np.cumsum(counts, out=offsets[1:])
-    else:
-        all_counts = np.zeros(len(array), np.int64)
-        all_counts[~mask] = counts
-        np.cumsum(all_counts, out=offsets[1:])
-    return entries.slice(first, last - first), offsets
+    if mask is not None:
+        of_valid, counts = counts, np.zeros(len(array), np.int64)
+        counts[~mask] = of_valid
+    return entries.slice(first, last - first), offsets_of(counts)
 
 
 def list_array(elements: pa.Array, offsets: Offsets, mask: Mask | None, data_type: pa.DataType) -> pa.Array:

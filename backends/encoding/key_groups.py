@@ -26,7 +26,7 @@ RowHashes = npt.NDArray[np.uint64]
 LONG_STRING_BYTES = 512
 """Longer strings are hashed one by one: few strings of a batch are that long."""
 STRINGS_ONE_BY_ONE = 100
-"""At most this many strings are hashed faster one by one."""
+"""Up to this many strings, hashing them one by one is faster."""
 HASH_STEP_ROWS = 1 << 15
 """This many strings are hashed in parallel: their words stay in the caches of a core."""
 
@@ -207,6 +207,16 @@ def check_num_groups(num_groups: int) -> None:
     """Raise ``InvalidStateStoreArgument`` for a number of key groups outside 1 to 65,536."""
     if not 1 <= num_groups <= MAX_KEY_GROUPS:
         raise InvalidStateStoreArgument(f"The number of key groups must be 1 to {MAX_KEY_GROUPS}, not {num_groups}.")
+
+
+def check_partitions(operator: str, num_partitions: object, key_groups: int) -> int:
+    """Return a number of partitions, or raise ``InvalidStateStoreArgument``."""
+    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int) or not 1 <= num_partitions <= key_groups:
+        raise InvalidStateStoreArgument(
+            f"num_partitions={num_partitions!r} for operator {operator!r} must be an int from 1 to {key_groups}, the "
+            "number of key groups, which is fixed for the life of the state."
+        )
+    return num_partitions
 
 
 def partition_of(group: int, num_groups: int, num_partitions: int) -> int:

@@ -43,6 +43,12 @@ _LIST_END = np.zeros(1, np.uint8)
 _STRING_END = np.zeros(1, np.uint16)
 
 
+def first_key_after(prefix: bytes) -> bytes | None:
+    """Return the first bytes after all bytes that begin with ``prefix``; None if there are none."""
+    head = prefix.rstrip(b"\xff")
+    return head[:-1] + bytes([head[-1] + 1]) if head else None
+
+
 def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArray:
     """Return the key of each row; ``groups`` are the rows' key groups (any integer type).
 
@@ -289,8 +295,7 @@ class _KeyReader:
             counts[arrays] += 1
             reached.append((arrays, at))
             at = self._skip(kind, at, ends)
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        offsets = columns.offsets_of(counts)
         starts = np.empty(offsets[-1], np.int64)
         for i, (arrays, begun) in enumerate(reached):
             starts[offsets[arrays] + i] = begun

@@ -290,6 +290,11 @@ def nullable(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+def nullable_schema(schema: pa.Schema) -> pa.Schema:
+    """Return a schema whose columns are all nullable, also inside nested types."""
+    return pa.schema([pa.field(f.name, nullable(f.type)) for f in schema])
+
+
 def columns_in_words(schema: pa.Schema) -> str:
     """Return the columns of a schema, for messages."""
     columns = (f"{f.name} {_type(f.type)}{'' if f.nullable else ' not null'}" for f in schema)

@@ -1,8 +1,8 @@
-"""Encode one key, decode one value, for single look-ups; ``keys`` and ``values`` do so for columns.
+"""Encode one key or decode one value, for single look-ups; ``keys`` and ``values`` do the same for columns.
 
 A column of one row costs Arrow and numpy hundreds of microseconds, an encoder or decoder here a few. It is made once
-per schema and gives exactly the result of the columns. Types and values that are not plain, and everything that the
-columns may reject, are left to the column-wise code.
+per schema and gives exactly the result of ``keys`` and ``values``. These still handle types and values that are not
+plain, and all invalid values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EPOCH_DAY = dt.date(1970, 1, 1).toordinal()
 _MICROSECOND = dt.timedelta(microseconds=1)
 _NO_OFFSET = dt.timedelta(0)
 _EXACT = Context(prec=76)
-"""More digits than a decimal can have: the default context would round the longest ones."""
+"""The default context would round the longest decimals; this one has more digits than a decimal can have."""
 
 _hash = xxhash.xxh64_intdigest
 

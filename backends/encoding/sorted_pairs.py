@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,32 @@ import pyarrow.compute as pc
 
 from backends.encoding.columns import binary_content, gather_fixed
 from backends.exceptions import InvalidStateStoreArgument
+
+
+class HasBytes(Protocol):
+    """An object with a size."""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+
+
+HasBytesT = TypeVar("HasBytesT", bound=HasBytes)
+
+
+def grouped_by_bytes(parts: Iterable[HasBytesT], least: int) -> Iterator[list[HasBytesT]]:
+    """Yield consecutive parts in groups of at least ``least`` bytes; the last group may be smaller."""
+    group: list[HasBytesT] = []
+    nbytes = 0
+    for part in parts:
+        group.append(part)
+        nbytes += part.nbytes
+        if nbytes >= least:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
 
 # Sorts many keys by their bytes, several times as fast as by comparing the keys one by one.
 #

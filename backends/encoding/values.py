@@ -325,10 +325,7 @@ def _decode_lists(
     columns.check_ranges(after_lengths <= stops, "values", schema)
     lengths = columns.gather_ranges(content, after_count, after_lengths)[0].view(_COUNT)
     elements, _ = columns.gather_ranges(content, after_lengths, stops)
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    firsts = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(counts, out=firsts[1:])
+    ends, firsts = columns.offsets_of(lengths), columns.offsets_of(counts)
     columns.check_ranges(ends[firsts[1:]] - ends[firsts[:-1]] == stops - after_lengths, "values", schema)
     element_kind = pa.struct([kind.key_field, kind.item_field]) if pa.types.is_map(kind) else kind.value_type
     (decoded,) = _decode_rows(columns.binary_array(elements, ends), [element_kind], schema, numbered=False)

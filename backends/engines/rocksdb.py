@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
 KEYS_ONE_BY_ONE = 12
-"""At most this many keys are got faster one by one."""
+"""Up to this many keys, single gets are faster than a bulk get."""
 BULK_DIRECTORY = "bulk"
 """Directory of files that the database takes over once they are written. RocksDB ignores names that it does not know.
 """

@@ -19,7 +19,14 @@ import pyarrow as pa
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, key_order, merged_scan
+from backends.encoding.sorted_pairs import (
+    PAIRS_SCHEMA,
+    SortedPairs,
+    grouped_by_bytes,
+    is_strictly_sorted,
+    key_order,
+    merged_scan,
+)
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -346,7 +353,7 @@ class SortedMapEngine:
         )
         parts: list[_Part] = []
         for family, family_map in maps.items():
-            for chunks in _grouped(family_map.flat(), self._conf.file_snapshot_part_bytes):
+            for chunks in grouped_by_bytes(family_map.flat(), self._conf.file_snapshot_part_bytes):
                 name = f"{len(parts):06d}.pairs"
                 with pa.ipc.new_file(str(directory / name), PAIRS_SCHEMA, options=options) as writer:
                     for pairs in chunks:
@@ -397,16 +404,3 @@ class SortedMapEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("The state is closed: open it again.")
-
-
-def _grouped(chunks: Iterator[SortedPairs], part_bytes: int) -> Iterator[list[SortedPairs]]:
-    group: list[SortedPairs] = []
-    nbytes = 0
-    for chunk in chunks:
-        group.append(chunk)
-        nbytes += chunk.nbytes
-        if nbytes >= part_bytes:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY, StateStoreId, check_name
 from backends.encoding import values as lists
+from backends.encoding.keys import first_key_after
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary, merged_scan
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import Changes, read_changelog
@@ -190,7 +191,7 @@ class OverlayStateStore(StateStore):
             buffer.put(key, None)
             return
         prefix = lists.elements_prefix(key)
-        for batch in self._scan_stored(prefix, successor(prefix), lists.list_family_name(column_family)):
+        for batch in self._scan_stored(prefix, first_key_after(prefix), lists.list_family_name(column_family)):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
@@ -249,7 +250,10 @@ class OverlayStateStore(StateStore):
         self._check_list(column_family)
         prefix = lists.elements_prefix(key)
         return (
-            v for _, v in _pairs(self._scan_stored(prefix, successor(prefix), lists.list_family_name(column_family)))
+            v
+            for _, v in _pairs(
+                self._scan_stored(prefix, first_key_after(prefix), lists.list_family_name(column_family))
+            )
         )
 
     def scan(
@@ -282,7 +286,7 @@ class OverlayStateStore(StateStore):
 
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
         self._check_key(prefix)
-        return self.get_range(prefix, successor(prefix), column_family)
+        return self.get_range(prefix, first_key_after(prefix), column_family)
 
     def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
         return self.get_range(None, None, column_family)
@@ -403,12 +407,6 @@ class OverlayStateStore(StateStore):
             row = pc.index(array.is_null(), True).as_py()
             raise InvalidStateStoreArgument(f"{array.null_count} of the {what} are null, the first in row {row}.")
         return array
-
-
-def successor(prefix: bytes) -> bytes | None:
-    """Return the least key above all keys that begin with ``prefix``; None if there is none."""
-    stripped = prefix.rstrip(b"\xff")
-    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
 
 
 def _list_batch(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -47,11 +47,7 @@ class BoundCheckpoint(Struct, frozen=True):
 
 
 def move_checkpoint(
-    checkpoint_location: str,
-    state_location: str,
-    options: Mapping[str, str] | None = None,
-    *,
-    open_storage: OpenStorage = CheckpointStorage.open,
+    checkpoint_location: str, state_location: str, options: Mapping[str, str] | None = None
 ) -> BoundCheckpoint:
     """Bind the state of a checkpoint that has been moved to ``checkpoint_location`` to that place.
 
@@ -59,12 +55,12 @@ def move_checkpoint(
     checkpoint is still, or again, at its old place, or was moved without its last batch; ``MissingFileError`` if there
     is no checkpoint or no state of it.
     """
-    opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
+    opened = _Opened(checkpoint_location, state_location, dict(options or {}), CheckpointStorage.open)
     place = opened.log.newest_place()
     if place is not None and place.is_at(opened.checkpoint.location):
         return opened.bound(is_new=False)
     if place is not None:
-        old = open_storage(place.checkpoint_location, dict(options or {}))
+        old = CheckpointStorage.open(place.checkpoint_location, dict(options or {}))
         left = [METADATA] if old.exists(METADATA) else []
         left += [name for name in ("offsets", "commits") if old.list(name)]
         if left:

@@ -41,7 +41,7 @@ class SparkCommits:
     def next_batch(self) -> int:
         """Return the batch that Spark begins with: the last planned one, or the one after it if that is committed.
 
-        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever was removed from either directory.
+        Follows Spark (``MicroBatchExecution.populateStartOffsets``), also if files of either directory were removed.
         """
         with Pool(1) as pool:  # neither request needs the other's answer
             last_begun = pool.submit(self.last_begun)

@@ -88,7 +88,7 @@ class Hosts:
     def _begin_to_take_up(
         self, registration: QueryRegistration, report: HostReport, info: HostInfo
     ) -> list[Future[Any]]:
-        """Begin to process the report of a host about a run, in threads that no message about the run waits for.
+        """Begin to process the report of a host about a run, in threads separate from those of the run's messages.
 
         Return a list with the future, empty if the queue of waiting reports is full.
         """

@@ -272,7 +272,7 @@ def _described(path: str, size: int, kept: Iterable[str], versions: StateVersion
 
 
 def _foreign(path: str, size: int) -> StoredFile:
-    return StoredFile(path, size, "unknown", why="it is none of the state's; nothing reads or removes it")
+    return StoredFile(path, size, "unknown", why="the state has no such file; nothing reads or removes it")
 
 
 def _of_partition(path: str, size: int, kept_by: tuple[str, ...], versions: StateVersions) -> StoredFile:
@@ -288,7 +288,7 @@ def _of_partition(path: str, size: int, kept_by: tuple[str, ...], versions: Stat
 
 def _why_not(version: int, versions: StateVersions) -> str:
     if version < 0:
-        return "its name is none of the state's; nothing reads or removes it"
+        return "the state has no files with such names; nothing reads or removes it"
     if version <= versions.oldest:
         return "no version needs it any more; retention removes it"
     if version > versions.completed:

@@ -83,15 +83,15 @@ def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = Fals
     """Return how many of ``total`` partitions each host should own.
 
     ``loads`` is how many each host owns now, ``nodes`` its node. If shares cannot be equal, the hosts that own most now
-    get one more. Of all shares that are as equal as the head of this file requires, these take the fewest moves. With
-    ``keep`` no host gets less than its load; the shares may then exceed ``total``.
+    get one more. Among all shares that are equal enough (see the module), these need the fewest moves. With ``keep`` no
+    host gets less than its load; the shares may then exceed ``total``.
     """
     members: defaultdict[str, list[int]] = defaultdict(list)
     for host, node in enumerate(nodes):
         members[node].append(host)
     groups = list(members.values())
     parts = [total * len(group) // len(nodes) for group in groups]
-    # Rounding a node up costs nothing, and saves as many moves out of its hosts.
+    # The number of moves that a node's hosts save if its share is rounded up.
     savings = [
         _surplus(loads[group], part) - _surplus(loads[group], part + 1)
         for group, part in zip(groups, parts, strict=True)
@@ -182,7 +182,7 @@ def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
 
 
 def _released(partitions: list[str], host: Hashes, count: int) -> list[str]:
-    """Return the ``count`` partitions of a host that score lowest with it, whatever their order."""
+    """Return the ``count`` partitions of a host that score lowest with it, independent of their order."""
     scores = _scores(_hashes(partitions), host)[:, 0]
     return [partitions[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
 

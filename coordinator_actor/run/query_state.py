@@ -356,10 +356,10 @@ class QueryState:
         return stored_changes(self.manifests, self.versions, self.run_id, version, acknowledged)
 
     def name_snapshots(self) -> None:
-        """Name the unnamed snapshots in a manifest of the completed version, for the next run to find.
+        """Name the unnamed snapshots in a manifest of the completed version, for the next run.
 
-        Not if a later version is prepared: the manifest would no longer be the newest. Nor if the user has removed the
-        checkpoint, which the user may do right after ``stop()``: the checkpoint must not be recreated.
+        Does nothing if a later version is prepared, because the manifest would no longer be the newest. Does nothing if
+        the user has removed the checkpoint right after ``stop()``: it must not be recreated.
         """
         machine = self.machine
         if self.lifetime.is_current and machine.can_name_snapshots and self.manifests.query_file() is not None:
@@ -367,7 +367,7 @@ class QueryState:
             self.versions.unnamed.clear()
 
     def write_history(self) -> None:
-        """Write the history of the last checkpoints, as the run ends. Not if the user has removed the checkpoint."""
+        """Write the history of the last checkpoints as the run ends, unless the user has removed the checkpoint."""
         if self.lifetime.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
 

@@ -320,7 +320,7 @@ class RunMachine:
         self.is_uncertain = False
         if write.chain is not None:
             self.versions.load(write.chain)
-            self.versions.plan_anew()
+            self.versions.drop_plan()
         self.versions.append_manifest(manifest)
         if write.checkpoint is not None:
             self.checkpoints.complete(write.checkpoint)
@@ -506,7 +506,7 @@ class RunMachine:
         return any(versions.unnamed.values()) and max(versions.chain, default=0) == versions.completed
 
     def name_snapshots(self) -> WriteManifest:
-        """Name the unnamed snapshots in a manifest of the completed version, for the next run to find."""
+        """Name the unnamed snapshots in a manifest of the completed version, where the next run reads them."""
         versions = self.versions
         version = versions.completed
         named = {task: refs for task, refs in versions.unnamed.items() if versions.is_in_layout(version, task[0])}

@@ -186,7 +186,7 @@ class QueryVersions:
         if completed is not None:
             self.completed = completed
 
-    def plan_anew(self) -> None:
+    def drop_plan(self) -> None:
         """Drop the planned retention: the snapshots that it relies on have been exchanged."""
         self.planned = None
 
@@ -227,9 +227,7 @@ def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
 
 
 PINNED_BATCHES = 2
-"""Of each query that looks up, the versions of its last batches are kept: Spark begins a batch before it knows that the
-one before is committed.
-"""
+"""The versions that a query's last batches looked up are kept: Spark may run the batch before the newest one again."""
 KEPT_BATCHES = 100
 """Records kept of each query: as many as the batches that a user can roll back to (Spark's default)."""
 REMOVED_EVERY = 16
@@ -273,7 +271,7 @@ class LookedUpVersions:
         """
         self._under_way = 0
         self._seen: dict[tuple[str, int], LookupRecord] = {}
-        """The records that the last look has found, so that each is read once."""
+        """The records of the last listing, so that each is read once."""
 
     def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
         """Return the record of a batch; for a batch without one, record the completed version.

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from backends.encoding.columns import binary_content, gather_fixed
 from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys
-from backends.encoding.schema import StateSchema, nullable
+from backends.encoding.schema import StateSchema, nullable_schema
 from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StoreClosedError
 from backends.spans import Pool
@@ -97,12 +97,8 @@ def file_schema(schema: StateSchema) -> pa.Schema:
     keys, values = column_names(schema)
     fields = [pa.field(KEY_GROUP_COLUMN, pa.int32(), nullable=False)]
     for names, schema_of in ((keys, schema.key), (values, schema.value)):
-        fields += [f.with_name(name) for name, f in zip(names, _readable(schema_of), strict=True)]
+        fields += [f.with_name(name) for name, f in zip(names, nullable_schema(schema_of), strict=True)]
     return pa.schema(fields)
-
-
-def _readable(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([pa.field(f.name, nullable(f.type)) for f in schema])
 
 
 class _Writer:
@@ -112,7 +108,7 @@ class _Writer:
         self.rows = 0
         self._schema = file_schema(schema)
         self._name = name
-        key, value, *history = (_readable(part) for part in (schema.key, schema.value, *schema.history))
+        key, value, *history = (nullable_schema(part) for part in (schema.key, schema.value, *schema.history))
         self._stored = replace(schema, key=key, value=value, history=tuple(history))
         self._groups = first_group, last_group
         self._last_key: bytes | None = None

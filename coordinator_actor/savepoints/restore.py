@@ -25,7 +25,7 @@ from msgspec import Struct
 from backends import spans
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.columns import to_spark_type
-from backends.encoding.key_groups import partition_range
+from backends.encoding.key_groups import check_partitions, partition_range
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema
@@ -261,12 +261,9 @@ def _targets(
         spec = one if isinstance(one, OperatorSpec) else None
         operator = stored[one if isinstance(one, str) else one.name]
         count = num_partitions.get(operator.name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = count if count is not None else spec.num_partitions if spec else operator.num_partitions
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= metadata.key_groups:
-            raise InvalidStateStoreArgument(
-                f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, "
-                "the number of key groups, which is fixed for the life of the state."
-            )
+        if count is None:
+            count = spec.num_partitions if spec else operator.num_partitions
+        n = check_partitions(operator.name, count, metadata.key_groups)
         conf = StateStoreConf(
             provider=backend or (spec.backend if spec else operator.backend), storage_options=dict(options)
         )

@@ -263,13 +263,23 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def read_stored_savepoint(
-    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
+    path: str,
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    is_verified: bool = False,
+    open_storage: OpenStorage = CheckpointStorage.open,
 ) -> SavepointInfo:
-    """Return the description of a savepoint, from its metadata alone. Raises ``SavepointError`` or
-    ``DamagedFileError``.
+    """Return the description of a savepoint, from its metadata alone.
+
+    ``is_verified``: also read all of its files and compare them with their recorded digests. Raises ``SavepointError``,
+    or ``DamagedFileError`` naming every file that is missing or damaged.
     """
     storage = open_storage(path, storage_options or {})
-    return SavepointInfo(storage.location, read_metadata(storage))
+    metadata = read_metadata(storage)
+    if is_verified:
+        with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
+            check_files(storage, metadata.files(), Path(scratch), keep=False, threads=2)
+    return SavepointInfo(storage.location, metadata)
 
 
 def read_stored_savepoints(
@@ -320,20 +330,6 @@ def _remove_empty(root: Path) -> None:
                 Path(directory).rmdir()
     if root.is_dir() and not any(root.iterdir()):
         root.rmdir()
-
-
-def verify_stored_savepoint(
-    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
-) -> SavepointInfo:
-    """Read all files of a savepoint and compare them with their recorded digests.
-
-    Raises ``SavepointError``, or ``DamagedFileError`` naming every file that is missing or damaged.
-    """
-    storage = open_storage(path, storage_options or {})
-    metadata = read_metadata(storage)
-    with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
-        check_files(storage, metadata.files(), Path(scratch), keep=False, threads=2)
-    return SavepointInfo(storage.location, metadata)
 
 
 def check_files(

@@ -285,7 +285,7 @@ def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputSt
 
 
 def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputState:
-    """Merge states. The function sees no state of nulls alone: rows from before the output was added have that."""
+    """Merge states, without those that are null in all columns: rows older than the output have such states."""
     assert output.user is not None
     has_state = np.logical_or.reduce([np.asarray(column.is_valid()) for column in state])
     if has_state.all():

@@ -123,9 +123,7 @@ def _ranked(
     kept = order[ahead < rule.limit]
     if rule.dropped is not None:
         rule.dropped.num += len(order) - len(kept)
-    offsets = np.zeros(groups.num + 1, np.int64)
-    np.cumsum(np.minimum(counts, rule.limit), out=offsets[1:])
-    return kept, offsets
+    return kept, columns.offsets_of(np.minimum(counts, rule.limit))
 
 
 def _codes(column: pa.Array, descending: bool) -> columns.Integers:
@@ -314,9 +312,7 @@ def _encoded(entries: columns.Integers, num: int, precision: int) -> pa.Array:
 
 def _sparse(entries: columns.Integers, counts: columns.Integers, precision: int) -> pa.Array:
     marks = (entries & ((1 << (precision + RANK_BITS)) - 1)).astype(SPARSE)
-    offsets = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts * SPARSE.itemsize, out=offsets[1:])
-    return columns.binary_array(marks.view(np.uint8), offsets)
+    return columns.binary_array(marks.view(np.uint8), columns.offsets_of(counts * SPARSE.itemsize))
 
 
 def _with_dense(

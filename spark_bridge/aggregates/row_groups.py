@@ -119,8 +119,8 @@ def is_greater(a: pa.Array, b: pa.Array) -> Mask:
 def lexical_order(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.intp]:
     """Return the order of rows by the first column, of equal ones by the second, and so on. Not stable.
 
-    One column of 64 bits is sorted at a time, which numpy does with vector instructions. Columns after those that tell
-    all rows apart are not looked at.
+    One column of 64 bits is sorted at a time, which numpy does with vector instructions. Stops at
+    the column where all rows are distinct.
     """
     codes = columns[0]
     for following in columns[1:]:

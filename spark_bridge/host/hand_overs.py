@@ -103,7 +103,7 @@ class HandOvers:
             self._given = {
                 run_id: version
                 for run_id, version in self._given.items()
-                if run_id not in orders.unload_runs and not self._knows(run_id, version)
+                if run_id not in orders.unload_runs and not self._completed.has(run_id, version)
             }
             self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
             wanted_copies = {copy for order in orders.warm_up for copy in _copies(order)}
@@ -116,11 +116,7 @@ class HandOvers:
             if run_id in self._giving:
                 return True
             version = self._given.get(run_id)
-        return version is not None and not self._knows(run_id, version)
-
-    def _knows(self, run_id: str, version: int) -> bool:
-        newest = self._completed.newest(run_id)
-        return newest is not None and newest.version >= version
+        return version is not None and not self._completed.has(run_id, version)
 
     def _loads(self, order: WarmUp) -> Iterator[tuple[str, list[Order]]]:
         """Yield the pending loads of an order, in lanes that run in parallel."""

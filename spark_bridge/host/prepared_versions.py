@@ -110,7 +110,7 @@ class PreparedVersions:
         """Return whether the last version that was prepared here is known to be completed."""
         self._doubt(run_id)
         prepared = self._prepared.get(run_id)
-        return prepared is None or self._is_completed(run_id, prepared.version)
+        return prepared is None or self._completed.has(run_id, prepared.version)
 
     def settle(self, run_id: str, seconds: float) -> None:
         """Return once ``completed`` has every version that Spark had committed when this was called.
@@ -120,12 +120,12 @@ class PreparedVersions:
         """
         self._doubt(run_id)
         prepared = self._prepared.get(run_id)
-        if prepared is None or self._is_completed(run_id, prepared.version):
+        if prepared is None or self._completed.has(run_id, prepared.version):
             return
         asked, is_ours = time.monotonic(), False
         deadline = asked + seconds
         with prepared.changed:
-            while not self._is_completed(run_id, prepared.version) and prepared.answered < asked:
+            while not self._completed.has(run_id, prepared.version) and prepared.answered < asked:
                 now = time.monotonic()
                 if prepared.failure is not None and prepared.begun >= asked:
                     raise self._failed(prepared, prepared.failure)
@@ -142,10 +142,6 @@ class PreparedVersions:
                 else:
                     is_ours = True
                     self._begin_look(prepared, now)
-
-    def _is_completed(self, run_id: str, version: int) -> bool:
-        newest = self._completed.newest(run_id)
-        return newest is not None and newest.version >= version
 
     def _begin_look(self, prepared: _Prepared, now: float) -> None:
         # In a separate thread: storage may hang for longer than this reader waits.

@@ -63,6 +63,11 @@ class CompletedVersions:
         versions = self._runs.get(run_id)
         return None if versions is None else versions[-1]
 
+    def has(self, run_id: str, version: int) -> bool:
+        """Return whether this host knows that a version of a run is completed."""
+        newest = self.newest(run_id)
+        return newest is not None and newest.version >= version
+
     def at(self, run_id: str, version: int) -> CompletedVersion | None:
         """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
         return next((c for c in self._runs.get(run_id, ()) if c.version == version), None)
@@ -105,8 +110,7 @@ class CompletedVersions:
             while True:
                 newest = self.newest(run_id)
                 left = deadline - time.monotonic()
-                is_there = newest is not None and newest.version >= version
-                if is_there or left <= 0 or (was_known and newest is None):
+                if self.has(run_id, version) or left <= 0 or (was_known and newest is None):
                     return newest
                 was_known = newest is not None
                 self._changed.wait(left)

@@ -315,7 +315,7 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
         )
     if output_mode not in AGGREGATE_OUTPUT_MODES:
         raise InvalidOperatorError(
-            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" '
+            f'output_mode={output_mode!r} is not one of "update" (keys touched in the batch), "append" '
             '(windows when they close), "complete" (all keys).'
         )
     if not aggregations:

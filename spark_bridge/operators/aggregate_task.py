@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,8 @@ AGGREGATE_KEYS_PER_STEP = 1 << 14
 all elements, and otherwise.
 """
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
+VisitOthers: TypeAlias = Callable[[bytes | None, bytes | None, pa.BinaryArray], None]
+"""Takes a range of stored keys, after the first key and up to the second (None: unbounded), and touched keys in it."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,25 @@ class AggregateLogic:
         return np.arange(num_keys), self.aggregator.merge(ids, num_keys, states)
 
 
-class _AggregateBatch:
-    """One micro-batch of one partition."""
+class GroupedBatch:
+    """One micro-batch of one partition of an ``aggregate``, with session windows or without.
 
-    def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
-        self._logic = logic
+    ``by_key`` makes states of rows, given the number of key groups. Rows are late by ``late_by``; None: never.
+    """
+
+    def __init__(
+        self,
+        aggregator: Aggregator,
+        by_key: Callable[[pa.RecordBatch, int], KeyedRows],
+        store: StateAccess,
+        timer: StepTimer,
+        late_by: EventTime | None,
+    ) -> None:
+        self._aggregator = aggregator
+        self._by_key = by_key
         self._store = store
         self._timer = timer
-        # Without event time, nothing is ever late or done; in "complete", nothing is removed.
-        self._event_time = logic.event_time if logic.output_mode != "complete" else None
+        self._late_by = late_by
         self._rows = self._late = self._updated = self._removed = 0
 
     @property
@@ -110,18 +123,45 @@ class _AggregateBatch:
         return self._store.schema.families[DEFAULT_FAMILY]
 
     def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, were updated, removed and late."""
-        custom = self._logic.aggregator.figures()
+        """Return the counts of rows that came, and of late rows, and of updated and removed rows of state."""
+        custom = self._aggregator.figures()
         return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Aggregate the rows that are not late."""
-        if self._event_time is not None:
-            rows, late = late_rows_removed(rows, self._event_time, self._store.times.late_watermark_ms)
+        """Make states of the rows that are not late."""
+        if self._late_by is not None:
+            rows, late = late_rows_removed(rows, self._late_by, self._store.times.late_watermark_ms)
             self._late += late
         self._rows += rows.num_rows
         if rows.num_rows:
-            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
+            reducer.add(self._by_key(rows, self._store.num_key_groups))
+
+    @staticmethod
+    def _in_steps(
+        reducer: RowReducer, size: StepSize, merge: Callable[[KeyedRows], int], visit: VisitOthers | None
+    ) -> None:
+        """Call ``merge`` for some keys at a time, and ``visit`` for the stored keys between and after them."""
+        behind = None
+        for part in reducer.steps():
+            start = 0
+            while start < len(part.keys):
+                step = part.slice(start, size.keys)
+                start += len(step.keys)
+                size.seen(len(step.keys), merge(step))
+                if visit is not None:
+                    last = step.keys[-1].as_py()
+                    visit(behind, last, step.keys)
+                    behind = last
+        if visit is not None:
+            visit(behind, None, NO_KEYS)
+
+
+class _AggregateBatch(GroupedBatch):
+    def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
+        # Without event time, nothing is ever late or done; in "complete", nothing is removed.
+        self._event_time = logic.event_time if logic.output_mode != "complete" else None
+        super().__init__(logic.aggregator, logic.by_key, store, timer, self._event_time)
+        self._logic = logic
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge the new states into the state, and put the rows to emit into the spool."""
@@ -130,20 +170,14 @@ class _AggregateBatch:
         size = StepSize(
             FIXED_KEYS_PER_STEP if is_fixed else LIST_KEYS_PER_STEP if has_lists else AGGREGATE_KEYS_PER_STEP
         )
-        ranges, behind = self._ranges_to_visit(), None
-        for part in reducer.steps():
-            start = 0
-            while start < len(part.keys):
-                step = part.slice(start, size.keys)
-                start += len(step.keys)
-                num_bytes = self._merge_step(step.keys, step.rows, spool)
-                size.seen(len(step.keys), num_bytes)
-                if ranges:
-                    last = step.keys[-1].as_py()
-                    self._visit(between(ranges, behind, last), step.keys, spool)
-                    behind = last
-        if ranges:
-            self._visit(between(ranges, behind, None), NO_KEYS, spool)
+        ranges = self._ranges_to_visit()
+
+        def visit(behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray) -> None:
+            self._visit(between(ranges, behind, up_to), touched, spool)
+
+        self._in_steps(
+            reducer, size, lambda step: self._merge_step(step.keys, step.rows, spool), visit if ranges else None
+        )
 
     def _ranges_to_visit(self) -> list[KeyRange]:
         """Return the ranges of keys that must be emitted or removed although the batch does not touch them."""

@@ -89,7 +89,7 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
         if len(set(df.columns)) != len(df.columns):
             raise InvalidOperatorError(f"{name}= has two columns of one name: {', '.join(df.columns)}.")
     if how not in join_sides.JOIN_TYPES:
-        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, join_sides.JOIN_TYPES))}.")
+        raise InvalidOperatorError(f"how={how!r} is not one of {', '.join(map(repr, join_sides.JOIN_TYPES))}.")
     if (apply is None) != (output is None):
         raise InvalidOperatorError(
             "apply= and output= go together: apply returns rows, and output declares their columns, such as "
@@ -508,7 +508,7 @@ def join_asof(
     keys = [on] if isinstance(on, str) else list(on)
     check_frames(left, right, join_sides.LEFT_OUTER, None, None)
     if direction not in DIRECTIONS:
-        raise InvalidOperatorError(f"direction={direction!r} is none of {', '.join(map(repr, DIRECTIONS))}.")
+        raise InvalidOperatorError(f"direction={direction!r} is not one of {', '.join(map(repr, DIRECTIONS))}.")
     check_columns(left, right, keys, join_sides.LEFT_OUTER)
     placing = placing_of(left, right, operator, num_partitions)
     tolerance_us = None if tolerance is None else columns.microseconds(left.sparkSession, tolerance)

@@ -20,17 +20,16 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Mask, fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import key_order
-from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.operators.aggregate_task import GroupedBatch
 from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.state_task import EventTime, Times, all_keys, between, late_rows_removed
+from spark_bridge.task.state_task import EventTime, Times, all_keys, between
 from spark_bridge.task.task_store import StateAccess
 
 # Sessions of keys as rows: which rows make one session, and sessions to and from their stored form.
@@ -176,38 +175,17 @@ class SessionLogic:
         return ids, self.columns.rows(first_starts, last_ends, states)
 
 
-class _SessionBatch:
-    """One micro-batch of one partition."""
+class _SessionBatch(GroupedBatch):
+    """One micro-batch of one partition; the rows of state are sessions."""
 
     def __init__(self, logic: SessionLogic, store: StateAccess, timer: StepTimer) -> None:
+        late_by = EventTime(logic.window, is_window=True) if logic.evicts else None
+        super().__init__(logic.aggregator, logic.by_key, store, timer, late_by)
         self._logic = logic
         self._columns = logic.columns
-        self._store = store
-        self._timer = timer
         self._removes = logic.evicts and logic.output_mode != "complete"
         self._watermark = store.times.watermark_ms * 1000 if self._removes else np.iinfo(np.int64).min
         """In microseconds: a session whose end is not after this time has ended."""
-        self._rows = self._late = self._updated = self._removed = 0
-
-    @property
-    def _schema(self) -> StateSchema:
-        """Return the schema of stored rows with its history. Ask after the first read, which opens the partition."""
-        return self._store.schema.families[DEFAULT_FAMILY]
-
-    def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, were updated, removed and late; the rows of state are sessions."""
-        custom = self._logic.aggregator.figures()
-        return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
-
-    def add(self, rows: pa.RecordBatch, reducer: keyed_rows.RowReducer) -> None:
-        """Make sessions of the rows that are not late."""
-        if self._logic.evicts:
-            window = EventTime(self._logic.window, is_window=True)
-            rows, late = late_rows_removed(rows, window, self._store.times.late_watermark_ms)
-            self._late += late
-        self._rows += rows.num_rows
-        if rows.num_rows:
-            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def add_due_keys(self, reducer: keyed_rows.RowReducer) -> None:
         """Add the keys that may have sessions which have ended, so that ``merge`` visits them."""
@@ -221,21 +199,16 @@ class _SessionBatch:
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
         """Merge the new sessions into the state, and put the sessions to emit into the spool."""
-        size = keyed_rows.StepSize(SESSION_KEYS_PER_STEP)
-        is_complete = self._logic.output_mode == "complete"
-        behind = None
-        for part in reducer.steps():
-            start = 0
-            while start < len(part.keys):
-                step = part.slice(start, size.keys)
-                start += len(step.keys)
-                size.seen(len(step.keys), self._merge_step(step, spool))
-                if is_complete:
-                    last = step.keys[-1].as_py()
-                    self._emit_others(behind, last, step.keys, spool)
-                    behind = last
-        if is_complete:
-            self._emit_others(behind, None, pa.array([], pa.binary()), spool)
+
+        def emit_others(behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray) -> None:
+            self._emit_others(behind, up_to, touched, spool)
+
+        self._in_steps(
+            reducer,
+            keyed_rows.StepSize(SESSION_KEYS_PER_STEP),
+            lambda step: self._merge_step(step, spool),
+            emit_others if self._logic.output_mode == "complete" else None,
+        )
 
     def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
         """Merge the new sessions of some keys; return the bytes that they and the stored values take."""

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import Mask, list_parts
+from backends.encoding.columns import Mask, list_parts, offsets_of
 from spark_bridge.aggregates.row_groups import merge_keys
 from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format import layouts, stored_rows
 from spark_bridge.state_format.layouts import NO_TIME
-from spark_bridge.state_format.partition_rows import flat_ranges, offsets_of, pick, rows_of_structs
+from spark_bridge.state_format.partition_rows import flat_ranges, pick, rows_of_structs
 from spark_bridge.task.keyed_rows import Ids, one_batch, scanned
 from spark_bridge.task.state_task import EventTime, Times
 from spark_bridge.task.task_store import StateAccess

@@ -7,7 +7,6 @@ for the answer to another request.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import ssl
 import threading
@@ -353,10 +352,6 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         """The address of the host that answers."""
         return self._connection.address
 
-    def is_ready(self, wait: float = 0.0) -> bool:
-        """Return whether a part of the next frame is here, after ``wait`` seconds at most."""
-        return self.has_buffered() or bool(select.select([self], [], [], wait)[0])
-
     def has_buffered(self) -> bool:
         """Return whether a part of the next frame is in this process already, where ``poll`` does not see it."""
         return self._connection.has_buffered()
@@ -449,12 +444,6 @@ class KvConnections:
         if deadline is None:
             deadline = time.monotonic() + self.timeout
         return KvExchange(self, address, (header, body), deadline, self.timeout)
-
-    def welcome(self, address: str, deadline: float | None = None) -> Welcome:
-        """Return the greeting of a host: its id, and its limits on requests."""
-        connection, _ = self.acquire(address, time.monotonic() + self.timeout if deadline is None else deadline)
-        self.release(connection)
-        return connection.welcome
 
     # -- connections ---------------------------------------------------------------------------
 

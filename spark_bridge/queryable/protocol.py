@@ -23,7 +23,16 @@ from msgspec import Struct
 
 from backends.conf import DEFAULT_FAMILY
 from backends.decoders import msgpack_decoder
-from backends.encoding.columns import EVEN_ROWS, EVEN_WIDTH, MAX_BYTES, binary_content, even_array, even_rows, record
+from backends.encoding.columns import (
+    EVEN_ROWS,
+    EVEN_WIDTH,
+    MAX_BYTES,
+    binary_content,
+    even_array,
+    even_rows,
+    offsets_of,
+    record,
+)
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError, RequestError
 
@@ -421,8 +430,7 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
     if is_whole and bytes(body[_COUNT.size : begin]) == _even_lengths(count, width):
         return even_array(np.frombuffer(body, record(width), count, begin))
     lengths = np.frombuffer(body, "<i4", count, _COUNT.size)
-    offsets = np.zeros(count + 1, np.int64)
-    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+    offsets = offsets_of(np.maximum(lengths, 0))
     if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:
         raise RequestError(
             f"A body of {size} bytes does not have the lengths that it states, {offsets[-1]} bytes of {count} values."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_bridge.exceptions import SessionError
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,3 +56,15 @@ def current_cluster() -> StateCluster:
 def current_spark() -> SparkSession | None:
     """Return the Spark session of this process's session; None if there is none."""
     return None if _current is None else _current.spark
+
+
+def session_options(storage_options: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the storage settings of the Spark session, if there is one, with those that were given."""
+    spark = current_spark()
+    return {**({} if spark is None else storage_settings(spark)), **(storage_options or {})}
+
+
+def session_state_location() -> str | None:
+    """Return ``spark.statestore.location`` of the Spark session, if there is a session with that setting."""
+    spark = current_spark()
+    return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None

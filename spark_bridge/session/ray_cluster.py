@@ -290,9 +290,9 @@ def start_hook_with_token() -> Any:
 def require_cores(spark: SparkSession, more: int = 0) -> None:
     """Raise ``EnvironmentProblemError`` if Ray's workers leave no core of Spark's executors to streams.
 
-    ``more`` are cores that further Ray workers are going to take. Executors that are still on their way are waited for.
-    Applications with dynamic allocation get executors when they need some, and are not looked at, nor are those that
-    have no Ray workers.
+    ``more`` is the number of cores that further Ray workers will take. Waits for executors that are still starting.
+    Applications with dynamic allocation, which get executors when they need them, and those without Ray workers are
+    not checked.
     """
     context = spark.sparkContext
     if context._jsc.sc().isLocal() or context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":

@@ -20,8 +20,7 @@ from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import rebuilt_error
-from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.session.current import current_cluster, current_spark, session_options, session_state_location
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SAVEPOINT_POLL_SECONDS = 0.1
 SAVEPOINT_ATTEMPTS = 5
-"""So often a savepoint is begun, if the coordinator that makes it dies."""
+"""At most this many attempts to make a savepoint, if its coordinator dies."""
 
 
 def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop: bool = False) -> Future[str]:
@@ -149,7 +148,6 @@ def restore_savepoint(
     ``coordinator_actor.savepoints.restore.restore_into_checkpoint`` for the arguments and the errors.
     """
     set_up(setting_of_environment(), {"role": "driver"})  # often before there is a session
-    spark = current_spark()
     return savepoint_restore.restore_into_checkpoint(
         _absolute(path),
         _absolute(checkpoint_location),
@@ -158,8 +156,8 @@ def restore_savepoint(
         operators=operators,
         state_only=state_only,
         allow_non_restored_state=allow_non_restored_state,
-        storage_options=_options(storage_options),
-        state_location=(spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None,
+        storage_options=session_options(storage_options),
+        state_location=session_state_location(),
         threads=os.cpu_count() or 1,
         progress=progress,
     )
@@ -167,7 +165,7 @@ def restore_savepoint(
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """Return the savepoints directly below a directory, the oldest first."""
-    return savepoint_format.read_stored_savepoints(_absolute(base_path), _options(storage_options))
+    return savepoint_format.read_stored_savepoints(_absolute(base_path), session_options(storage_options))
 
 
 def describe_savepoint(
@@ -178,26 +176,20 @@ def describe_savepoint(
     With ``check_files`` every file is read and compared with its checksums. Raises ``SavepointError``, and
     ``DamagedFileError`` that names all files that are missing or damaged.
     """
-    describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
-    return describe(_absolute(path), _options(storage_options))
+    options = session_options(storage_options)
+    return savepoint_format.read_stored_savepoint(_absolute(path), options, is_verified=check_files)
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
     """Remove a savepoint. Raises ``SavepointError`` if there is none at ``path``."""
-    savepoint_format.remove_stored_savepoint(_absolute(path), _options(storage_options))
-
-
-def _options(options: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the storage settings of the Spark session, if there is one, with those that were given."""
-    spark = current_spark()
-    return {**({} if spark is None else storage_settings(spark)), **(options or {})}
+    savepoint_format.remove_stored_savepoint(_absolute(path), session_options(storage_options))
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:
     """Give every host its share of the partitions now, of one query or of all; return how many have moved, by run id.
 
-    By itself this happens as soon as new owners have loaded what becomes theirs. This does not wait for that: the next
-    batch waits for the loads.
+    Without this call, partitions move once their new owners have loaded them. With it, the next batch waits for the
+    loads.
     """
     moved = current_cluster().coordinator.rebalance(query)
     return moved

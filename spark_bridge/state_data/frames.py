@@ -234,7 +234,7 @@ def spark_schema(schema: pa.Schema) -> StructType:
 T = TypeVar("T")
 
 VERSION_ATTEMPTS = 3
-"""So often the last version is looked up, if it is removed before it can be read."""
+"""At most this many attempts to read the last version, if retention removes it first."""
 
 
 def state_batches(

@@ -17,14 +17,14 @@ import pyarrow as pa
 from backends.conf import DEFAULT_FAMILY
 from backends.decoders import msgpack_decoder
 from backends.encoding.key_groups import key_groups, partition_range
-from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys, first_key_after
 from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions, VersionTimes, ms_of
-from spark_bridge.queryable.client.arguments import WhereCondition, comparisons, first_key_after
+from spark_bridge.queryable.client.arguments import WhereCondition, comparisons
 from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter

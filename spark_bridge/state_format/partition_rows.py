@@ -22,6 +22,7 @@ from backends.encoding.columns import (
     is_list_like,
     list_array,
     list_parts,
+    offsets_of,
     struct_array,
 )
 from backends.encoding.keys import encode_keys
@@ -190,13 +191,6 @@ def flat_ranges(starts: Offsets, counts: Offsets) -> Offsets:
     total = int(ends[-1]) if len(ends) else 0
     numbers: Offsets = np.repeat(starts - (ends - counts), counts) + np.arange(total)
     return numbers
-
-
-def offsets_of(counts: npt.NDArray[Any]) -> Offsets:
-    """Return the n+1 offsets of n lists with these numbers of elements."""
-    offsets = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def pick(elements: pa.Array, starts: Offsets, counts: Offsets, kind: pa.DataType) -> pa.Array:

@@ -26,7 +26,7 @@ from backends.encoding.columns import (
 )
 from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encode_keys
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema, nullable
+from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.state_format import layouts
@@ -179,9 +179,9 @@ class VariableRows:
         return {
             family: replace(
                 schema,
-                key=_nullable(schema.key),
-                value=_nullable(schema.value),
-                history=tuple(map(_nullable, schema.history)),
+                key=nullable_schema(schema.key),
+                value=nullable_schema(schema.value),
+                history=tuple(map(nullable_schema, schema.history)),
             )
             for family, schema in self.variable.families.items()
         }
@@ -250,10 +250,6 @@ class VariableRows:
             results_of_state = [*by_name.values(), *ttl]
         types = [*self.value.types, pa.int64()] if len(results_of_state) > len(self.value) else self.value.types
         return [c.cast(kind) for c, kind in zip(results_of_state, types, strict=True)]
-
-
-def _nullable(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([pa.field(f.name, nullable(f.type)) for f in schema])
 
 
 def _parts(structs: pa.StructArray) -> dict[str, pa.Array]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from backends.conf import DEFAULT_FAMILY
-from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups, check_partitions
 from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.session.current import current_spark
+from spark_bridge.session.current import current_spark, session_options, session_state_location
 from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
 from spark_bridge.state_surgery.declared_operators import (
     MERGE,
@@ -33,10 +33,7 @@ from spark_bridge.state_surgery.new_state import (
     NewStateReport,
     RayWorkers,
     Workers,
-    check_partitions,
     new_query_id,
-    session_options,
-    session_state_location,
 )
 from spark_bridge.state_surgery.shuffle import Function, OperatorVariable, ReadJob, Routing, Target, target_name
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import numpy as np
 import pyarrow as pa
 
 from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.encoding.sorted_pairs import grouped_by_bytes
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import OperatorSpec
@@ -94,7 +95,7 @@ def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> p
 
 
 MERGE = "merge"
-"""As ``combine``: the states of an ``aggregate`` are merged, as those of two tasks are."""
+"""A value of ``combine``: merge the states of an ``aggregate``, as its tasks do."""
 Program: TypeAlias = Union["DataFrame", Sequence[OperatorSpec]]
 """The streaming DataFrame of a query, or the declarations of its operators."""
 Combining: TypeAlias = Combine | str
@@ -148,9 +149,9 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
     """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``."""
     if not written_by_hand(schema, [variable]):
         raise InvalidStateStoreArgument(
-            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) knows: they "
-            "cannot be rewritten. Give None as their function, so that the join begins again, from sources that "
-            "reach back as far as within=."
+            f"The rows of {variable.name!r} of operator {operator!r} cannot be rewritten: only join(...) knows how "
+            "long they wait. Give None as their function. The join then begins without them: its sources must reach "
+            "back as far as within=."
         )
 
 
@@ -246,7 +247,6 @@ class BlockRows:
         yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
 
 
-Sized = TypeVar("Sized", PackedRows, pa.RecordBatch)
 """Rows of a known number of bytes."""
 STAGING = "staging"
 """The directory of a new state for rows on their way from Spark's executors to Ray's tasks."""
@@ -274,27 +274,13 @@ def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> 
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         storage = CheckpointStorage.open(location, options)
-        for part in _in_groups(batches):
+        for part in grouped_by_bytes(batches, SOURCE_BYTES):
             path = f"{STAGING}/{uuid.uuid4().hex}.arrow"
             storage.put_new(path, packed(part[0].schema, part).tobytes())
             yield pa.RecordBatch.from_arrays([pa.array([path])], names=["path"])
 
     paths = map_in_arrow(frame, write, "staged_rows", "path string").collect()
     return [StagedRows(location, options, row["path"]) for row in paths]
-
-
-def _in_groups(parts: Iterable[Sized]) -> Iterator[list[Sized]]:
-    """Yield rows in groups of ``SOURCE_BYTES`` at least, but for the last one."""
-    pending: list[Sized] = []
-    size = 0
-    for part in parts:
-        pending.append(part)
-        size += part.nbytes
-        if size >= SOURCE_BYTES:
-            yield pending
-            pending, size = [], 0
-    if pending:
-        yield pending
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:
@@ -323,7 +309,7 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
 
 
 def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
-    return (GivenRows(tuple(group)) for group in _in_groups(parts))
+    return (GivenRows(tuple(group)) for group in grouped_by_bytes(parts, SOURCE_BYTES))
 
 
 def _of_table(table: pa.Table) -> Iterator[GivenRows]:

@@ -26,7 +26,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.spark_commits import METADATA, SparkCommits
+from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.operators.mirror_task import PLACE, REMOVED, MirrorLogic
 from spark_bridge.session.settings import storage_settings
@@ -38,6 +38,7 @@ from spark_bridge.state_surgery.spark_state import (
     TTL_FIELDS,
     SparkOperator,
     StoppedQuery,
+    check_state_of_spark,
     listed,
     numbered_fields,
 )
@@ -226,17 +227,7 @@ def mirror(
 
 def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> StoppedQuery:
     """Return the Spark query at its last committed batch. Raises ``InvalidStateStoreArgument``."""
-    if int(spark.version.split(".")[0]) < 4:
-        raise InvalidStateStoreArgument(
-            f"mirror reads state with Spark's own reader, which Spark {spark.version} does not have: run the mirror on "
-            "Spark 4.0 or later. The mirrored query may run on Spark 3.5."
-        )
-    if not storage.exists(METADATA):
-        raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
-    if storage.list("statestore"):
-        raise InvalidStateStoreArgument(
-            f"{storage.location} is the checkpoint of a query of this project: use serve_state(follow=True)."
-        )
+    check_state_of_spark("mirror", spark, storage, "use serve_state(follow=True)")
     newest = SparkBatch.newest(storage)
     if newest is None:
         raise InvalidStateStoreArgument(

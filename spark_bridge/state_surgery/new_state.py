@@ -24,8 +24,6 @@ from coordinator_actor.durable.records import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.session.current import current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_surgery.shuffle import (
     BuiltPartition,
     CopiedState,
@@ -449,27 +447,5 @@ def new_query_id() -> str:
     return str(uuid.uuid4())
 
 
-def session_options(storage_options: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the storage settings of the Spark session, if there is one, with those that were given."""
-    spark = current_spark()
-    return {**({} if spark is None else storage_settings(spark)), **(storage_options or {})}
-
-
-def session_state_location() -> str | None:
-    """Return ``spark.statestore.location`` of the Spark session, if there is a session with that setting."""
-    spark = current_spark()
-    return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None
-
-
 def _with(conf: StateStoreConf, backend: str) -> StateStoreConf:
     return StateStoreConf(provider=backend, storage_options=dict(conf.storage_options))
-
-
-def check_partitions(operator: str, num_partitions: object, key_groups: int) -> int:
-    """Return a number of partitions, or raise ``InvalidStateStoreArgument``."""
-    if isinstance(num_partitions, bool) or not isinstance(num_partitions, int) or not 1 <= num_partitions <= key_groups:
-        raise InvalidStateStoreArgument(
-            f"num_partitions={num_partitions!r} for operator {operator!r} must be an int from 1 to {key_groups}, the "
-            "number of key groups, which is fixed for the life of the state."
-        )
-    return num_partitions

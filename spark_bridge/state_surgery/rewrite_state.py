@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.encoding.key_groups import check_partitions
 from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
@@ -15,6 +16,7 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
+from spark_bridge.session.current import session_options, session_state_location
 from spark_bridge.state_surgery.declared_operators import (
     Combining,
     Program,
@@ -38,10 +40,7 @@ from spark_bridge.state_surgery.new_state import (
     NewStateReport,
     RayWorkers,
     Workers,
-    check_partitions,
     new_query_id,
-    session_options,
-    session_state_location,
 )
 from spark_bridge.state_surgery.shuffle import CopiedState, ReadJob
 

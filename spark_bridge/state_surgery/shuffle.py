@@ -304,9 +304,9 @@ def combined_batch(batches: Sequence[pa.RecordBatch], owner: str) -> pa.RecordBa
         columns = [pa.concat_arrays(c) for c in zip(*(b.columns for b in batches), strict=True)]
     except pa.ArrowInvalid as error:
         raise InvalidStateStoreArgument(
-            f"{sum(b.num_rows for b in batches)} rows of {owner} have to be put together, of one key group or made of "
-            f"one batch, and a column of them has more than 2 GiB: {error}. Use more key groups, or make fewer rows of "
-            "a batch."
+            f"{sum(b.num_rows for b in batches)} rows of {owner} must fit into one batch, because they are of one key "
+            f"group or made from one batch, but a column of them has more than 2 GiB: {error}. Use more key groups, or "
+            "make fewer rows from a batch."
         ) from error
     return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
 
@@ -454,8 +454,8 @@ def _distinct(
     overlapping = pairs.overlapping(rows, keys)
     if len(overlapping):
         raise InvalidStateStoreArgument(
-            f"{len(overlapping)} sessions of {target.in_words} begin before an earlier one of their key has ended, as "
-            f"that of {key_in_words(rows, pairs, int(overlapping[0]))}: sessions of a key must lie apart."
+            f"{len(overlapping)} sessions of {target.in_words} overlap an earlier session of their key, such as "
+            f"{key_in_words(rows, pairs, int(overlapping[0]))}: merge the sessions of a key that overlap."
         )
     return rows, keys
 
@@ -467,9 +467,9 @@ def _combined(
     several = rows.filter(repeated)
     if target.combine is None:
         raise InvalidStateStoreArgument(
-            f"Keys of {target.in_words} come several times, as {key_in_words(several, target.pairs, 0)} "
-            f"(and {several.num_rows - 1} more such rows in some key groups): give combine=, a function that makes one "
-            "row of the rows of each key."
+            f"Keys of {target.in_words} come several times, such as {key_in_words(several, target.pairs, 0)} "
+            f"(and {several.num_rows - 1} more such rows in some key groups): give combine=, a function that returns "
+            "one row for each key."
         )
     output = target.combine(pa.Table.from_batches([several]))
     combined = conformed(output, target.pairs, target.in_words)
@@ -477,8 +477,8 @@ def _combined(
     before, after = pc.unique(keys.filter(repeated)), pc.unique(new_keys)
     if len(after) != len(new_keys) or not pc.all(pc.is_in(new_keys, value_set=before)).as_py():
         raise InvalidStateStoreArgument(
-            f"combine= gave {combined.num_rows} rows for the {len(before)} keys of {target.in_words} that it was given "
-            "the rows of: it must give at most one row for each of them, and none for another key."
+            f"combine= returned {combined.num_rows} rows for {len(before)} keys of {target.in_words}: it must return "
+            "at most one row for each of these keys, and no row for another key."
         )
     single = pc.invert(repeated)
     both = combined_batch([rows.filter(single), combined.cast(rows.schema)], target.in_words)

@@ -104,15 +104,15 @@ class FileSink:
             return
         if last == planned and last == committed + 1:
             raise InvalidStateStoreArgument(
-                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip this "
-                f"batch in the new query too, and its state would be lost. Start the old query again, stop it when it "
-                f"has committed batch {last}, and call take_over again."
+                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip "
+                "this batch in the new query too, and its state would be lost. Start the old query again, stop it when "
+                f"it has committed batch {last}, and call take_over again."
             )
         said = "no batch" if last is None else f"batch {last} as its last one"
         raise InvalidStateStoreArgument(
-            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the directory that "
-            "the old query writes to. If it is, another query writes there too, and the sink would skip batches of the "
-            "new query: give that another directory, and leave out file_sink=."
+            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the "
+            "directory that the old query writes to. If it is, another query writes there too, and the sink would skip "
+            "batches of the new query: give that another directory, and leave out file_sink=."
         )
 
     def check_unused(self, spark: SparkSession) -> None:
@@ -134,6 +134,19 @@ def _path_of(location: str) -> str:
     return (location.partition(":/")[2] or location).strip("/")
 
 
+def check_state_of_spark(caller: str, spark: SparkSession, storage: CheckpointStorage, instead: str) -> None:
+    """Raise ``InvalidStateStoreArgument`` unless ``caller`` can read the checkpoint with Spark's state reader."""
+    if int(spark.version.split(".")[0]) < 4:
+        raise InvalidStateStoreArgument(
+            f"{caller} reads state with Spark's own reader, which Spark {spark.version} does not have: run {caller} on "
+            "Spark 4.0 or later. It reads checkpoints of Spark 3.5 too."
+        )
+    if not storage.exists(METADATA):
+        raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
+    if storage.list("statestore"):
+        raise InvalidStateStoreArgument(f"{storage.location} is the checkpoint of a query of this project: {instead}.")
+
+
 @dataclass(frozen=True)
 class StoppedQuery:
     """The checkpoint of a stopped query of Spark, at its last committed batch; ``planned`` is its last planned one.
@@ -152,17 +165,7 @@ class StoppedQuery:
         cls, spark: SparkSession, location: str, storage: CheckpointStorage, sink: FileSink | None = None
     ) -> StoppedQuery:
         """Return the query of a checkpoint. Raises ``InvalidStateStoreArgument`` if no state can be taken over."""
-        if int(spark.version.split(".")[0]) < 4:
-            raise InvalidStateStoreArgument(
-                f"take_over reads the old state with Spark's own reader, which Spark {spark.version} does not have: "
-                "run take_over on Spark 4.0 or later. It reads checkpoints of Spark 3.5 too."
-            )
-        if not storage.exists(METADATA):
-            raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
-        if storage.list("statestore"):
-            raise InvalidStateStoreArgument(
-                f"{storage.location} is the checkpoint of a query of this project: use a savepoint, or rewrite_state."
-            )
+        check_state_of_spark("take_over", spark, storage, "use a savepoint, or rewrite_state")
         commits = SparkCommits(storage)
         batch_id, planned = commits.last_committed(), commits.last_begun()
         if batch_id is None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from backends.encoding.key_groups import check_partitions
 from backends.encoding.operator_schema import TIMERS, OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
@@ -35,7 +36,6 @@ from spark_bridge.state_surgery.new_state import (
     NewStateReport,
     RayWorkers,
     Workers,
-    check_partitions,
     new_query_id,
 )
 from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
@@ -189,8 +189,8 @@ def _matched(
             )
     if len(specs) > 1 and any(_has_watermark(one) for one in specs.values()):
         raise InvalidStateStoreArgument(
-            f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Each has a watermark of "
-            "its own, which Spark's records do not have: such state cannot be taken over."
+            f"{query.storage.location} has {len(specs)} stateful operators with a watermark. Spark's "
+            "records lack the watermark of each operator: such state cannot be taken over."
         )
     return matched
 

@@ -14,13 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from backends.encoding.columns import list_array, list_parts
+from backends.encoding.columns import list_array, list_parts, offsets_of
 from backends.encoding.operator_schema import StateVariable
 from backends.encoding.sorted_pairs import key_order
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.partition_rows import offsets_of
 from spark_bridge.state_format.stored_rows import by_expiry, expired_ranges, without_expiry
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.declaration import (

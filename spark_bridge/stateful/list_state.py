@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import Offsets
+from backends.encoding.columns import Offsets, offsets_of
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.layouts import CHUNKS, ELEMENTS, LENGTH, NUM_CHUNKS, TAIL, family_of
@@ -21,7 +21,6 @@ from spark_bridge.state_format.partition_rows import (
     chunk_keys,
     cut_lists,
     flat_ranges,
-    offsets_of,
     pick,
     rows_of_structs,
     structs,

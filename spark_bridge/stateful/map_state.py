@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Row
 
-from backends.encoding.columns import list_array, struct_array
+from backends.encoding.columns import list_array, offsets_of, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format import layouts, partition_rows
@@ -99,7 +99,7 @@ class StoredMaps:
     # -- reading -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the keys of the step before."""
+        """Forget the keys of the previous step."""
         self._read_heads = None
 
     def head(self, i: int) -> tuple[bool, list[Entry]]:
@@ -204,7 +204,7 @@ class StoredMaps:
         if self._ttl.is_on:
             columns.append(values.column(layouts.TTL_COLUMN))
         entries = struct_array(columns, len(keys), None, entry)
-        offsets = partition_rows.offsets_of(np.array([len(m.entries) for _, m in maps]))
+        offsets = offsets_of(np.array([len(m.entries) for _, m in maps]))
         is_large = partition_rows.are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True

@@ -25,6 +25,7 @@ from backends.encoding.columns import (
     list_array,
     list_parts,
     null_mask,
+    offsets_of,
     struct_array,
     to_spark_type,
 )
@@ -44,7 +45,7 @@ Value = Any
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError, InvalidOperation)
 _ROUNDING = Context(prec=76, rounding=ROUND_HALF_UP)
-"""More digits than a decimal can have: the default context refuses to round the longest ones."""
+"""Has as many digits as the widest decimal: the default context cannot round one that long."""
 _Conversion = Callable[[Sequence[Value], pa.DataType], pa.Array]
 
 
@@ -184,7 +185,7 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
         return tuple(value[n] for n in names) if fields != names and set(fields) == set(names) else value
     if not isinstance(value, (tuple, list)):
         raise TypeError(
-            f"Field {name!r} is a struct ({', '.join(names)}), and {shown(value)} ({type(value).__name__}) is none: "
+            f"Field {name!r} is a struct ({', '.join(names)}), not {shown(value)} ({type(value).__name__}): "
             "give a Row, a tuple or a dict."
         )
     return value
@@ -193,7 +194,7 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
 def _list_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, (list, tuple, np.ndarray))):
-            raise TypeError(f"Field {name!r} is an array, and {shown(v)} ({type(v).__name__}) is none: give a list.")
+            raise TypeError(f"Field {name!r} is an array, not {shown(v)} ({type(v).__name__}): give a list.")
     present = list(chain.from_iterable(v for v in values if v is not None))
     elements = to_array(f"{name}.element", present, kind.value_field, nan_is_null=nan_is_null)
     return list_array(elements, *_extents(values), kind)
@@ -202,7 +203,7 @@ def _list_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nu
 def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, dict)):
-            raise TypeError(f"Field {name!r} is a map, and {shown(v)} ({type(v).__name__}) is none: give a dict.")
+            raise TypeError(f"Field {name!r} is a map, not {shown(v)} ({type(v).__name__}): give a dict.")
     present = [v for v in values if v is not None]
     keys = to_array(f"{name}.key", list(chain.from_iterable(present)), kind.key_field, nan_is_null=nan_is_null)
     values_of_all = list(chain.from_iterable(v.values() for v in present))
@@ -214,9 +215,8 @@ def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nul
 def _extents(values: Sequence[Value]) -> tuple[Micros, Mask]:
     """Return the bounds of the elements of each of n rows (n+1 offsets), and which rows are None."""
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values)), out=offsets[1:])
-    return offsets, mask
+    counts = np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values))
+    return offsets_of(counts), mask
 
 
 def shown(value: object) -> str:

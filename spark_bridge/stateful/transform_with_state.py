@@ -77,8 +77,8 @@ def checked_arguments(
     check_operator_name(operator, df)
     if not isinstance(output_mode, str) or output_mode.lower() not in PROCESSOR_OUTPUT_MODES:
         raise InvalidOperatorError(
-            f"output_mode={output_mode!r} is none of a processor's: {', '.join(PROCESSOR_OUTPUT_MODES)}. A processor "
-            "emits the rows that it returns, and cannot know all its keys."
+            f"output_mode={output_mode!r} is not one of {', '.join(PROCESSOR_OUTPUT_MODES)}: a processor emits the "
+            "rows that it returns, and cannot know all its keys."
         )
     if not isinstance(time_mode, str) or time_mode.lower() not in TIME_MODES:
         raise InvalidOperatorError(

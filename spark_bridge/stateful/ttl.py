@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import Mask, list_parts
+from backends.encoding.columns import Mask, list_parts, offsets_of
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.partition_rows import offsets_of, rows_of_structs
+from spark_bridge.state_format.partition_rows import rows_of_structs
 from spark_bridge.state_format.stored_rows import group_range, prefix_range
 from spark_bridge.stateful.declaration import INT64_MAX, KeyStep
 

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.operator_schema import StateVariable
-from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.layouts import family_of
 from spark_bridge.stateful.declaration import Declaration, KeyStep, PySparkValueState
 from spark_bridge.stateful.state_values import StateValues
@@ -101,7 +100,7 @@ class ValueState(PySparkValueState):
         try:
             rows = self._codec.to_batch([values[i] for i in written.tolist()])
         except (TypeError, ValueError) as error:
-            raise self._refusal(error) from error
+            raise self._accepted.refusal(error) from error
         batch = self._ttl.stamped(rows)
         step.stage(step.keys.take(pa.array(written)), self._schema.encode_values(batch), self._family)
         swept = np.setdiff1d(self._expired, indices)
@@ -111,6 +110,3 @@ class ValueState(PySparkValueState):
         if len(swept):
             step.figures.count("numValuesRemovedDueToTTLExpiry", len(swept))
         self._values, self._changed = [], []
-
-    def _refusal(self, error: Exception) -> IllegalStateValueError:
-        return self._accepted.refusal(error)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.columns import offsets_of
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.task.executor import temporary_file
 
@@ -216,7 +217,7 @@ def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordB
     order = (ranks.astype(np.uint64) << np.uint64(32)) | np.arange(len(ranks), dtype=np.uint64)
     order.sort()
     order &= np.uint64(0xFFFFFFFF)
-    return RowStep(keys, _offsets_of(counts), rows.take(pa.array(order)))
+    return RowStep(keys, offsets_of(counts), rows.take(pa.array(order)))
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:
@@ -281,7 +282,7 @@ def _joined(step: RowStep, others: pa.BinaryArray) -> RowStep:
     keys = keys.take(pc.sort_indices(keys))
     counts = np.zeros(len(keys), np.int64)
     counts[pc.index_in(step.keys, keys).to_numpy()] = np.diff(step.offsets)
-    return RowStep(keys, _offsets_of(counts), step.rows)
+    return RowStep(keys, offsets_of(counts), step.rows)
 
 
 def _sorted_parts(parts: list[pa.RecordBatch]) -> RowStep:
@@ -355,9 +356,3 @@ def _number_up_to(keys: pa.BinaryArray, key: bytes) -> int:
 def _bytes(scalar: pa.BinaryScalar) -> bytes:
     value: bytes = scalar.as_py()
     return value
-
-
-def _offsets_of(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    offsets = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

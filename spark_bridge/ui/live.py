@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -34,8 +35,42 @@ SAVEPOINTS = "savepoints"
 CHANGES_WAIT_SECONDS = 5.0
 """How long changes of versions that are completed are waited for."""
 
+Client = TypeVar("Client", bound=QueryableStateClient)
 
-class LiveSystem:
+
+class SystemWithSavepoints(Generic[Client]):
+    """What both systems do: make the query client once, and read savepoints from storage."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        storage_options: Mapping[str, str] | None,
+        open_storage: OpenStorage = CheckpointStorage.open,
+    ) -> None:
+        self._connect = connect
+        self._options = dict(storage_options or {})
+        self._open = open_storage
+        self._client: Client | None = None
+        self._connecting = threading.Lock()
+
+    def client(self) -> Client:
+        """See ``System``. A client that cannot be made now is made by a later call."""
+        with self._connecting:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
+        base = base or default_directory(query)
+        return savepoint_format.read_stored_savepoints(base, self._options, open_storage=self._open)
+
+    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
+        return savepoint_format.read_stored_savepoint(
+            path, self._options, is_verified=check_files, open_storage=self._open
+        )
+
+
+class LiveSystem(SystemWithSavepoints[QueryableStateClient]):
     """Shows the answers of coordinator and hosts (a ``System``).
 
     ``overview`` asks them all, ``connect`` makes a query client, ``call`` sends a message to the coordinator by its
@@ -52,23 +87,13 @@ class LiveSystem:
         call: Callable[..., Any],
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(connect, storage_options)
         self.place = f"namespace {namespace}"
         self._overview = overview
-        self._connect = connect
         self._call = call
-        self._options = dict(storage_options or {})
-        self._client: QueryableStateClient | None = None
-        self._connecting = threading.Lock()
 
     def overview(self) -> Overview:
         return self._overview()
-
-    def client(self) -> QueryableStateClient:
-        """See ``System``. A client that cannot be made now is made by a later call."""
-        with self._connecting:
-            if self._client is None:
-                self._client = self._connect()
-            return self._client
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
         """See ``System``. Versions that changed nothing are left out, so that a wait for the last one has an end."""
@@ -86,13 +111,6 @@ class LiveSystem:
         finally:
             waking.cancel()
             changes.close()
-
-    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
-        return savepoint_format.read_stored_savepoints(base or default_directory(query), self._options)
-
-    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
-        describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
-        return describe(path, self._options)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
         self._call("trigger_savepoint", request_id, query, path)
@@ -186,7 +204,7 @@ def _event(name: str, data: object) -> bytes:
 # A checkpoint in storage as the page shows it, without any cluster. The query may run or not.
 
 
-class StoredSystem:
+class StoredSystem(SystemWithSavepoints[CheckpointClient]):
     """Shows the content of storage (a ``System``). Nothing is written or locked."""
 
     is_live = False
@@ -199,36 +217,17 @@ class StoredSystem:
         *,
         open_storage: OpenStorage = CheckpointStorage.open,
     ) -> None:
+        place = (checkpoint_location, state_location, options)
+        super().__init__(partial(CheckpointClient.open, *place, open_storage=open_storage), options, open_storage)
         self.place = f"checkpoint {checkpoint_location}"
         self._location = checkpoint_location
         self._state_location = state_location
-        self._options = dict(options or {})
-        self._open = open_storage
-        self._client: CheckpointClient | None = None
-        self._opening = threading.Lock()
 
     def overview(self) -> Overview:
         return overview_of_checkpoint(self._location, self._state_location, self._options, open_storage=self._open)
 
-    def client(self) -> CheckpointClient:
-        """See ``System``. A checkpoint that cannot be opened now is opened by a later call."""
-        with self._opening:
-            if self._client is None:
-                self._client = CheckpointClient.open(
-                    self._location, self._state_location, self._options, open_storage=self._open
-                )
-            return self._client
-
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
         return self.client().watch(table.operator, state=table.state, from_version=since).up_to(until)
-
-    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
-        base = base or default_directory(query)
-        return savepoint_format.read_stored_savepoints(base, self._options, open_storage=self._open)
-
-    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
-        describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
-        return describe(path, self._options, open_storage=self._open)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
         """Raise ``RequestError``: only a running query can be asked."""

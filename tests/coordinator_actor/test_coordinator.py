@@ -51,8 +51,8 @@ def started(world: World) -> Coordinator:
     return c
 
 
-def test_a_pause_while_leases_are_looked_at_ends_none(world: World) -> None:
-    """All leases are compared with one reading of the clock, so a process may stand still behind that reading."""
+def test_a_pause_while_leases_are_checked_ends_no_lease(world: World) -> None:
+    """All leases are compared with one reading of the clock, so a pause after that reading does no harm."""
     step = 0.0
 
     def clock() -> float:
@@ -83,7 +83,7 @@ def test_the_last_acknowledgement_prepares_the_version_and_sparks_commit_complet
     assert second["operators"]["op"]["partitions"]["1"]["attempt"] == "t"
 
 
-def test_a_lost_progress_event_is_made_up_for_by_the_drivers_heartbeat(world: World, started: Coordinator) -> None:
+def test_the_drivers_heartbeat_replaces_a_lost_progress_event(world: World, started: Coordinator) -> None:
     world.run_batch(started, 0)
     (world.root / "ck/commits/0").unlink()
     assert started.driver_heartbeat("run1") is True
@@ -551,7 +551,7 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
 def test_changes_that_arrive_while_the_run_ends_are_not_acknowledged(
     world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease of a driver ends without waiting for who is at work on the run: no manifest is written then."""
+    """A lease ends without waiting for a thread that works on the run; that thread then writes no manifest."""
     checkpoints = run_of(started, "run1").machine.checkpoints
     count = checkpoints.acknowledge
 

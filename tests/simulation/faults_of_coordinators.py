@@ -235,7 +235,7 @@ def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QueryVersions, "plan_anew", lambda self: None)
+    monkeypatch.setattr(QueryVersions, "drop_plan", lambda self: None)
 
 
 def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from backends.encoding import user_values
 from backends.encoding.key_groups import key_groups
-from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys, first_key_after
 from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
@@ -389,12 +389,6 @@ def intersection(one: ScanBounds, other: ScanBounds) -> ScanBounds:
     starts = [start for start, _ in (one, other) if start is not None]
     ends = [end for _, end in (one, other) if end is not None]
     return max(starts, default=None), min(ends, default=None)
-
-
-def first_key_after(prefix: bytes) -> bytes | None:
-    """Return the first bytes after all bytes that begin with ``prefix``; None if there are none."""
-    head = prefix.rstrip(b"\xff")
-    return head[:-1] + bytes([head[-1] + 1]) if head else None
 
 
 # Conditions on rows as users give them (``where=``), in the form that hosts take.

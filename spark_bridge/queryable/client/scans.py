@@ -108,9 +108,9 @@ class StateScan:
 
 # ``client.diff``: the keys whose values differ between two versions.
 #
-# Both versions are read in the order of the stored keys and merged, so that memory grows with a batch of rows,
-# whatever the size of the state and the number of versions between the two. Stored keys begin with their key group, and
-# a partition has a range of key groups: so the order is the same in any number of partitions.
+# Both versions are read in the order of the stored keys and merged, so that memory depends on a batch of rows,
+# not on the size of the state or the number of versions between the two. Stored keys begin with their key group, and a
+# partition has a range of key groups, so the order does not depend on the number of partitions.
 
 
 class VersionDiff:

@@ -136,7 +136,7 @@ class OperatorPlan:
         wrong = [p for p in named if not 0 <= p < n]
         if wrong or len(set(named)) != len(named):
             raise RequestError(
-                f"Operator {self.operator!r} has the partitions 0 to {n - 1}, each once; asked were {named}."
+                f"partitions={named} must be among 0 to {n - 1}, those of operator {self.operator!r}, each once."
             )
         return named
 
@@ -265,7 +265,7 @@ class OperatorDirectory:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """See ``StateReads``.
 
-        The answer may be ``DIRECTORY_SECONDS`` old, as every answer is a little old when it arrives.
+        The answer may be ``DIRECTORY_SECONDS`` old.
         """
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
@@ -291,7 +291,7 @@ class OperatorDirectory:
         info = self._host.info
         wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
         if operator is not None and not wanted:
-            # Raises which operators there are, or that the query has ended.
+            # Raises an error with the existing operators, or the end of the query.
             self._host.coordinator.locate(operator, query)
         described = []
         for running in wanted:

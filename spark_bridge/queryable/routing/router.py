@@ -300,7 +300,6 @@ class StateRouter:
     - ``via``: None asks the owners. Else a proxy is asked for everything: its address, or a function that returns the
       address.
     - ``local``: this process's own query address, and its reads, which are used without a network.
-    - ``seen``: the versions seen (``SeenVersions``); no answer is older than they are. Routers may share them.
 
     Raises the errors of ``StateReads`` and of ``KvConnections``. The caller looks up the location again and repeats the
     request (``retries``).
@@ -312,7 +311,6 @@ class StateRouter:
         *,
         via: str | Callable[[], str] | None = None,
         local: tuple[str, protocol.StateReads] | None = None,
-        seen: SeenVersions | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -321,7 +319,7 @@ class StateRouter:
         self._forward = via is not None
         self._local_address: str = "" if local is None else local[0]
         self._local: protocol.StateReads | None = None if local is None else local[1]
-        self.seen = seen or SeenVersions()
+        self.seen = SeenVersions()
         self._hosts = VersionAlignment(ScatterGather(connections, self._local_address, self._local), self.seen)
         self._clock = clock
         self._sleep = sleep

@@ -330,13 +330,12 @@ LINGER_READS = 16
 def refuse_handshake(connected: socket.socket, error: ssl.SSLError) -> None:
     """Tell a client why its handshake failed, and wait a moment.
 
-    Closing while the client still sends would take the reason from it. The caller closes the socket.
+    If the socket were closed while the client still sends, the client would not get the reason. The caller closes it.
     """
     deadline = time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(OSError):
         if error.reason in NO_TLS:
-            # A client without TLS understands no TLS alert, but a frame; as a plain socket, which this one was until
-            # now.
+            # A client without TLS understands frames and no TLS alerts, so use the plain socket below.
             failure = Failure(TlsError.__name__, "This host answers by TLS only: give tls= to connect.")
             socket.socket.sendall(connected, b"".join(frame(failure)))
         socket.socket.shutdown(connected, socket.SHUT_WR)

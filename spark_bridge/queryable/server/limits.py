@@ -86,8 +86,7 @@ class RequestLimits:
 
 MAX_QUEUE = 4096
 COORDINATOR_REQUESTS = 4
-"""Requests about operators and hosts that are answered at once: the coordinator answers them, and has commits to take.
-"""
+"""At most this many requests to the coordinator at once, which must have time for commits."""
 COMPUTE_PATIENCE_SECONDS = 0.05
 
 
@@ -122,9 +121,9 @@ class AdmissionLimiter:
             return
         with self._lock:
             if waiter.admitted.is_set():
-                return  # admitted in this very moment
+                return  # admitted just now
             self._waiting.remove(waiter)
-            self._admit()  # the next waiter may want less
+            self._admit()  # the next waiter may need less
         raise self._refusal(wait_seconds, amount)
 
     def release(self, amount: int = 1) -> None:

@@ -164,7 +164,7 @@ class ServedRequest:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the request takes no room of the fast ones."""
+        """Whether the limiter of slow requests has admitted the request, or the server has no such limiter."""
         return self._slow is None or self._admitted_by is self._slow
 
     def before_slow_work(self) -> None:

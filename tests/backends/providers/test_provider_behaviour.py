@@ -60,8 +60,8 @@ import pyarrow as pa
 import pytest
 
 from backends import StateStoreConf
+from backends.encoding.keys import first_key_after
 from backends.exceptions import InvalidStateStoreArgument
-from backends.providers.overlay import successor
 from tests.backends.providers.provider_cases import shared
 from tests.backends.providers.providers import commit, content
 
@@ -252,7 +252,7 @@ def test_ranges_and_prefixes(provider):
     for limits in ((), (None, None), (b"", None)):
         assert [k for k, _ in store.get_range(*limits)] == sorted(keys)
     assert [k for k, _ in store.get_range(b"a\xff", b"\xff\xff")] == [b"a\xff", b"a\xff\xff", b"b", b"\xff"]
-    assert successor(b"a\xff") == b"b" and successor(b"\xff\xff") is None and successor(b"") is None
+    assert first_key_after(b"a\xff") == b"b" and first_key_after(b"\xff\xff") is None and first_key_after(b"") is None
 
 
 def test_column_families(provider, location, open_provider):

@@ -62,14 +62,14 @@ def test_reads_by_queries_do_not_evict_rows_of_the_stream(state, monkeypatch):
 
 
 class LateReaders(dict):
-    """Something happens between a reader's look at the completed version and its signing on."""
+    """Calls ``before_register`` after a reader has read the completed version, and before it registers."""
 
-    meanwhile = None
+    before_register = None
 
     def __setitem__(self, reader, layers):
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
+        call, self.before_register = self.before_register, None
+        if call is not None:
+            call()
         super().__setitem__(reader, layers)
 
 
@@ -78,7 +78,7 @@ def test_a_version_that_completes_as_a_read_begins(state, read):
     commit(state, {b"a": b"1"})
     state._versions.readers = LateReaders()
     for version in (1, None):
-        state._versions.readers.meanwhile = lambda: commit(state, {b"a": b"%d" % (state.version + 1)})
+        state._versions.readers.before_register = lambda: commit(state, {b"a": b"%d" % (state.version + 1)})
         found = (
             state.reads.get_one(b"a", version)
             if read == "one"
@@ -89,7 +89,7 @@ def test_a_version_that_completes_as_a_read_begins(state, read):
 
 
 def test_single_reads_while_versions_complete(state):
-    """Every version gives all keys its number: single reads must never go back, nor show a number without a version."""
+    """Each version sets all keys to its number: a single read never returns an earlier or an unknown number."""
     keys = [b"%03d" % i for i in range(30)]
     commit(state, dict.fromkeys(keys, b"1"))
     failures, done = [], threading.Event()
@@ -106,7 +106,7 @@ def test_single_reads_while_versions_complete(state):
             values = state.reads.get_many(binary(*keys), remember=False).to_pylist()
             if len(set(values)) != 1:
                 failures.append(values)
-            time.sleep(0.0005)  # as between two requests; threads that never wait hardly let another one run
+            time.sleep(0.0005)  # as between two requests; without a wait, other threads hardly run
 
     threads = [threading.Thread(target=keep_reading, args=(i,)) for i in range(4)]
     for thread in threads:

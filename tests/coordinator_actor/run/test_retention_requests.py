@@ -114,7 +114,7 @@ def test_a_snapshot_that_a_listing_shows_cut_never_becomes_the_oldest(world: Wor
     run_batches(world, c, 12, 14)
     for _ in range(LISTED_EVERY + 1):
         maintain(world, c)
-    # 15 versions; the snapshots of version 9 would do, but for the one that was cut.
+    # Without the truncated file, the snapshots of version 9 would be the oldest ones.
     assert run.versions.planned is not None and run.versions.planned.oldest == 9
     bases = {base.partition: base.snapshot for base in run.versions.planned.bases}
     assert bases == {0: made[1][0], 1: made[2][1]}

@@ -22,7 +22,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.messages import OperatorSpec, QueryRegistration, SavepointStatus
-from coordinator_actor.savepoints.savepoint_format import read_metadata, verify_stored_savepoint
+from coordinator_actor.savepoints.savepoint_format import read_metadata, read_stored_savepoint
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
@@ -210,7 +210,7 @@ class Stream:
         """What others read in it."""
         storage = self.world.storage(path, {})
         metadata = read_metadata(storage)
-        verify_stored_savepoint(path)
+        read_stored_savepoint(path, is_verified=True)
         found: Rows = {}
         for file in metadata.operators[0].variables[0].files:
             for row in pq.read_table(Path(path) / file.path).to_pylist():

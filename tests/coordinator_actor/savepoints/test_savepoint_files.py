@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from coordinator_actor.savepoints.savepoint_format import (
     read_stored_savepoint,
     read_stored_savepoints,
     remove_stored_savepoint,
-    verify_stored_savepoint,
     write_metadata,
 )
 from tests.coordinator_actor.savepoints.savepoint_makers import (
@@ -318,7 +318,7 @@ def test_a_savepoint_is_described_listed_verified_and_deleted(made: Savepoint, t
     assert info.size == sum((made.path / f).stat().st_size for f in tree(made.path) if f != "_metadata.json")
     assert [o.name for o in info.metadata.operators] == ["op", "none"]
     assert info.metadata.operators[0].variables[0].rows == 500
-    assert verify_stored_savepoint(str(made.path), open_storage=storage) == info
+    assert read_stored_savepoint(str(made.path), is_verified=True, open_storage=storage) == info
     other = Savepoint(tmp_path / "sp/savepoint-0", {"op": (INTS, numbers(5))})
     other.make(tmp_path / "old", lambda m: msgspec.structs.replace(m, created_ms=999))
     (tmp_path / "sp/unfinished/operators").mkdir(parents=True)
@@ -338,7 +338,7 @@ def test_a_savepoint_is_described_listed_verified_and_deleted(made: Savepoint, t
 def test_anything_but_a_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: Path) -> None:
     (made.path / "_metadata.json").unlink()
     for path in (made.path, tmp_path / "nowhere"):
-        for call in (read_stored_savepoint, verify_stored_savepoint, remove_stored_savepoint):
+        for call in (read_stored_savepoint, partial(read_stored_savepoint, is_verified=True), remove_stored_savepoint):
             with pytest.raises(SavepointError, match=r"is not a savepoint: it has no _metadata\.json"):
                 call(str(path), open_storage=storage)
         with pytest.raises(SavepointError, match="is not a savepoint"):

@@ -34,9 +34,9 @@ from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import (
     read_metadata,
+    read_stored_savepoint,
     read_stored_savepoints,
     remove_stored_savepoint,
-    verify_stored_savepoint,
 )
 from tests.backends.strategies import FIXED, LEAVES, batches
 from tests.coordinator_actor.savepoints.savepoint_makers import (
@@ -317,7 +317,7 @@ def test_missing_and_damaged_files_are_all_named_and_nothing_is_written(made: Sa
     assert all(name in str(caught.value) for name in (first.name, second.name, "spark/offsets/3", "3 of 14 files"))
     assert not (tmp_path / "new").exists()
     with pytest.raises(DamagedFileError, match=first.name):
-        verify_stored_savepoint(str(made.path), open_storage=storage)
+        read_stored_savepoint(str(made.path), is_verified=True, open_storage=storage)
     # What is not restored need not be whole.
     restore(made, tmp_path / "new", operators=["none"], state_only=True)
 
@@ -360,7 +360,8 @@ def test_savepoints_live_in_object_stores_too(made: Savepoint, tmp_path: Path) -
     said: list[str] = []
     (listed,) = read_stored_savepoints(f"{base}/sp", open_storage=storage)
     assert (
-        listed.path == f"{base}/sp/savepoint-1" and verify_stored_savepoint(listed.path, open_storage=storage) == listed
+        listed.path == f"{base}/sp/savepoint-1"
+        and read_stored_savepoint(listed.path, is_verified=True, open_storage=storage) == listed
     )
     restore_into_checkpoint(
         listed.path,

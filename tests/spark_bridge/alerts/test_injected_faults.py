@@ -51,7 +51,7 @@ def test_a_source_that_stalls_in_the_midst_of_a_batch(feed: Start, alerts: Alert
         stream.well(alerts)
         replace_text(held, str(HANG))
         try:
-            # Not for long: a batch that hangs for five minutes, here one, makes the state old as well.
+            # Only briefly: after five minutes, here one, StatestoreNotFresh would fire too.
             alerts.exactly(("StatestoreCheckpointLate", "stalls"), seconds=5.0)
         finally:
             held.unlink()
@@ -106,7 +106,7 @@ def test_state_that_grows_without_end(feed: Start, alerts: Alerts) -> None:
     grows = []
 
     def keys(n: int) -> list[tuple[Any, ...]]:
-        # Of random bytes, which no compression makes small.
+        # Random bytes do not compress.
         more = [(n << 20 | k, os.urandom(2000).hex()) for k in range(200)] if grows else []
         return [*((k, "") for k in range(20)), *more]
 

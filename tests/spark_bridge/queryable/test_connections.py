@@ -123,7 +123,9 @@ def test_one_connection_serves_one_question_after_the_other(connections: KvConne
         address = server.server_address
         assert [get(connections, address, b"k%d" % i) for i in (1, 2, 999, 1000)] == [b"v1", b"v2", b"v999", None]
         assert server.num_connections == 1
-        assert connections.welcome(address).max_keys == 1_000_000
+        connection, is_reused = connections.acquire(address, time.monotonic() + PATIENCE)
+        assert is_reused and connection.welcome.max_keys == 1_000_000
+        connections.release(connection)
         with pytest.raises(UnknownOperatorError, match="there is 'totals'"):
             connections.request(address, LookupRequest("run", "other"), pack_one(b"k"))
         assert get(connections, address, b"k3") == b"v3"

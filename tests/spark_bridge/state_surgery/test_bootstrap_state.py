@@ -108,7 +108,7 @@ def test_missing_variables_begin_empty_and_a_ttl_is_kept(tmp_path: Path) -> None
     with pytest.raises(InvalidStateStoreArgument, match="rows for 'visits'"):
         made({"visits": given}, tmp_path / "other", program)
     pages = pa.table({"user": [1, 1], "page": ["a", "a"], "n": [1, 2]})
-    with pytest.raises(InvalidStateStoreArgument, match="come several times, as user=1, page='a'"):
+    with pytest.raises(InvalidStateStoreArgument, match="come several times, such as user=1, page='a'"):
         made({("visits", "pages"): pages}, tmp_path / "other", program)
     assert not tree(tmp_path / "other")
 
@@ -118,7 +118,7 @@ def test_bad_rows_are_rejected_and_leave_nothing(tmp_path: Path) -> None:
     for given, options, said in (
         (GIVEN.drop_columns(["user"]), {}, "without 'user'"),
         (GIVEN.append_column("more", GIVEN["user"]), {}, "unknown 'more'"),
-        (twice, {}, "come several times, as user=2.*combine="),
+        (twice, {}, "come several times, such as user=2.*combine="),
         (twice, {"combine": "merge"}, "needs program= to know how"),
         (GIVEN, {"combine": {"totlas": "merge"}}, "combine= names 'totlas'"),
         (twice, {"combine": "add"}, "must be a function, or 'merge'"),

@@ -159,7 +159,7 @@ def test_keys_change_and_their_rows_are_combined(old: str, tmp_path: Path) -> No
 
 
 def test_equal_keys_without_combine_are_refused_and_nothing_is_left(old: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidStateStoreArgument, match=r"of operator 'totals' come several times, as k=.*combine="):
+    with pytest.raises(InvalidStateStoreArgument, match=r"'totals' come several times, such as k=.*combine="):
         rewritten(old, "totals", by_k, tmp_path / "new", key=["k"])
     assert not tree(tmp_path)
     rewritten(old, "totals", by_k, tmp_path / "new", key=["k"], combine=added_up)
@@ -319,7 +319,7 @@ def test_sessions_must_not_overlap(old: str, tmp_path: Path) -> None:
     def one_key(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(0, "k", pa.array(["all"] * batch.num_rows))
 
-    with pytest.raises(InvalidStateStoreArgument, match="begin before an earlier one of their key has ended"):
+    with pytest.raises(InvalidStateStoreArgument, match="overlap an earlier session of their key"):
         rewritten(old, "sessions", one_key, tmp_path / "new", program=program_of(old))
 
 

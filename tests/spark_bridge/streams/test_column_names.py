@@ -1,4 +1,4 @@
-"""Columns whose names Spark reads as something else, or takes for one, through every operator and entry point."""
+"""Columns with names that Spark would parse or treat as equal, through every operator and entry point."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def awkward(make_stream: Callable[..., Stream]) -> Stream:
 
 
 def rows_of(df: DataFrame, stream: Stream, name: str, *, until: int = 0) -> list[Any]:
-    """Run a query over what is there; return its rows. ``until`` rows come where a quiet stream ticks."""
+    """Run a query over all input; return its rows. A query that ticks ends after ``until`` rows."""
     from tests.spark_bridge.streams.running import start
 
     running = start(df, stream, name)
@@ -70,7 +70,7 @@ def rows_of(df: DataFrame, stream: Stream, name: str, *, until: int = 0) -> list
 
 
 class Summing(StatefulProcessor):
-    """Sums the columns that differ only in case apart, and takes them over from an initial state."""
+    """Sums two columns whose names differ only in case, beginning with an initial state."""
 
     def init(self, handle: Any) -> None:
         self._sums = handle.getValueState("sums", "`sum.of` long, `SUM.of` long")

@@ -271,7 +271,7 @@ def test_rows_nearest_in_time_are_those_of_pandas(sides: Sides) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "how": ({"how": "cross"}, "how='cross' is none of join's"),
+    "how": ({"how": "cross"}, "how='cross' is not one of 'inner'"),
     "no key": ({"on": []}, "names no key column"),
     "unknown key": ({"on": "nobody"}, "left=: .*'nobody': the column does not exist"),
     "other types": ({"on": "b"}, "has type bigint on the left side and string on the right side: cast"),
@@ -310,7 +310,7 @@ def test_wrong_use_is_refused_with_the_remedy(sides: Sides) -> None:
 
 
 REFUSED_ASOF: dict[str, tuple[dict[str, Any], str]] = {
-    "direction": ({"direction": "sideways"}, "direction='sideways' is none of 'backward', 'forward', 'nearest'"),
+    "direction": ({"direction": "sideways"}, "direction='sideways' is not one of 'backward', 'forward', 'nearest'"),
     "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is negative"),
     "time in the key": ({"on": ["k", "lt"], "right": "lt"}, "The key 'lt' has the watermark"),
     "no watermark": ({"right": "unmarked"}, "join_asof needs a watermark on a time column of the right side"),

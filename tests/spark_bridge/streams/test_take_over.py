@@ -442,7 +442,7 @@ def on_time_stream(spark: Any, root: str | Path) -> Stream:
 
 
 def written(df: DataFrame, root: str | Path, checkpoint: str, mode: str) -> Any:
-    """Start a query whose output stays when its driver is killed, in ``root/out``; rows to append are in a file sink."""
+    """Start a query whose output in ``root/out`` outlives its driver; rows to append are in a file sink."""
     out = Path(root, "out")
     df = df.toDF(*(f"column{place}" for place in range(len(df.columns))))  # both queries write the same columns
     writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(Path(root, checkpoint)))
@@ -624,7 +624,7 @@ def test_state_of_a_later_format_is_refused(make_stream: Callable[..., Stream], 
     query, _ = gather(joined_by_spark(stream.read(), "inner"), old, "append")
     drain(query, old, stream.files)
     query.stop()
-    with pytest.raises(InvalidStateStoreArgument, match="has format 4, .*stateFormatVersion=3"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"has format 4, .*stateFormatVersion=3"):
         take_over(old, new, joined_here(stream.read(), "inner"), workers=OwnWorkers())
 
 

@@ -195,7 +195,7 @@ def test_initial_state_is_applied_once_before_the_first_rows(make_stream: Callab
 
 
 class Forward:
-    """Passes rows on with their event time, each once it is sure to be complete: when the watermark has passed it."""
+    """Passes on each row with its event time, once the watermark has passed that time."""
 
     def init(self, handle: Any) -> None:
         self.handle = handle
@@ -217,7 +217,7 @@ class Forward:
 
 
 class Count:
-    """Counts rows, and says what the watermark is."""
+    """Counts rows, and returns the watermark."""
 
     def init(self, handle: Any) -> None:
         self.count = handle.getValueState("count", "n long")

@@ -110,7 +110,7 @@ def test_comparisons_limits_and_columns(make):
         ({"where": [Comparison("n", "=", [True])]}, "True cannot be compared"),
         ({"where": [Comparison("n", "<", [])]}, "takes one value, not 0"),
         ({"where": [Comparison("n", "is null", [1])]}, "takes no values"),
-        ({"partitions": [0, 2]}, "has the partitions 0 to 1"),
+        ({"partitions": [0, 2]}, "must be among 0 to 1"),
         ({"partitions": [0, 0]}, "each once"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -1,4 +1,4 @@
-"""Comparisons with columns of every type: values as JSON can say them, in the column's type."""
+"""Comparisons with columns of every type: values that come as JSON are compared in the column's type."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_value_of_another_type_is_refused_by_name(column: str, value: Any) -> 
 
 
 def kept(kind: pa.DataType, values: list[Any], *condition: Any) -> list[Any]:
-    """The values of a column of a client's caller that a condition leaves: by way of the wire, as SQL has them."""
+    """The values of a column that meet a client's condition, which is encoded and decoded as on the wire."""
     value = pa.schema([pa.field("v", kind)])
     schema = OperatorSchema.of_rows(StateSchema(pa.schema([pa.field("k", pa.int64())]), value))
     rows = VariableRows(schema, schema.variables[0])
@@ -112,7 +112,7 @@ def kept(kind: pa.DataType, values: list[Any], *condition: Any) -> list[Any]:
 
 FLOATS = [-math.inf, -1.5, -0.0, 0.0, 1.5, math.inf, math.nan, None]
 PLACES = [0, 1, 2, 2, 3, 4, 5]
-"""Where each of the floats but null has its place in Spark's order."""
+"""The rank of each float, without the null, in Spark's order."""
 
 
 @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
