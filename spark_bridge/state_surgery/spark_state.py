@@ -104,15 +104,15 @@ class FileSink:
             return
         if last == planned and last == committed + 1:
             raise InvalidStateStoreArgument(
-                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip this "
-                f"batch in the new query too, and its state would be lost. Start the old query again, stop it when it "
-                f"has committed batch {last}, and call take_over again."
+                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip it "
+                "in the new query too, and its state would be lost. Start the old query again, stop it when it has "
+                f"committed batch {last}, and call take_over again."
             )
         said = "no batch" if last is None else f"batch {last} as its last one"
         raise InvalidStateStoreArgument(
-            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the directory that "
-            "the old query writes to. If it is, another query writes there too, and the sink would skip batches of the "
-            "new query: give that another directory, and leave out file_sink=."
+            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the directory "
+            "that the old query writes to. If it is, another query writes there too, and the sink would skip batches "
+            "of the new query: give that another directory, and leave out file_sink=."
         )
 
     def check_unused(self, spark: SparkSession) -> None:
@@ -120,7 +120,8 @@ class FileSink:
         for query in spark.streams.active:
             progress = query.lastProgress
             sink = "" if progress is None else progress["sink"]["description"]
-            if sink.startswith("FileSink[") and _path_of(sink[len("FileSink[") : -1]) == _path_of(self.storage.location):
+            path = sink.removeprefix("FileSink[").removesuffix("]")
+            if sink != path and _path_of(path) == _path_of(self.storage.location):
                 raise InvalidStateStoreArgument(
                     f"The query {query.name or query.id} writes to {self.storage.location}: one directory takes the "
                     "batches of one query. Stop it, or give the new query another directory, and leave out file_sink=."
