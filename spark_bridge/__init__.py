@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from spark_bridge.state_surgery.new_state import NewStateReport
     from spark_bridge.state_surgery.rewrite_state import rewrite_state
     from spark_bridge.state_surgery.take_over import take_over
-    from spark_bridge.stateful.handle import StatefulProcessorHandle
+    from spark_bridge.stateful.handle import StatefulProcessorHandle, ValueState
     from spark_bridge.stateful.list_state import ListState
     from spark_bridge.stateful.map_state import MapState
     from spark_bridge.stateful.stateful_processor import (
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
         transform_with_state_in_arrow,
         transform_with_state_in_pandas,
     )
-    from spark_bridge.stateful.value_state import ValueState
     from spark_bridge.transport.tls import TlsConf
 
 __all__ = [
@@ -190,7 +189,7 @@ _HOMES = {
         "state_surgery.new_state": "NewStateReport",
         "state_surgery.rewrite_state": "rewrite_state",
         "state_surgery.take_over": "take_over",
-        "stateful.handle": "StatefulProcessorHandle",
+        "stateful.handle": "StatefulProcessorHandle ValueState",
         "stateful.list_state": "ListState",
         "stateful.map_state": "MapState",
         "stateful.stateful_processor": "ArrowBatch ArrowResult ArrowStatefulProcessor ExpiredTimerInfo "
@@ -198,7 +197,6 @@ _HOMES = {
         "stateful.testing": "ProcessorTester",
         "stateful.transform_with_state": "transform_with_state transform_with_state_in_arrow "
         "transform_with_state_in_pandas",
-        "stateful.value_state": "ValueState",
         "transport.tls": "TlsConf",
     }.items()
     for name in names.split()

@@ -329,6 +329,9 @@ def take_over_query(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Convert everything, show samples, write nothing.")
     ] = False,
+    state_location: Annotated[
+        str | None, typer.Option(help="Where new state goes; default: spark.statestore.location, or CHECKPOINT.")
+    ] = None,
     storage_option: Option = None,
     as_json: output.AsJson = False,
 ) -> None:
@@ -364,6 +367,7 @@ def take_over_query(
             columns=columns,
             file_sink=file_sink,
             dry_run=dry_run,
+            state_location=state_location,
             storage_options=options_of(storage_option),
             progress=output.steps_printed(as_json=as_json),
         )

@@ -37,7 +37,7 @@ from spark_bridge.state_surgery.spark_state import (
     SESSION,
     TTL_FIELDS,
     SparkOperator,
-    StoppedQuery,
+    SparkQuery,
     check_state_of_spark,
     listed,
     numbered_fields,
@@ -116,7 +116,7 @@ class MirroredState:
         key, value = (pa.schema([(one.name, one.kind) for one in columns]) for columns in (self.keys, self.values))
         return OperatorSchema.of_rows(StateSchema(key, value))
 
-    def changes(self, query: StoppedQuery, start: int | None) -> DataFrame:
+    def changes(self, query: SparkQuery, start: int | None) -> DataFrame:
         """Return the changes after the batch ``start`` and up to that of ``query``; with None, all rows of the state.
 
         Raises ``StateStoreError`` if the state has other columns than the mirror.
@@ -225,7 +225,7 @@ def mirror(
     return following.start(checkpoint_location, options, name, interval)
 
 
-def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> StoppedQuery:
+def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> SparkQuery:
     """Return the Spark query at its last committed batch. Raises ``InvalidStateStoreArgument``."""
     check_state_of_spark("mirror", spark, storage, "use serve_state(follow=True)")
     newest = SparkBatch.newest(storage)
@@ -234,10 +234,10 @@ def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> S
             f"{storage.location} has no committed batch, so its stateful operators are not known: start the mirror "
             "after the first batch."
         )
-    return StoppedQuery(spark, location, storage, newest.number, None)
+    return SparkQuery(spark, location, storage, newest.number, None)
 
 
-def _states(query: StoppedQuery, operators: Mapping[str, int | tuple[int, str]] | None) -> list[MirroredState]:
+def _states(query: SparkQuery, operators: Mapping[str, int | tuple[int, str]] | None) -> list[MirroredState]:
     """Return the states to mirror. Raises ``InvalidStateStoreArgument`` if one of them has no change feed."""
     by_number = {one.id: one for one in query.operators}
     places: list[int | tuple[int, str]] = []
@@ -269,7 +269,7 @@ def _states(query: StoppedQuery, operators: Mapping[str, int | tuple[int, str]] 
     return states
 
 
-def _refusal(query: StoppedQuery, operator: SparkOperator, variable: str | None) -> str | None:
+def _refusal(query: SparkQuery, operator: SparkOperator, variable: str | None) -> str | None:
     """Return why a state cannot be mirrored; None if it can."""
     if operator.name == "symmetricHashJoin":
         return f"Spark has no change feed of {operator.in_words}, a join."
@@ -328,7 +328,7 @@ class _Mirror:
 
     def __init__(
         self,
-        query: StoppedQuery,
+        query: SparkQuery,
         states: Sequence[MirroredState],
         num_partitions: int | None,
         clock: Callable[[], float] = time.time,

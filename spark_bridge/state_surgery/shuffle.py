@@ -1,7 +1,7 @@
 """Turns rows into new state in two stages of tasks: cut the rows of a source by partition, then write a partition.
 
-Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
-has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,
+Rows travel as Arrow's IPC streams, sorted by key group, and so by partition. A task flushes when it has
+``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,
 because Ray keeps small objects in the memory of the driver.
 """
 
@@ -264,10 +264,14 @@ class Routing:
         for name, batches in pending.items():
             target = self.targets[name]
             rows = combined_batch(batches, target.in_words)
-            rows, keys = in_key_order(rows, target.pairs.keys(rows, self.num_groups))
+            keys = target.pairs.keys(rows, self.num_groups)
             names = [*map(str, range(rows.num_columns)), SORT_KEY]
             keyed = pa.RecordBatch.from_arrays([*rows.columns, keys], names=names)
-            cuts = np.searchsorted(key_groups_of(keys), self._first_groups[name]).tolist()
+            # By key group alone, which is quick: the second stage puts several runs in the order of their keys.
+            groups = key_groups_of(keys)
+            order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy has a radix sort for 16 bits
+            keyed, groups = keyed.take(pa.array(order)), groups[order]
+            cuts = np.searchsorted(groups, self._first_groups[name]).tolist()
             least = max(1, RUN_BYTES * len(keys) // max(1, keyed.nbytes))
             first = 0
             for partition in range(target.num_partitions):
@@ -420,7 +424,7 @@ class BuiltPartition:
 def gather_pairs(
     target: Target, runs: Sequence[PackedRows], first: int, end: int
 ) -> Iterator[tuple[pa.RecordBatch, pa.BinaryArray]]:
-    """Yield the rows of key groups ``first`` (included) to ``end`` (not included) of sorted runs, by ranges of groups.
+    """Yield the rows of key groups ``first`` (included) to ``end`` (not included) of runs, by ranges of groups.
 
     Each range comes in the order of its keys, with these. Rows of equal keys come in the order of the runs.
     """

@@ -1,4 +1,4 @@
-"""The state of a stopped query of Spark, and its rows in the columns of this project: for ``take_over``."""
+"""The state of a query of Spark, and its rows in the columns of this project: for ``take_over`` and ``mirror``."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ class FileSink:
             return
         if last == planned and last == committed + 1:
             raise InvalidStateStoreArgument(
-                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip "
-                "this batch in the new query too, and its state would be lost. Start the old query again, stop it when "
-                f"it has committed batch {last}, and call take_over again."
+                f"{log} has the output of batch {last}, and {checkpoint} has not committed it. The sink would skip it "
+                "in the new query too, and its state would be lost. Start the old query again, stop it when it has "
+                f"committed batch {last}, and call take_over again."
             )
         said = "no batch" if last is None else f"batch {last} as its last one"
         raise InvalidStateStoreArgument(
-            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the "
-            "directory that the old query writes to. If it is, another query writes there too, and the sink would skip "
-            "batches of the new query: give that another directory, and leave out file_sink=."
+            f"{log} has {said}, and {checkpoint} has committed batch {committed}. file_sink= must be the directory "
+            "that the old query writes to. If it is, another query writes there too, and the sink would skip batches "
+            "of the new query: give that another directory, and leave out file_sink=."
         )
 
     def check_unused(self, spark: SparkSession) -> None:
@@ -120,9 +120,8 @@ class FileSink:
         for query in spark.streams.active:
             progress = query.lastProgress
             sink = "" if progress is None else progress["sink"]["description"]
-            if sink.startswith("FileSink[") and _path_of(sink[len("FileSink[") : -1]) == _path_of(
-                self.storage.location
-            ):
+            path = sink.removeprefix("FileSink[").removesuffix("]")
+            if sink != path and _path_of(path) == _path_of(self.storage.location):
                 raise InvalidStateStoreArgument(
                     f"The query {query.name or query.id} writes to {self.storage.location}: one directory takes the "
                     "batches of one query. Stop it, or give the new query another directory, and leave out file_sink=."
@@ -148,8 +147,8 @@ def check_state_of_spark(caller: str, spark: SparkSession, storage: CheckpointSt
 
 
 @dataclass(frozen=True)
-class StoppedQuery:
-    """The checkpoint of a stopped query of Spark, at its last committed batch; ``planned`` is its last planned one.
+class SparkQuery:
+    """A query of Spark at its last committed batch; ``planned`` is its last planned one, of a stopped query.
 
     ``location`` is as the user gives it: Spark's readers may know it under another scheme than ``storage`` does.
     """
@@ -163,7 +162,7 @@ class StoppedQuery:
     @classmethod
     def at(
         cls, spark: SparkSession, location: str, storage: CheckpointStorage, sink: FileSink | None = None
-    ) -> StoppedQuery:
+    ) -> SparkQuery:
         """Return the query of a checkpoint. Raises ``InvalidStateStoreArgument`` if no state can be taken over."""
         check_state_of_spark("take_over", spark, storage, "use a savepoint, or rewrite_state")
         commits = SparkCommits(storage)
@@ -271,7 +270,7 @@ class Conversion:
     ``side`` is the side of a join whose rows the variable keeps.
     """
 
-    query: StoppedQuery
+    query: SparkQuery
     operator: SparkOperator
     target: Target
     columns: Mapping[str, str | int] = field(default_factory=dict)

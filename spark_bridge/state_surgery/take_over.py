@@ -47,7 +47,7 @@ from spark_bridge.state_surgery.spark_state import (
     Conversion,
     FileSink,
     SparkOperator,
-    StoppedQuery,
+    SparkQuery,
     TimesOfMicros,
     listed,
 )
@@ -108,7 +108,7 @@ def take_over(
     say, spark = progress or log.info, program.sparkSession
     options = {**storage_settings(spark), **(storage_options or {})}
     sink = None if file_sink is None else FileSink(open_storage(file_sink, options))
-    query = StoppedQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options), sink)
+    query = SparkQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options), sink)
     specs = declared(program)
     pairs = _matched(query, specs, operators)
     key_groups = _key_groups(program)
@@ -157,7 +157,7 @@ def take_over(
 
 
 def _matched(
-    query: StoppedQuery, specs: Mapping[str, OfProgram], operators: Mapping[str, int] | None
+    query: SparkQuery, specs: Mapping[str, OfProgram], operators: Mapping[str, int] | None
 ) -> dict[str, SparkOperator]:
     """Return the operator of Spark for each operator of the program."""
     of_spark, there = {one.id: one for one in query.operators}, ", ".join(one.in_words for one in query.operators)
@@ -214,7 +214,7 @@ def _operator(one: OfProgram, backend: str | None, key_groups: int) -> NewOperat
 
 
 def _frames(
-    query: StoppedQuery,
+    query: SparkQuery,
     specs: Mapping[str, OfProgram],
     pairs: Mapping[str, SparkOperator],
     targets: Mapping[OperatorVariable, Target],
@@ -250,7 +250,7 @@ def _frames(
     return {name: frame for name, frame in frames.items() if frame is not None}
 
 
-def _spark_files(query: StoppedQuery, program: DataFrame, now_ms: int) -> SparkFiles:
+def _spark_files(query: SparkQuery, program: DataFrame, now_ms: int) -> SparkFiles:
     """Return Spark's files, with places for the sources of the program that make batches on a quiet stream."""
     from spark_bridge.operators.map_in_arrow import sources_in_plan
 

@@ -29,14 +29,13 @@ from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError,
 from spark_bridge.operators.map_in_arrow import NO_LIMIT
 from spark_bridge.state_format.layouts import timers_variable
 from spark_bridge.stateful.declaration import CLOSED, KeyStep, StateFigures
-from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle, Timers
+from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle, Timers, ValueState
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.pandas_values import FrameColumns, PandasCodec, rows_of_frame
 from spark_bridge.stateful.state_values import RowCodec, shown
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, TimerValues
 from spark_bridge.stateful.ttl import stage_expired
-from spark_bridge.stateful.value_state import ValueState
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.task.keyed_rows import Spool

@@ -32,13 +32,20 @@ from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.declaration import make_deleted
-from spark_bridge.stateful.handle import EVENT_TIME, NONE, PROCESSING_TIME, TIME_MODES, State, StatefulProcessorHandle
+from spark_bridge.stateful.handle import (
+    EVENT_TIME,
+    NONE,
+    PROCESSING_TIME,
+    TIME_MODES,
+    State,
+    StatefulProcessorHandle,
+    ValueState,
+)
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.process_task import ProcessorState, detached
 from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, call_problem
-from spark_bridge.stateful.value_state import ValueState
 
 if TYPE_CHECKING:
     import pandas as pd

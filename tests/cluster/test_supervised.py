@@ -13,7 +13,7 @@ from tests.lab.lab import ROOT, Lab
 from tests.lab.ray_nodes import JOBS_PORT, RAY, WITH_JOBS, ray_address, ray_environment, start_ray
 from tests.spark_bridge.conftest import wait_until
 
-# Otherwise: spark_bridge/cli/jobs/test_supervision.py, and test_run.py there on one machine.
+# Otherwise: tests/spark_bridge/cli/test_supervision.py, and test_run.py there on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
 CPUS = [0, 2, 2]
 SUPERVISOR = 1

@@ -7,8 +7,9 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.encoding.columns import from_spark_type
+from spark_bridge.session.settings import STATE_LOCATION_CONF
+from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
 
@@ -172,6 +175,34 @@ def make_stream(spark: SparkSession, tmp_path: Path) -> Callable[..., Stream]:
 @pytest.fixture
 def stream(make_stream: Callable[..., Stream]) -> Stream:
     return make_stream()
+
+
+@pytest.fixture
+def s3(
+    spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultProxy]:
+    """Route the state of new queries through the proxy. It outlives them: hosts keep sending requests for a while."""
+    from spark_bridge.session.current import current_cluster
+
+    cluster, (server, proxy) = current_cluster(), servers
+    bucket = f"state-{uuid.uuid4().hex[:8]}"
+    server.make_bucket(bucket)
+    options = {
+        "endpoint": proxy.endpoint,
+        "endpoint.region": "us-east-1",
+        "path.style.access": "true",
+        "connection.ssl.enabled": "false",
+        "access.key": server.account.access_key,
+        "secret.key": server.account.secret_key,
+    }
+    given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
+    monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
+    spark.conf.set(STATE_LOCATION_CONF, f"s3://{bucket}/state")
+    try:
+        yield proxy
+    finally:
+        proxy.plan.clear()
+        spark.conf.unset(STATE_LOCATION_CONF)
 
 
 @pytest.fixture(autouse=True)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge.session.current import current_cluster
-from spark_bridge.session.settings import STATE_LOCATION_CONF
-from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import PATIENCE
 from tests.prometheus import Prometheus, running_prometheus
 from tests.spark_bridge.alerts.scaled_rules import scaled
@@ -164,29 +160,3 @@ def feed(make_stream: Callable[..., Stream]) -> Start:
             query.stop()
 
     return start
-
-
-@pytest.fixture
-def s3(
-    spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultProxy]:
-    """Route the state of new queries through the proxy. It outlives them: hosts keep sending requests for a while."""
-    cluster, (server, proxy) = current_cluster(), servers
-    bucket = f"alerts-{uuid.uuid4().hex[:8]}"
-    server.make_bucket(bucket)
-    options = {
-        "endpoint": proxy.endpoint,
-        "endpoint.region": "us-east-1",
-        "path.style.access": "true",
-        "connection.ssl.enabled": "false",
-        "access.key": server.account.access_key,
-        "secret.key": server.account.secret_key,
-    }
-    given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
-    monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
-    spark.conf.set(STATE_LOCATION_CONF, f"s3://{bucket}/state")
-    try:
-        yield proxy
-    finally:
-        proxy.plan.clear()
-        spark.conf.unset(STATE_LOCATION_CONF)

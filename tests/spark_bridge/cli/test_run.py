@@ -84,7 +84,7 @@ class Supervised:
         for directory in ("in", "pids"):
             (root / directory).mkdir()
         self.add()
-        argv = [sys.executable, "-m", "spark_bridge.cli", "run", str(PROGRAM), "--address", head.url, "--"]
+        argv = [sys.executable, "-m", "ray_statestore", "run", str(PROGRAM), "--address", head.url, "--"]
         argv += [str(root), *more]
         environment = {**head.environment(), "PYTHONPATH": str(REPOSITORY)}
         with (root / "said").open("wb") as said:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from spark_bridge.stateful.handle import StatefulProcessorHandle
+from spark_bridge.stateful.handle import StatefulProcessorHandle, ValueState
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, TimerValues
-from spark_bridge.stateful.value_state import ValueState
 from tests.spark_bridge.host.local_partition import LocalPartition
 
 OURS = [ValueState, ListState, MapState, StatefulProcessorHandle, TimerValues, ExpiredTimerInfo]

@@ -39,6 +39,7 @@ from spark_bridge import (
     trigger_savepoint,
 )
 from spark_bridge import functions as S
+from tests.backends.storage.s3_faults import FaultProxy
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, driver_environment, wait_until
@@ -442,7 +443,7 @@ def on_time_stream(spark: Any, root: str | Path) -> Stream:
 
 
 def written(df: DataFrame, root: str | Path, checkpoint: str, mode: str) -> Any:
-    """Start a query whose output in ``root/out`` outlives its driver; rows to append are in a file sink."""
+    """Start a query whose output stays in ``root/out`` when its driver is killed: in mode append, by a file sink."""
     out = Path(root, "out")
     df = df.toDF(*(f"column{place}" for place in range(len(df.columns))))  # both queries write the same columns
     writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(Path(root, checkpoint)))
@@ -626,6 +627,30 @@ def test_state_of_a_later_format_is_refused(make_stream: Callable[..., Stream], 
     query.stop()
     with pytest.raises(InvalidStateStoreArgument, match=r"has format 4, .*stateFormatVersion=3"):
         take_over(old, new, joined_here(stream.read(), "inner"), workers=OwnWorkers())
+
+
+@pytest.mark.thorough  # otherwise: the same storage interface on a local disk
+def test_state_may_go_to_an_object_store(make_stream: Callable[..., Stream], s3: FaultProxy) -> None:
+    from spark_bridge.session.current import current_cluster
+
+    stream = make_stream(INPUT)
+    old, new = str(stream.root / "old"), str(stream.root / "new")
+    stream.add(rows(0))
+    query, _ = gather(stream.read().groupBy("user").agg(F.count("*"), F.sum("amount")), old)
+    drain(query, old, stream.files)
+    query.stop()
+    program = aggregate(stream.read(), by="user", operator="totals", n=S.count(), total=S.sum("amount"))
+    options = dict(current_cluster().conf.storage_options)
+    report = take_over(old, new, program, storage_options=options, workers=OwnWorkers())
+    assert sum(report.rows_written.values()) == 6 and not Path(new, "statestore").exists()
+    stream.add(rows(1))
+    query, found = gather(program, new)
+    drain(query, new, stream.files)
+    query.stop()
+    data = pd.DataFrame([*rows(0), *rows(1)], columns=["user", "amount", "price", "cents", "ts"])
+    sums = data.groupby("user", dropna=False)["amount"].agg(["size", "sum"])
+    expected = [(None if pd.isna(k) else int(k), int(row["size"]), float(row["sum"])) for k, row in sums.iterrows()]
+    assert outputs(found) == ordered(expected)
 
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/take-over.md"

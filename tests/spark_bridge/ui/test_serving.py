@@ -24,7 +24,7 @@ else:
 @pytest.mark.long
 def test_the_page_of_a_checkpoint_is_served_by_the_command() -> None:
     checkpoint = str(Stored("file").checkpoint)
-    command = [sys.executable, "-m", "spark_bridge.cli", "ui", "--checkpoint", checkpoint, "--port", "0"]
+    command = [sys.executable, "-m", "ray_statestore", "ui", "--checkpoint", checkpoint, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
