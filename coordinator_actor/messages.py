@@ -76,6 +76,8 @@ class OperatorFigures(Struct, frozen=True):
     custom: dict[str, float] = field(default_factory=dict)
 
 
+MIRROR = "mirror"
+"""The kind of the operators of a mirror."""
 DUPLICATES = "numDroppedDuplicateRows"
 """Spark's name for the figure of ``deduplicate``, in ``OperatorFigures.custom``."""
 

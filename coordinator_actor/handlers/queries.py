@@ -175,6 +175,8 @@ class Queries:
             is_known = self._renewed(run_id)
         if run is None or run.lifetime.ended:
             return is_known
+        if pace is not None and pace.behind_seconds is not None:
+            run.looked_at = self._registries.clock() - pace.behind_seconds
         with run.lock:
             try:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
@@ -184,9 +186,6 @@ class Queries:
             finally:  # failing storage must not hide the batch
                 run.spark.record_heartbeat(is_at_work, run.versions.completed, self._registries.clock())
                 run.spark.pace = pace
-                if pace is not None and pace.behind_seconds is not None:
-                    run.is_mirror = True
-                    run.looked_at = self._registries.clock() - pace.behind_seconds
         return True
 
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:

@@ -21,7 +21,7 @@ from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
 from coordinator_actor.durable.records import CheckpointRecords, LookupRecords
 from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
-from coordinator_actor.messages import Acknowledge, Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import MIRROR, Acknowledge, Completed, OperatorSpec, QueryRegistration
 from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
 from coordinator_actor.run.holds import FilesInUse, KnownFiles, SavepointHold
 from coordinator_actor.run.owners import RunAssignment
@@ -143,7 +143,6 @@ class QueryState:
         )
         self.is_taken_up = False
         self.looked_at: float | None = None
-        self.is_mirror = False
         self._announced: Completed | None = None
         self._announced_to: Mapping[str, Completed] = {}
         self._clock = clock
@@ -195,8 +194,18 @@ class QueryState:
 
     def lag(self, now: float) -> float:
         """Return how old the state of a mirror, or of a late follower, may be, in seconds; else 0."""
-        behind = 0.0 if self.looked_at is None else now - self.looked_at
+        looked_at = self.looked_at
+        if looked_at is None and self.is_mirror:
+            # Its driver has told nothing yet: the version is as old as the state that it shows, or less.
+            manifest = self.versions.chain.get(self.versions.completed)
+            looked_at = None if manifest is None else manifest.created_ms / 1000
+        behind = 0.0 if looked_at is None else max(0.0, now - looked_at)
         return behind if behind > LAG_SECONDS or self.is_mirror else 0.0
+
+    @property
+    def is_mirror(self) -> bool:
+        """Return whether the query is a mirror of a query of Spark."""
+        return any(operator.kind == MIRROR for operator in self.registration.operators)
 
     def stop(self, now: float) -> None:
         """Record that the query has ended: the run changes nothing any more, and its last version can still be read."""

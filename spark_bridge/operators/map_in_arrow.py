@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -310,18 +310,31 @@ def make_initial_states(
 FUNCTION_PREFIX = "statestore_"
 
 
+class Lag(Protocol):
+    """How old the state of a mirror may be; the listener has it looked after while the query runs."""
+
+    def start(self) -> None:
+        """Begin to look."""
+
+    def seconds(self) -> float | None:
+        """Return how many seconds old the state may be, without I/O; None if that is not known yet."""
+
+    def close(self) -> None:
+        """Stop looking."""
+
+
 @dataclass(frozen=True)
 class DeclaredOperator:
     """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any.
 
-    ``behind`` returns how many seconds old the state of a mirror may be.
+    ``lag`` is that of a mirror.
     """
 
     spec: OperatorSpec
     initial: InitialState | None = None
     aggregator: Aggregator | None = None
     sides: tuple[JoinSide, ...] = ()
-    behind: Callable[[], float | None] | None = None
+    lag: Lag | None = None
 
 
 _declared: dict[str, DeclaredOperator] = {}
@@ -334,12 +347,12 @@ def declare(
     initial: InitialState | None = None,
     aggregator: Aggregator | None = None,
     sides: tuple[JoinSide, ...] = (),
-    behind: Callable[[], float | None] | None = None,
+    lag: Lag | None = None,
 ) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides, behind)
+        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides, lag)
     return name
 
 

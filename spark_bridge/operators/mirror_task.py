@@ -30,7 +30,10 @@ MARKS = (pa.field(REMOVED, pa.bool_()), pa.field(PLACE, pa.int64()))
 
 @dataclass(frozen=True)
 class MirrorLogic:
-    """Keeps the last change of each key. ``is_scan``: the rows are the whole state, and other keys are removed."""
+    """Keeps the last change of each key. ``is_scan``: the rows are the whole state, and other keys are removed.
+
+    The figures do not count the keys that a scan removes.
+    """
 
     schema: OperatorSchema
     is_scan: bool
@@ -46,7 +49,6 @@ class MirrorLogic:
             # Later changes replace earlier ones: keys of the scan stay.
             for pairs in scanned(store, all_keys(store.key_groups)):
                 store.stage(pairs.column(0), pa.nulls(pairs.num_rows, pa.binary()))
-                num_removed += pairs.num_rows
             timer.step("scan_ms")
         changes = empty(pa.schema([*rows.value, *MARKS]))
         with RowReducer(rows.key, store.num_key_groups, changes, last_changes, self.limits) as reducer:
@@ -62,8 +64,6 @@ class MirrorLogic:
                 num_updated += len(kept)
                 num_removed += len(removed)
         timer.step("merge_ms")
-        if self.is_scan:
-            num_removed = max(0, num_removed - num_updated)
         store.commit(OperatorFigures(num_rows, num_updated, num_removed), timer.milliseconds)
         return iter(())
 

@@ -176,6 +176,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._registrations: dict[str, QueryRegistration] = {}
         self._properties: dict[str, Any] = {}
         """By run, the local properties of the thread that runs the query, which its later jobs inherit."""
+        self._lags: dict[str, map_in_arrow.Lag] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._in_java: Any = None
@@ -269,8 +270,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._ended.started(registration)
-        behind = next((o.behind for o in declared if o.behind is not None), None)
-        pace = partial(self._metrics.pace, registration.run_id, behind)
+        lag = next((o.lag for o in declared if o.lag is not None), None)
+        if lag is not None:
+            lag.start()
+            with self._lock:
+                self._lags[registration.run_id] = lag
+        pace = partial(self._metrics.pace, registration.run_id, lag)
         self._heartbeats.add(registration, partial(is_at_work, execution), pace)
         self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._traces.add(registration, answer.completed_version)
@@ -403,6 +408,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             registration = self._registrations.pop(run_id, None)
             self._properties.pop(run_id, None)
+            lag = self._lags.pop(run_id, None)
+        if lag is not None:
+            lag.close()
         self._heartbeats.remove(run_id)
         self._metrics.remove(run_id)
         self._traces.end(run_id, event.exception)
@@ -419,6 +427,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
 
     def close(self) -> None:
         self._stopping.set()
+        with self._lock:
+            lags = list(self._lags.values())
+        for lag in lags:
+            lag.close()
         self._heartbeats.close()
         self._ended.close()
         self._metrics.close()

@@ -28,6 +28,7 @@ from spark_bridge.session.settings import STORAGE_PRICES_CONF, Shutdown
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
+    from spark_bridge.operators.map_in_arrow import Lag
     from spark_bridge.session.state_cluster import StateCluster
 
 log = logging.getLogger(__name__)
@@ -433,13 +434,10 @@ class StreamMetrics:
             figures = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
             self._publish_batch(title, figures)
 
-    def pace(self, run_id: str, behind: Callable[[], float | None] | None = None) -> InputPace | None:
-        """Return the pace of the input in the last batch of a run; None before its first batch.
-
-        ``behind`` returns how many seconds old the state of a mirror may be.
-        """
+    def pace(self, run_id: str, lag: Lag | None = None) -> InputPace | None:
+        """Return the pace of the input in the last batch of a run; None before its first batch, unless it has a lag."""
         batch = self._batches.get(run_id)
-        seconds = None if behind is None else behind()
+        seconds = None if lag is None else lag.seconds()
         if batch is None:
             return None if seconds is None else InputPace(behind_seconds=seconds)
         return InputPace(batch.of_input, batch.processed, batch.backlog_rows, seconds)

@@ -13,39 +13,43 @@ import json
 import logging
 import posixpath
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.conf import DEFAULT_FAMILY
+from backends.background_loop import BackgroundLoop
+from backends.conf import DEFAULT_FAMILY, check_name
 from backends.encoding.columns import distinct_names
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.messages import MIRROR, OperatorSpec
+from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.operators.mirror_task import PLACE, REMOVED, MirrorLogic
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import storage_settings
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, PRESENT, TTL
 from spark_bridge.state_surgery.spark_state import (
     KINDS_BY_SPARK,
-    PROCESSOR,
     SESSION,
     TTL_FIELDS,
     SparkOperator,
     SparkQuery,
     check_state_of_spark,
     listed,
-    numbered_fields,
 )
 from spark_bridge.task.state_task import StateTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import types as T
     from pyspark.sql.streaming.query import StreamingQuery
 
 log = logging.getLogger(__name__)
@@ -61,8 +65,7 @@ STRUCTS = ("key", "user_map_key", "value", "user_map_value")
 """The columns of Spark's reader that have the key and, as the last one, the value."""
 CHANGE_SUFFIXES = (".changelog", ".delta")
 """The suffixes of the files with the changes of a version: of RocksDB, and of HDFS state stores."""
-MAX_UNCHECKED_BATCHES = 10
-"""Spark keeps the files of more batches: up to here, the feed is read without a look for its files."""
+LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,18 +77,21 @@ class SparkBatch:
 
     @classmethod
     def newest(cls, storage: CheckpointStorage) -> SparkBatch | None:
-        """Return the last committed batch of a checkpoint; None if there is none."""
+        """Return the last committed batch of a checkpoint; None if there is none, or just being rolled back."""
         number = SparkCommits(storage).last_committed()
         return None if number is None else cls.at(storage, number)
 
     @classmethod
     def at(cls, storage: CheckpointStorage, number: int) -> SparkBatch | None:
-        """Return a batch as it was planned last; None if its plan no longer exists."""
+        """Return a committed batch; None if Spark has not committed it, or has removed its records."""
+        committed_ms = SparkCommits(storage).committed_ms(number)
         try:
             plan = storage.get(f"offsets/{number}")  # it has the time at which the batch was planned
         except MissingFileError:
             return None
-        return cls(number, hashlib.sha256(plan).hexdigest()[:16])
+        if committed_ms is None:
+            return None
+        return cls(number, hashlib.sha256(plan + str(committed_ms).encode()).hexdigest()[:16])
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,9 @@ class MirroredState:
     def schema(self) -> OperatorSchema:
         """Return the schema of the operator."""
         key, value = (pa.schema([(one.name, one.kind) for one in columns]) for columns in (self.keys, self.values))
-        return OperatorSchema.of_rows(StateSchema(key, value))
+        # So that a restart cannot give the operator another state of the same columns.
+        mirrored = str(self.operator.id) if self.variable is None else f"{self.operator.id}/{self.variable}"
+        return replace(OperatorSchema.of_rows(StateSchema(key, value)), settings={"mirrors": mirrored})
 
     def changes(self, query: SparkQuery, start: int | None) -> DataFrame:
         """Return the changes after the batch ``start`` and up to that of ``query``; with None, all rows of the state.
@@ -131,9 +139,8 @@ class MirroredState:
                 f"instead of {listed([one.name for one in self.values])}, or other types. Start a mirror with a new "
                 "checkpoint location."
             )
-        # Fields of a buffer may have one name: numbers tell them apart.
         structs = [name for name in STRUCTS if name in rows.columns]
-        rows = rows.withColumns({name: numbered_fields(rows, name) for name in structs})
+        rows = rows.withColumns({name: F.col(name).cast(_numbered(rows.schema[name].dataType)) for name in structs})
         columns = [F.expr(one.expression).alias(one.name) for one in (*keys, *values)]
         # Spark reads the changes of a key in one task, in their order, and numbers the rows of a task in this order.
         removed = F.lit(False) if start is None else F.col("change_type") == "delete"
@@ -145,34 +152,45 @@ def _of_variable(name: str | None) -> dict[str, str]:
     return {} if name is None else {"stateVarName": name}
 
 
+def _numbered(kind: T.StructType, levels: int = 2) -> T.StructType:
+    """Return a struct whose fields have numbers for names: users' names may be equal, or differ only in case."""
+    from pyspark.sql import types as T
+
+    def inner(field: T.StructField) -> T.DataType:
+        is_value = levels > 1 and kind.names == TTL_FIELDS and isinstance(field.dataType, T.StructType)
+        return _numbered(field.dataType, levels - 1) if is_value else field.dataType
+
+    return T.StructType([T.StructField(f"b{i}", inner(field)) for i, field in enumerate(kind.fields)])
+
+
 def columns_of(operator: SparkOperator, rows: DataFrame) -> tuple[tuple[MirrorColumn, ...], tuple[MirrorColumn, ...]]:
     """Return the columns of key and value in rows of Spark's reader. Raises ``InvalidOperatorError``."""
     from pyspark.sql import types as T
 
     from spark_bridge.operators.columns import arrow_type
 
-    def fields(struct: str) -> list[MirrorColumn]:
+    def fields(kind: T.StructType, path: str) -> list[MirrorColumn]:
         return [
-            MirrorColumn(f.name, f"{struct}.b{i}", arrow_type(f.dataType))
-            for i, f in enumerate(rows.schema[struct].dataType.fields)
+            MirrorColumn(f.name, f"{path}.b{i}", arrow_type(f.dataType))
+            for i, f in enumerate(kind.fields)
             if not isinstance(f.dataType, T.NullType)
         ]
 
     *of_key, of_value = [name for name in STRUCTS if name in rows.columns]
-    keys = [column for struct in of_key for column in fields(struct)]
+    keys = [column for name in of_key for column in fields(rows.schema[name].dataType, name)]
     kind = rows.schema[of_value].dataType
-    if KINDS_BY_SPARK.get(operator.name) == PROCESSOR and kind.names == TTL_FIELDS:
-        inner = kind["value"].dataType.fields
-        values = [MirrorColumn(f.name, f"{of_value}.b0.`{f.name}`", arrow_type(f.dataType)) for f in inner]
+    has_ttl = bool(operator.variables) and kind.names == TTL_FIELDS and isinstance(kind["value"].dataType, T.StructType)
+    values = fields(kind["value"].dataType, f"{of_value}.b0") if has_ttl else fields(kind, of_value)
+    if has_ttl:
         values.append(MirrorColumn(TTL, f"{of_value}.b1", pa.int64()))
-    else:
-        values = fields(of_value)
-    if KINDS_BY_SPARK.get(operator.name) == SESSION:  # its values repeat the key
-        values = [one for one in values if one.name not in {key.name for key in keys}]
+    if KINDS_BY_SPARK.get(operator.name) == SESSION:
+        # The session and the key come first, and are in the key but for the end of the session.
+        names = {key.name for key in keys}
+        values = [one for i, one in enumerate(values) if i >= len(keys) or one.name not in names]
     keys = keys or [MirrorColumn(ALL_ROWS_KEY, "true", pa.bool_())]
     values = values or [MirrorColumn(PRESENT.field(0).name, "true", pa.bool_())]
-    names = distinct_names([one.name for one in (*keys, *values)])
-    columns = tuple(replace(one, name=name) for name, one in zip(names, (*keys, *values), strict=True))
+    names_of_all = distinct_names([one.name for one in (*keys, *values)])
+    columns = tuple(replace(one, name=name) for name, one in zip(names_of_all, (*keys, *values), strict=True))
     return columns[: len(keys)], columns[len(keys) :]
 
 
@@ -208,7 +226,8 @@ def mirror(
     - ``interval``: how often the mirror looks for new batches. It reads all of them together.
     - ``num_partitions``: the number of state partitions of each operator, by default the session's
       ``spark.sql.shuffle.partitions``.
-    - ``storage_options``: options of the storage of ``spark_checkpoint``.
+    - ``storage_options``: options of the storage of ``spark_checkpoint``. Options of ``checkpoint_location`` are those
+      of the session.
 
     Keys and values have the columns of Spark's own state: an aggregation has its buffers, a mean for instance ``sum``
     and ``count``. The second column of a name gets ``__value`` appended. A map has a row for each entry. A value with a
@@ -217,12 +236,42 @@ def mirror(
     its lag (``QueryableStateClient.lag_seconds``): how old the state may be.
 
     Raises ``InvalidStateStoreArgument``, before anything is written, for Spark 3.5, a checkpoint without a committed
-    batch, and state without a change feed (joins, lists, RocksDB without changelogs), which it names.
+    batch, a checkpoint location of another query, and state without a change feed (joins, lists, RocksDB without
+    changelogs), which it names.
     """
     options = {**storage_settings(spark), **(storage_options or {})}
     query = _native(spark, spark_checkpoint, CheckpointStorage.open(spark_checkpoint, options))
-    following = _Mirror(query, _states(query, operators), num_partitions)
+    states = _states(query, operators)
+    own_options = {**storage_settings(spark), **current_cluster().conf.storage_options}
+    own = CheckpointStorage.open(checkpoint_location, own_options)
+    mirrored = last_planned(own, query.storage)
+    following = _Mirror(query, states, MirrorLag(query.storage, own, mirrored), num_partitions)
     return following.start(checkpoint_location, options, name, interval)
+
+
+def last_planned(own: CheckpointStorage, native: CheckpointStorage) -> tuple[int, SparkBatch] | None:
+    """Return the last committed batch of the mirror, and the batch of Spark up to which it was planned to read.
+
+    None for a new mirror. Raises ``InvalidStateStoreArgument`` for the checkpoint of another query.
+    """
+
+    def end_of(batch_id: int) -> SparkBatch:
+        offset = own.get(f"offsets/{batch_id}").rsplit(b"\n", 1)[-1]
+        end = json.loads(offset[offset.index(b"{") :])  # a place may come before it
+        return SparkBatch(int(end["batch"]), str(end["digest"]))
+
+    commits = SparkCommits(own)
+    begun, last = commits.last_begun(), commits.last_committed()
+    own_root, native_root = (f"{storage.location.rstrip('/')}/" for storage in (own, native))
+    if not own_root.startswith(native_root):
+        with suppress(ValueError, KeyError, TypeError):  # the offset of another source
+            if begun is not None:
+                end_of(begun)
+            return None if last is None else (last, end_of(last))
+    raise InvalidStateStoreArgument(
+        f"{own.location} is not the checkpoint of a mirror: give the mirror a checkpoint_location= of its own, outside "
+        "of the checkpoint of the Spark query."
+    )
 
 
 def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> SparkQuery:
@@ -250,18 +299,22 @@ def _states(query: SparkQuery, operators: Mapping[str, int | tuple[int, str]] | 
     states: list[MirroredState] = []
     refusals = []
     for name, place in operators.items():
-        if name == MIRRORED_BATCH or place not in places:
+        if place not in places:
             raise InvalidStateStoreArgument(
                 f"operators= has {name!r}: {place!r}. The states of {query.storage.location} are "
-                f"{', '.join(map(repr, places))}, and {MIRRORED_BATCH!r} is the name of the mirror's own operator."
+                f"{', '.join(map(repr, places))}."
+            )
+        check_name("an operator of the mirror, in operators=", name)
+        if name == MIRRORED_BATCH:
+            raise InvalidStateStoreArgument(
+                f"operators= has {name!r}, the name of the mirror's own operator: choose another name."
             )
         number, variable = place if isinstance(place, tuple) else (place, None)
-        refusal = _refusal(query, by_number[number], variable)
-        if refusal is None:
-            rows = query.state(by_number[number], **_of_variable(variable))
-            states.append(MirroredState(name, by_number[number], variable, *columns_of(by_number[number], rows)))
+        state = _state(query, name, by_number[number], variable)
+        if isinstance(state, str):
+            refusals.append(state)
         else:
-            refusals.append(refusal)
+            states.append(state)
     if refusals:
         others = {one.name: operators[one.name] for one in states}
         remedy = f" Mirror the other states: operators={others!r}." if others else ""
@@ -269,34 +322,38 @@ def _states(query: SparkQuery, operators: Mapping[str, int | tuple[int, str]] | 
     return states
 
 
-def _refusal(query: SparkQuery, operator: SparkOperator, variable: str | None) -> str | None:
-    """Return why a state cannot be mirrored; None if it can."""
+def _state(query: SparkQuery, name: str, operator: SparkOperator, variable: str | None) -> MirroredState | str:
+    """Return a state to mirror, or why it cannot be mirrored."""
     if operator.name == "symmetricHashJoin":
         return f"Spark has no change feed of {operator.in_words}, a join."
-    if variable is not None and "list_element" in query.state(operator, stateVarName=variable).columns:
+    rows = query.state(operator, **_of_variable(variable))
+    if "list_element" in rows.columns:
         return f"Spark's change feed of {operator.in_words} leaves out elements of lists, and {variable!r} is a list."
-    if not all(versions_with_changes(query.storage, operator.id).values()):
+    if not _has_changelogs(query, operator):
         return (
             f"{operator.in_words} of {query.storage.location} writes no changelogs, so Spark has no change feed of it. "
             "Start the Spark query again with "
             "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled=true, and the mirror after its next "
             "batch."
         )
-    return None
+    try:
+        state = MirroredState(name, operator, variable, *columns_of(operator, rows))
+        state.schema.to_json()
+    except STATESTORE_ERRORS as error:
+        return f"The state {variable or ''!r} of {operator.in_words} has columns that cannot be kept here: {error}"
+    return state
 
 
-def versions_with_changes(storage: CheckpointStorage, operator: int) -> dict[str, set[int]]:
-    """Return for each partition of an operator of Spark the versions (batch + 1) whose changes are in a file."""
-    versions: dict[str, set[int]] = {}
-    for path, _ in storage.list(f"state/{operator}/"):
+def _has_changelogs(query: SparkQuery, operator: SparkOperator) -> bool:
+    """Return whether each partition has a file with the changes of the last committed batch."""
+    has_changes: dict[str, bool] = {}
+    for path, _ in query.storage.list(f"state/{operator.id}/"):
         place, _, file = path.rpartition("/")
         stem, suffix = posixpath.splitext(file)
-        if place.rpartition("/")[2].isdigit():
-            of_partition = versions.setdefault(place, set())
-            number = stem.partition("_")[0]  # an id of the version may follow
-            if suffix in CHANGE_SUFFIXES and number.isdigit():
-                of_partition.add(int(number))
-    return versions
+        # An id of the version may follow its number.
+        if place.rpartition("/")[2].isdigit() and stem.partition("_")[0] == str(query.batch_id + 1):
+            has_changes[place] = has_changes.get(place, False) or suffix in CHANGE_SUFFIXES
+    return bool(has_changes) and all(has_changes.values())
 
 
 @dataclass(frozen=True)
@@ -310,7 +367,7 @@ class _Operator:
 
     @property
     def spec(self) -> OperatorSpec:
-        return OperatorSpec(self.name, self.num_partitions, self.schema.to_json(), kind="mirror")
+        return OperatorSpec(self.name, self.num_partitions, self.schema.to_json(), kind=MIRROR)
 
     def keep(self, changes: DataFrame, *, is_scan: bool) -> None:
         """Run the tasks that keep the changes, at the batch of the query whose thread calls."""
@@ -323,31 +380,94 @@ class _Operator:
         map_in_arrow(changes, task.run, "statestore_mirror", f"{REMOVED} boolean", routing).collect()
 
 
-class _Mirror:
-    """The work of a mirror's batches, and how old its state is. ``clock`` gives the seconds since 1970."""
+class MirrorLag:
+    """How old the state of a mirror may be: a loop looks every second for batches that the mirror does not show.
+
+    ``native`` is the checkpoint of the Spark query, ``own`` that of the mirror. ``planned`` is the last committed batch
+    of the mirror, with the batch of Spark up to which it has read. ``clock`` gives the seconds since 1970; Spark's
+    commits have the times of its storage.
+    """
 
     def __init__(
         self,
-        query: SparkQuery,
-        states: Sequence[MirroredState],
-        num_partitions: int | None,
+        native: CheckpointStorage,
+        own: CheckpointStorage,
+        planned: tuple[int, SparkBatch] | None,
         clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._native = native
+        self._own = own
+        self._clock = clock
+        self._planned = planned
+        self._shown: SparkBatch | None = None
+        """The batch of Spark that clients see."""
+        self._current_at: float | None = None
+        """When that batch was the newest one; None if that is not known."""
+        if planned is not None:
+            committed_ms = SparkCommits(own).committed_ms(planned[0])
+            self._current_at = None if committed_ms is None else committed_ms / 1000
+        self._loop = BackgroundLoop(
+            self.look,
+            LOOK_SECONDS,
+            name="statestore-mirror",
+            what=f"look for new batches of {native.location}: the lag of its mirror grows",
+            remedy="Look at the storage of that checkpoint and at its credentials. The loop retries by itself.",
+        )
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._loop.close()
+
+    def planned(self, batch_id: int, batch: SparkBatch) -> None:
+        """Note that a batch of the mirror has read up to a batch of Spark. It counts once it is committed."""
+        self._planned = batch_id, batch
+
+    def look(self) -> None:
+        """Compare the batch that clients see with Spark's newest one. Raises the errors of storage."""
+        began, planned = self._clock(), self._planned
+        if planned is None:
+            return
+        if self._shown != planned[1] and self._own.exists(f"commits/{planned[0]}"):
+            self._shown = planned[1]
+        shown = self._shown
+        # After a rollback, the lag grows from the time of the last look before it.
+        if shown is None or SparkBatch.at(self._native, shown.number) != shown:
+            return
+        commits = SparkCommits(self._native)
+        newer = [number for number in commits.committed() if number > shown.number]
+        if not newer:
+            self._current_at = began
+        elif min(newer) == shown.number + 1:
+            next_ms = commits.committed_ms(min(newer))
+            self._current_at = self._current_at if next_ms is None else min(began, next_ms / 1000)
+
+    def seconds(self) -> float | None:
+        """Return how many seconds old the state may be; None if that is not known yet."""
+        return None if self._current_at is None else max(0.0, self._clock() - self._current_at)
+
+
+class _Mirror:
+    """The batches of a mirror."""
+
+    def __init__(
+        self, query: SparkQuery, states: Sequence[MirroredState], lag: MirrorLag, num_partitions: int | None
     ) -> None:
         self._query = query
         self._states = states
+        self._lag = lag
         self._num_partitions = num_partitions
-        self._clock = clock
         self._operators: list[_Operator] = []
-        self._batch: int | None = None
-        """The batch of Spark whose state the mirror has; None before the first one."""
-        self._current_at: float | None = None
-        """When that batch was the newest one."""
-        self._has_run = False
-        self._is_failing = False
+        self._batch: SparkBatch | None = None
+        """The batch of Spark that the last batch of this run has read."""
 
     def start(self, location: str, options: Mapping[str, str], name: str | None, interval: str) -> StreamingQuery:
         """Declare the operators, and start the query."""
         from spark_bridge.operators.map_in_arrow import (
+            SOURCE_EVOLUTION_CONF,
             check_operator_name,
             declare,
             key_group_count,
@@ -356,9 +476,12 @@ class _Mirror:
         )
 
         spark = self._query.spark
-        source = batches_source(self._query.storage.location, options)
+        source = batches_source(self._query.storage.location, options, uuid.uuid4().hex)
         spark.dataSource.register(source)
-        df = spark.readStream.format(source.name()).load()
+        reader = spark.readStream.format(source.name())
+        if str(spark.conf.get(SOURCE_EVOLUTION_CONF, "false")).lower() == "true":
+            reader = reader.name("mirrored_batches")
+        df = reader.load()
         key_groups = key_group_count(df)
         partitions = partition_count(df, self._num_partitions, key_groups)
         self._operators = [_Operator(one.name, one.schema, partitions, key_groups) for one in self._states]
@@ -366,10 +489,7 @@ class _Mirror:
         for operator in self._operators:
             check_operator_name(operator.name, df)
             # The listener finds the operators in the plan, and ``run`` runs their tasks.
-            df = map_in_arrow(df, unchanged, declare(operator.spec, behind=self.behind), df.schema)
-        own = CheckpointStorage.open(location, options)
-        if (last := SparkCommits(own).last_committed()) is not None:
-            self._batch = json.loads(own.get(f"offsets/{last}").rsplit(b"\n", 1)[-1])["batch"]
+            df = map_in_arrow(df, unchanged, declare(operator.spec, lag=self._lag), df.schema)
         writer = df.writeStream.foreachBatch(self.run).option("checkpointLocation", location)
         if name is not None:
             writer = writer.queryName(name)
@@ -380,79 +500,71 @@ class _Mirror:
         from py4j.protocol import Py4JJavaError
 
         try:
-            self._keep_changes(df, batch_id)
+            self._run(df, batch_id)
         except Py4JJavaError as error:
-            name = error.java_exception.getClass().getName()
-            if not name.endswith("InterruptedException"):
-                raise
-            # ``stop()`` has interrupted a job. Spark finds the interruption by an expression over the text of the
-            # error, which overflows Java's stack if the text is as long as usual.
-            short = f"py4j.protocol.Py4JJavaError: An error occurred while calling a job: {name}"
+            # ``stop()`` interrupts a job. Spark finds the interruption by an expression over the text of the error,
+            # which overflows Java's stack if the text has the usual length.
+            log.info("Batch %d of the mirror has failed, or was stopped", batch_id, exc_info=True)
+            first = str(error.java_exception.toString()).partition("\n")[0][:500]
+            short = f"py4j.protocol.Py4JJavaError: An error occurred while calling a job: {first}"
             raise StateStoreError(short) from None
 
-    def _keep_changes(self, df: DataFrame, batch_id: int) -> None:
+    def _run(self, df: DataFrame, batch_id: int) -> None:
         (row,) = df.collect()
-        end = SparkBatch(row["end"], row["end_digest"])
-        storage = self._query.storage
-        start = row["start"] if self._has_feed(SparkBatch(row["start"], row["start_digest"]), end) else None
-        newest = end if start is not None else SparkBatch.newest(storage)
-        if newest is None:
-            raise StateStoreError(f"{storage.location} has no committed batch any more: its state cannot be read.")
-        spark = df.sparkSession
-        query = replace(self._query, spark=spark, batch_id=newest.number)
-        *operators, position = self._operators
-        log.info("Batch %d reads batches %s to %d of %s", batch_id, start, newest.number, storage.location)
-        for operator, state in zip(operators, self._states, strict=True):
-            operator.keep(state.changes(query, start), is_scan=start is None)
-        if SparkBatch.at(storage, newest.number) != newest:
-            raise StateStoreError(
-                f"{storage.location} was rolled back while its batch {newest.number} was read. Nothing was committed: "
-                "start the mirror again."
-            )
-        committed_ms = SparkCommits(storage).committed_ms(newest.number)
-        now = spark.createDataFrame(
-            [(query.id, newest.number, committed_ms, False, 0)],
+        start, end = SparkBatch(row["start"], row["start_digest"]), SparkBatch(row["end"], row["end_digest"])
+        if self._batch is not None:
+            start = self._batch  # a scan may have read another batch than was planned
+        spark, storage = df.sparkSession, self._query.storage
+        batch = end
+        if not (self._has_feed(start, end) and self._keep_changes(spark, start.number, end)):
+            newest = end if SparkBatch.at(storage, end.number) == end else SparkBatch.newest(storage)
+            if newest is None:
+                raise StateStoreError(f"{storage.location} has no committed batch now: start the mirror again.")
+            batch = newest
+            log.info("Batch %d of the mirror reads the whole state at batch %d", batch_id, batch.number)
+            self._keep(spark, None, batch)
+        position = spark.createDataFrame(
+            [(self._query.id, batch.number, SparkCommits(storage).committed_ms(batch.number), False, 0)],
             f"query string, batch long, committed_ms long, {REMOVED} boolean, {PLACE} long",
         )
-        position.keep(now, is_scan=True)
-        self._batch, self._has_run = newest.number, True
+        self._operators[-1].keep(position, is_scan=True)
+        self._batch = batch
+        self._lag.planned(batch_id, batch)
 
     def _has_feed(self, start: SparkBatch, end: SparkBatch) -> bool:
-        """Return whether Spark has the changes from one batch to another. False after a rollback of the Spark query."""
+        """Return whether the state at one batch is followed by the changes up to the other: not after a rollback."""
         storage = self._query.storage
-        if start.number >= end.number or start.number < 0:
+        is_known = SparkBatch.at(storage, start.number) == start and SparkBatch.at(storage, end.number) == end
+        return 0 <= start.number < end.number and is_known
+
+    def _keep_changes(self, spark: SparkSession, start: int, end: SparkBatch) -> bool:
+        """Keep the changes between two batches. Return whether Spark had them: it removes those of old batches.
+
+        Tasks that have committed commit again with the whole state, as after a retry of a stage.
+        """
+        from py4j.protocol import Py4JJavaError
+        from pyspark.errors import PySparkException
+
+        try:
+            self._keep(spark, start, end)
+        except (Py4JJavaError, PySparkException) as error:
+            if "CANNOT_LOAD_STATE_STORE" not in str(error) and "STDS_" not in str(error):
+                raise
+            log.warning("Spark has not all changes of batches %d to %d: %s", start + 1, end.number, str(error)[:500])
             return False
-        if SparkBatch.at(storage, start.number) != start or SparkBatch.at(storage, end.number) != end:
-            log.info("Spark was rolled back, or has forgotten batch %d: the mirror begins again", start.number)
-            return False
-        if self._has_run and end.number - start.number <= MAX_UNCHECKED_BATCHES:
-            return True
-        needed = set(range(start.number + 2, end.number + 2))
-        for operator in {one.operator.id for one in self._states}:
-            if not all(needed <= versions for versions in versions_with_changes(storage, operator).values()):
-                log.info("Some changes after batch %d are gone: the mirror begins again", start.number)
-                return False
         return True
 
-    def behind(self) -> float | None:
-        """Return how many seconds old the state may be; None before the first batch.
-
-        While Spark's checkpoint cannot be read, the seconds grow.
-        """
-        now, batch = self._clock(), self._batch
-        if batch is None:
-            return None
-        try:
-            commits = SparkCommits(self._query.storage)
-            waiting = min((number for number in commits.committed() if number > batch), default=None)
-            since_ms = None if waiting is None else commits.committed_ms(waiting)
-            self._current_at = now if since_ms is None else since_ms / 1000
-            self._is_failing = False
-        except StateStoreError as error:
-            if not self._is_failing:
-                log.warning("The mirror of %s cannot look for new batches: %s", self._query.storage.location, error)
-            self._is_failing = True
-        return None if self._current_at is None else max(0.0, now - self._current_at)
+    def _keep(self, spark: SparkSession, start: int | None, end: SparkBatch) -> None:
+        """Keep the changes after ``start``, or the whole state. Raises ``StateStoreError`` after a rollback."""
+        query = replace(self._query, spark=spark, batch_id=end.number)
+        for operator, state in zip(self._operators, self._states, strict=False):  # the last one is the mirror's own
+            operator.keep(state.changes(query, start), is_scan=start is None)
+        now, newest = SparkBatch.at(query.storage, end.number), SparkCommits(query.storage).last_committed()
+        if now not in (None, end) or newest is None or newest < end.number:
+            raise StateStoreError(
+                f"{query.storage.location} was rolled back while its batch {end.number} was read. Nothing was "
+                "committed: start the mirror again."
+            )
 
 
 def unchanged(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -460,10 +572,10 @@ def unchanged(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     return batches
 
 
-def batches_source(location: str, options: Mapping[str, str]) -> Any:
+def batches_source(location: str, options: Mapping[str, str], suffix: str) -> Any:
     """Return a data source for streams whose offsets are Spark's committed batches; a batch has its bounds as a row.
 
-    The class holds the storage options: Spark would show them in plans.
+    The class holds the storage options: Spark would show them in plans. ``suffix`` makes its name unique.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
@@ -473,12 +585,25 @@ def batches_source(location: str, options: Mapping[str, str]) -> Any:
     class Reader(DataSourceStreamReader):  # type: ignore[misc]
         """Finds the last committed batch."""
 
+        def __init__(self) -> None:
+            self._storage: CheckpointStorage | None = None
+            self._last: dict[str, Any] | None = None
+
         def initialOffset(self) -> dict[str, Any]:
             return {"batch": -1, "digest": ""}
 
         def latestOffset(self) -> dict[str, Any]:  # Spark 4.0 has no other form
-            newest = SparkBatch.newest(CheckpointStorage.open(location, options))
-            return self.initialOffset() if newest is None else {"batch": newest.number, "digest": newest.digest}
+            try:
+                self._storage = self._storage or CheckpointStorage.open(location, options)
+                newest = SparkBatch.newest(self._storage)
+            except StateStoreError as error:
+                if self._last is None:
+                    raise
+                log.warning("The mirror cannot look for new batches of %s: %s", location, error)
+                newest = None
+            if newest is not None:
+                self._last = {"batch": newest.number, "digest": newest.digest}
+            return self._last or self.initialOffset()
 
         def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[Any]:
             return [Bounds((start["batch"], start["digest"], end["batch"], end["digest"]))]
@@ -491,7 +616,7 @@ def batches_source(location: str, options: Mapping[str, str]) -> Any:
 
         @classmethod
         def name(cls) -> str:
-            return FORMAT
+            return f"{FORMAT}_{suffix}"
 
         def schema(self) -> str:
             return "start long, start_digest string, end long, end_digest string"

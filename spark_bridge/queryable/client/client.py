@@ -103,8 +103,8 @@ class QueryableStateClient:
         ``serve_state(follow=True)``; else 0.0.
 
         Such hosts look for new versions about once a second. If the looks fail, hosts answer from the last
-        version that they know, and each answer has the seconds since the last successful look began. Answers of a
-        running query's own hosts have no lag.
+        version that they know, and each answer has the seconds since the last successful look began. Other
+        answers of a running query's own hosts have no lag.
         """
         return self._connections.lag_ms / 1000
 

@@ -24,6 +24,7 @@ from spark_bridge import (
     read_state,
     state_table,
 )
+from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
 from spark_bridge.overview.from_cluster import cluster_overview
 from spark_bridge.session.current import current_cluster
 from tests.patience import PATIENCE
@@ -185,10 +186,15 @@ WAYS: dict[str, tuple[Transform, list[str], list[str]]] = {
         ["key.user", "value.expiresAtMicros"],
         ["user", "expiresAtMicros"],
     ),
-    "sessions": (
-        lambda df: df.withWatermark("ts", "1 minute").groupBy(F.session_window("ts", "2 minutes"), "user").count(),
-        ["key.user", "key.sessionStartTime", "value.session_window", "value.count"],
-        ["user", "sessionStartTime", "session_window", "count"],
+    "sessions": (  # a buffer has the name of a key
+        lambda df: (
+            df.withColumn("count", F.col("user"))
+            .withWatermark("ts", "1 minute")
+            .groupBy(F.session_window("ts", "2 minutes"), "count")
+            .agg(F.count("*"), F.sum("amount"))
+        ),
+        ["key.count", "key.sessionStartTime", "value.session_window", "value.sum"],
+        ["count", "sessionStartTime", "session_window", "sum"],
     ),
 }
 
@@ -198,6 +204,8 @@ WAYS: dict[str, tuple[Transform, list[str], list[str]]] = {
     [pytest.param(name, marks=pytest.mark.matrix if name == "windows" else pytest.mark.thorough) for name in WAYS],
 )
 def test_every_kind_of_state(make_stream: Callable[..., Stream], spark: SparkSession, case: str) -> None:
+    """With HDFS state stores, which are Spark's default."""
+    spark.conf.set("spark.sql.streaming.stateStore.providerClass", f"{STORES}HDFSBackedStateStoreProvider")
     native_query, of_native, columns = WAYS[case]
     stream = make_stream(INPUT)
     native, own = str(stream.root / "native"), str(stream.root / "mirror")
@@ -302,6 +310,55 @@ def test_mirror_stays_correct_through_restarts_gaps_and_rollbacks(
     assert query.isActive
 
 
+def test_missing_changes_of_one_operator(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
+    """The tasks of the other operator have committed when Spark does not find them: the whole state replaces that."""
+    stream = make_stream(INPUT)
+    native, own = str(stream.root / "native"), str(stream.root / "mirror")
+    df = stream.read().dropDuplicates(["user", "amount"]).groupBy("user").agg(F.count("*"))
+    stream.add(BATCHES[0])
+    stream.add(BATCHES[1])
+    run_native(df, native)
+    query = mirror(spark, native, own, interval=INTERVAL, num_partitions=2)
+    caught_up(query, own, native)
+    query.stop()
+    stream.add(BATCHES[2])
+    spark.conf.set(CHANGELOGS, "false")
+    run_native(df, native)
+    operators = spark.read.format("state-metadata").load(native).collect()
+    names = {one["operatorId"]: one["operatorName"] for one in operators}
+    version = newest_batch(native) + 1
+    for partition in Path(native, "state", "0").glob("[0-9]*"):
+        shutil.copy(partition / f"{version - 1}.changelog", partition / f"{version}.changelog")
+    spark.conf.set(CHANGELOGS, "true")
+    stream.add([row("e", 8, 9)])
+    run_native(df, native)
+    query = mirror(spark, native, own, interval=INTERVAL, num_partitions=2)
+    caught_up(query, own, native)
+    for number, name in names.items():
+        of_native, columns = {
+            "dedupe": (["key.user", "key.amount"], ["user", "amount"]),
+            "stateStoreSave": (["key.user", "value.count"], ["user", "count"]),
+        }[name]
+        shown = of_mirror(spark, own, f"operator_{number}", *columns)
+        assert shown == of_spark(spark, native, *of_native, operatorId=number) and shown
+
+
+@pytest.mark.thorough
+def test_named_sources(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
+    stream = make_stream(INPUT)
+    native, own = str(stream.root / "native"), str(stream.root / "mirror")
+    stream.add(BATCHES[0])
+    run_native(totals(stream.read()), native)
+    spark.conf.set(SOURCE_EVOLUTION_CONF, "true")
+    try:
+        for _ in range(2):  # the second one reads the offsets of the first one
+            query = mirror(spark, native, own, interval=INTERVAL, num_partitions=2)
+            caught_up(query, own, native)
+            query.stop()
+    finally:
+        spark.conf.unset(SOURCE_EVOLUTION_CONF)
+
+
 @pytest.mark.thorough  # executors take long to come back
 def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSession, tmp_path: Path) -> None:
     """Clients read a version of the mirror that the Spark query had, whichever executors and hosts die."""
@@ -315,10 +372,10 @@ def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSessio
     client = QueryableStateClient.connect()
     for number in range(1, 7):
         stream.add([row(f"u{i}", number) for i in range(50)])
-        if number % 2:
+        run_native(df, native)
+        if number % 2:  # while the mirror reads
             (tmp_path / EXECUTOR).touch()
             spark.range(1).mapInArrow(dying(tmp_path), "id long").collect()
-        run_native(df, native)
         sums = {r["sum"] for r in client.scan("totals").to_pylist()}
         assert len(sums) == 1 and sums <= {n * (n + 1) // 2 for n in range(number + 1)}, sums
     caught_up(query, own, native)
@@ -383,6 +440,8 @@ def test_refusals_name_what_spark_has_no_feed_of(make_stream: Callable[..., Stre
     caught_up(query, str(own), listed)
     with pytest.raises(InvalidStateStoreArgument, match="use serve_state"):
         mirror(spark, str(own), str(stream.root / "of a mirror"))
+    with pytest.raises(InvalidStateStoreArgument, match="not the checkpoint of a mirror"):
+        mirror(spark, listed, listed, operators={"operator_0_n": (0, "n")})
     query.stop()
     shutil.rmtree(own)
 
