@@ -203,6 +203,8 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str =
     ``IncompatibleSchemaError`` naming both sides; callers add the operator and the remedy.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
+        if stored is not None and stored.families == declared.families:
+            _check_settings(stored, declared)
         return _evolved_rows(stored, declared, may_change_outputs=kind in AGGREGATE_KINDS)
     if stored is None:
         stored = replace(declared, variables=())

@@ -315,8 +315,8 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             subject,
             f"It mirrors a query of Spark, and its state is {duration(query.lag_ms)} old: answers are of version "
             f"{query.completed_version}, and each one has its lag.",
-            "If the mirror has stopped or failed, start it again. If not, look at the faults of its driver, which name a "
-            "storage that does not answer. If its batches take longer than those of the Spark query, give it more "
+            "If the mirror has stopped or failed, start it again. If not, look at the faults of its driver, which name "
+            "a storage that does not answer. If its batches take longer than those of the Spark query, give it more "
             "executor cores.",
         )
     elif query.lag_ms and not query.is_mirror:
