@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -136,6 +138,32 @@ class SparkCommits:
             raise DamagedFileError(
                 f"{where} does not say the times of its batch as Spark writes them: {error}"
             ) from error
+
+
+@dataclass(frozen=True)
+class SparkBatch:
+    """A committed batch of Spark. ``digest`` tells it from a batch of the same number after a rollback."""
+
+    number: int
+    digest: str
+
+    @classmethod
+    def newest(cls, storage: CheckpointStorage) -> SparkBatch | None:
+        """Return the last committed batch of a checkpoint; None if there is none, or just being rolled back."""
+        number = SparkCommits(storage).last_committed()
+        return None if number is None else cls.at(storage, number)
+
+    @classmethod
+    def at(cls, storage: CheckpointStorage, number: int) -> SparkBatch | None:
+        """Return a committed batch; None if Spark has not committed it, or has removed its records."""
+        committed_ms = SparkCommits(storage).committed_ms(number)
+        try:
+            plan = storage.get(f"offsets/{number}")  # it has the time at which the batch was planned
+        except MissingFileError:
+            return None
+        if committed_ms is None:
+            return None
+        return cls(number, hashlib.sha256(plan + str(committed_ms).encode()).hexdigest()[:16])
 
 
 T = TypeVar("T")

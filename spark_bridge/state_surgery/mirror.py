@@ -8,7 +8,6 @@ were removed, or the query was rolled back.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import posixpath
@@ -27,9 +26,9 @@ from backends.conf import DEFAULT_FAMILY, check_name
 from backends.encoding.columns import distinct_names
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from backends.exceptions import InvalidStateStoreArgument, MissingFileError, StateStoreError
+from backends.exceptions import InvalidStateStoreArgument, StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.durable.spark_commits import SparkBatch, SparkCommits
 from coordinator_actor.messages import MIRROR, OperatorSpec
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.operators.mirror_task import PLACE, REMOVED, MirrorLogic
@@ -66,32 +65,6 @@ STRUCTS = ("key", "user_map_key", "value", "user_map_value")
 CHANGE_SUFFIXES = (".changelog", ".delta")
 """The suffixes of the files with the changes of a version: of RocksDB, and of HDFS state stores."""
 LOOK_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class SparkBatch:
-    """A committed batch of Spark. ``digest`` tells it from a batch of the same number after a rollback."""
-
-    number: int
-    digest: str
-
-    @classmethod
-    def newest(cls, storage: CheckpointStorage) -> SparkBatch | None:
-        """Return the last committed batch of a checkpoint; None if there is none, or just being rolled back."""
-        number = SparkCommits(storage).last_committed()
-        return None if number is None else cls.at(storage, number)
-
-    @classmethod
-    def at(cls, storage: CheckpointStorage, number: int) -> SparkBatch | None:
-        """Return a committed batch; None if Spark has not committed it, or has removed its records."""
-        committed_ms = SparkCommits(storage).committed_ms(number)
-        try:
-            plan = storage.get(f"offsets/{number}")  # it has the time at which the batch was planned
-        except MissingFileError:
-            return None
-        if committed_ms is None:
-            return None
-        return cls(number, hashlib.sha256(plan + str(committed_ms).encode()).hexdigest()[:16])
 
 
 @dataclass(frozen=True)
@@ -504,8 +477,9 @@ class _Mirror:
         except Py4JJavaError as error:
             # ``stop()`` interrupts a job. Spark finds the interruption by an expression over the text of the error,
             # which overflows Java's stack if the text has the usual length.
-            log.info("Batch %d of the mirror has failed, or was stopped", batch_id, exc_info=True)
             first = str(error.java_exception.toString()).partition("\n")[0][:500]
+            is_stopped = "Interrupted" in first or "cancelled" in first
+            log.log(logging.INFO if is_stopped else logging.ERROR, "Batch %d has failed", batch_id, exc_info=True)
             short = f"py4j.protocol.Py4JJavaError: An error occurred while calling a job: {first}"
             raise StateStoreError(short) from None
 
