@@ -301,6 +301,7 @@ def test_the_remedies_of_storage_are_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.thorough  # otherwise: the tests of remedies above
 def test_the_remedy_of_a_cluster_that_does_not_answer_leads_to_one_that_does() -> None:
     def doctor(environment: Mapping[str, str], address: str) -> tuple[int, dict[str, dict[str, str]]]:
         program = "from spark_bridge.cli.main import app; app()"

@@ -96,6 +96,7 @@ def ask(method: str, *args: object) -> Any:
 
 @pytest.mark.ray
 @pytest.mark.spark
+@pytest.mark.thorough  # otherwise: the tests above, and tests/coordinator_actor/handlers
 def test_tokens_outlive_the_coordinator(spark: SparkSession) -> None:
     actor = get_or_create_coordinator(name="of-tokens")
     secret = ask("token")

@@ -118,6 +118,7 @@ def test_hosts_run_next_to_executors_and_the_coordinator_on_the_head(nodes: Call
         cluster.stop()
 
 
+@pytest.mark.thorough  # otherwise: streams/test_elasticity.py
 def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
     nodes: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,8 +187,7 @@ def test_spark_4_2_with_named_sources_lets_an_operator_change_its_output_mode(
     run_batches(begin(counts("append"), stream, seen), seen)
 
 
-@pytest.mark.spark42_only
-@since("4.2")
+@since("4.2")  # CI runs it on 4.3
 def test_spark_4_2_with_a_real_time_trigger_is_refused_and_runs_with_the_remedy(
     spark: SparkSession, stream: Stream
 ) -> None:

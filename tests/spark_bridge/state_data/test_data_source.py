@@ -18,9 +18,8 @@ from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
-pytestmark = [
+pytestmark = [  # CI runs these on Spark 4.3
     pytest.mark.spark,
-    pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4", reason="3.5 has no Python data sources."),
 ]
 FORMAT = "ray_statestore"

@@ -22,6 +22,7 @@ from backends.formats.manifest import Manifest, unseal
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
+from tests.effort import only_thorough
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
 from tests.spark_bridge.streams.totals import KEYS, Totals, start
@@ -65,7 +66,9 @@ def kill_myself() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("action", [fail, kill_myself], ids=["task-retried", "worker-killed"])
+@pytest.mark.parametrize(
+    "action", [only_thorough(fail, id="task-retried"), pytest.param(kill_myself, id="worker-killed")]
+)
 def test_a_task_that_dies_after_its_commit_is_run_again(
     totals: Totals, client: QueryableStateClient, tmp_path: Path, action: Callable[[], None]
 ) -> None:
@@ -252,7 +255,7 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
     totals.check(client)
 
 
-@pytest.mark.parametrize("consumed", ["nothing", "part"])
+@pytest.mark.parametrize("consumed", ["nothing", only_thorough("part")])
 def test_foreach_batch_that_runs_part_of_the_plan_fails_and_can_be_repaired(
     totals: Totals, client: QueryableStateClient, consumed: str
 ) -> None:
@@ -291,6 +294,7 @@ def test_coalesce_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals.check(client)
 
 
+@pytest.mark.thorough  # otherwise: the test above
 def test_union_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:

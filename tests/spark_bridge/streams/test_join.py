@@ -128,6 +128,7 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     same(begin(sides, sides.ours(how), "ours"), begin(sides, sides.native(how), "native"))
 
 
+@pytest.mark.thorough  # otherwise: operators/test_join_output_time.py
 def test_aggregate_after_a_join_equals_sparks(sides: Sides) -> None:
     """Rows that have waited are not late behind the join, and windows come when no more rows can."""
     sides.add(FILES)

@@ -32,9 +32,8 @@ from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.processors import native_of
 from tests.spark_bridge.streams.running import EXECUTOR, dying
 
-pytestmark = [
+pytestmark = [  # CI runs more of these, on Spark 4.3
     pytest.mark.spark,
-    pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4", reason="This Spark has no reader of state."),
 ]
 
@@ -222,6 +221,7 @@ def test_every_kind_of_state(make_stream: Callable[..., Stream], spark: SparkSes
         stream.add(batch)
 
 
+@pytest.mark.matrix
 def test_variables_of_a_processor(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
     stream = make_stream(INPUT)
     native, own = str(stream.root / "native"), str(stream.root / "mirror")
@@ -256,6 +256,7 @@ def test_variables_of_a_processor(make_stream: Callable[..., Stream], spark: Spa
         assert shown == of_spark(spark, native, *of_native, stateVarName=variable) and shown, variable
 
 
+@pytest.mark.spark42_only
 def test_mirror_stays_correct_through_restarts_gaps_and_rollbacks(
     make_stream: Callable[..., Stream], spark: SparkSession
 ) -> None:
@@ -310,6 +311,7 @@ def test_mirror_stays_correct_through_restarts_gaps_and_rollbacks(
     assert query.isActive
 
 
+@pytest.mark.matrix
 def test_missing_changes_of_one_operator(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
     """The tasks of the other operator have committed when Spark does not find them: the whole state replaces that."""
     stream = make_stream(INPUT)
@@ -384,6 +386,7 @@ def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSessio
     assert at["batch"] == newest_batch(native) and query.exception() is None
 
 
+@pytest.mark.spark42_only
 def test_answers_and_the_page_have_the_lag(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
     stream = make_stream(INPUT)
     native, own = str(stream.root / "native"), str(stream.root / "mirror")
@@ -413,6 +416,7 @@ def test_answers_and_the_page_have_the_lag(make_stream: Callable[..., Stream], s
     assert "mirror-late" in [fault.kind for fault in overview.faults]
 
 
+@pytest.mark.spark42_only
 def test_refusals_name_what_spark_has_no_feed_of(make_stream: Callable[..., Stream], spark: SparkSession) -> None:
     stream = make_stream(INPUT)
     native, own = str(stream.root / "native"), stream.root / "mirror"

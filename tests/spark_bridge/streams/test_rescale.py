@@ -87,9 +87,8 @@ def remove_last(stream: Stream, batches: int) -> None:
                 Path(stream.checkpoint, directory, name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    "removed", [only_thorough(1, id="behind-the-rescaling"), pytest.param(3, id="before-the-rescaling")]
-)
+@pytest.mark.thorough  # otherwise: the tests below
+@pytest.mark.parametrize("removed", [1, 3], ids=["behind-the-rescaling", "before-the-rescaling"])
 def test_rescaled_again_from_an_older_batch(flow: Flow, client: QueryableStateClient, removed: int) -> None:
     """The base is a version of the first layout or of the second; neither is the newest, nor has the third's count."""
     run(flow, client, (4, 2), batches=3)
