@@ -54,7 +54,8 @@ class InputPace(Struct, frozen=True):
     """The input of a query in its last batch, as Spark reports it: rows a second received, and rows a second processed.
 
     ``backlog_rows`` are rows in the sources that the query has not read; None if no source reports them.
-    ``behind_seconds`` is how old the state of a mirror may be; None if the query is no mirror, or does not know it yet.
+    ``behind_seconds`` is how old the state of a mirror may be; None if the query is not a mirror, or
+    does not know it yet.
     """
 
     rows_per_second: float = 0.0

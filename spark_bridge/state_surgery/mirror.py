@@ -1,8 +1,8 @@
 """``mirror``: follows the state of a query of Spark, batch after batch, so that clients can read it here.
 
-The query keeps its own state and its code. The mirror is a streaming query of its own: its source has Spark's committed
+The query keeps its state and its code. The mirror is a separate streaming query: its source has Spark's committed
 batches as offsets, and each of its batches reads the change feed of the state between two of them (Spark 4's format
-``statestore``). The first batch reads the whole state, and so does each batch for which there is no feed: files of it
+``statestore``). The first batch reads the whole state, and so does each batch without a feed: files of it
 were removed, or the query was rolled back.
 """
 
@@ -242,8 +242,8 @@ def last_planned(own: CheckpointStorage, native: CheckpointStorage) -> tuple[int
                 end_of(begun)
             return None if last is None else (last, end_of(last))
     raise InvalidStateStoreArgument(
-        f"{own.location} is not the checkpoint of a mirror: give the mirror a checkpoint_location= of its own, outside "
-        "of the checkpoint of the Spark query."
+        f"{own.location} is not the checkpoint of a mirror: give the mirror another checkpoint_location=, outside of "
+        "the checkpoint of the Spark query."
     )
 
 

@@ -86,7 +86,7 @@ def test_lag_counts_from_the_first_batch_that_is_not_shown(native: Checkpoint, o
     lag.look()
     assert lag.seconds() == 0
     clock.now += 5
-    assert lag.seconds() == 5, "nobody has looked since"
+    assert lag.seconds() == 5, "no look has followed"
     native.commit(4, NOW + 2, "b")
     native.commit(5, NOW + 4, "c")
     lag.look()
