@@ -232,7 +232,8 @@ def test_a_dead_host_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
             eventually(lambda: http.get("/v1/operators/totals/keys/1").status_code == 200)
             for host in made.hosts:
                 host.kill()
-            assert http.get("/v1/operators/totals/keys/1").status_code in (503, 504)
+            # A thread of a host in this process may still answer a request that it has begun to read.
+            eventually(lambda: http.get("/v1/operators/totals/keys/1").status_code in (503, 504))
             assert http.post("/v1/operators/totals/scan", json={}).status_code in (503, 504)
     finally:
         made.close()
