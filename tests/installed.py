@@ -1,4 +1,4 @@
-"""What must work after ``pip install``, in an environment with this project's wheel and what the wheel asks for.
+"""Checks of an environment into which ``pip install`` has put this project's wheel and its dependencies.
 
 ``tests/matrix.py`` runs it from an unpacked source distribution: ``python -I tests/installed.py CHECK ...``. The
 packages come from the environment, the pages and their runner from the source distribution.
@@ -173,7 +173,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main(names: list[str]) -> int:
-    """Run the checks in a directory of their own; return 0 if all of them hold."""
+    """Run the checks in a temporary directory; return 0 if all of them hold."""
     sys.path.append(str(SOURCE))  # behind the environment's packages
     failed = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Records beside the state: ``history/``, ``audit/``, ``lookups/``, and the savepoints that have begun.
+"""Records next to the state: ``history/``, ``audit/``, ``lookups/``, and the savepoints that have begun.
 
 ``history/<id>.json`` has figures of the last checkpoints, for people. They outlive coordinators, hosts and runs. A file
 has the last ``MAX_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,

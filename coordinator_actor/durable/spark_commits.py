@@ -158,7 +158,7 @@ class SparkBatch:
         """Return a committed batch; None if Spark has not committed it, or has removed its records."""
         committed_ms = SparkCommits(storage).committed_ms(number)
         try:
-            plan = storage.get(f"offsets/{number}")  # it has the time at which the batch was planned
+            plan = storage.get(f"offsets/{number}")  # includes the time of planning
         except MissingFileError:
             return None
         if committed_ms is None:

@@ -42,7 +42,7 @@ class MirrorLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Stage the changes and commit them. There is no output."""
+        """Stage the changes and commit them; yield nothing."""
         rows = self.schema.families[DEFAULT_FAMILY]
         num_rows = num_updated = num_removed = 0
         if self.is_scan:

@@ -475,8 +475,8 @@ class _Mirror:
         try:
             self._run(df, batch_id)
         except Py4JJavaError as error:
-            # ``stop()`` interrupts a job. Spark finds the interruption by an expression over the text of the error,
-            # which overflows Java's stack if the text has the usual length.
+            # ``stop()`` interrupts a job. Spark searches the error message for the interruption with an expression
+            # that overflows Java's stack if the message has the usual length.
             first = str(error.java_exception.toString()).partition("\n")[0][:500]
             is_stopped = "Interrupted" in first or "cancelled" in first
             log.log(logging.INFO if is_stopped else logging.ERROR, "Batch %d has failed", batch_id, exc_info=True)

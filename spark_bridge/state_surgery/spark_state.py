@@ -74,7 +74,7 @@ TTL_FIELDS = ["value", "ttlExpirationMs"]
 
 @dataclass(frozen=True)
 class SparkOperator:
-    """A stateful operator of the old query: its number, its kind as Spark names it, and what a processor declares."""
+    """A stateful operator of the old query: its number, Spark's name for its kind, and the variables of a processor."""
 
     id: int
     name: str

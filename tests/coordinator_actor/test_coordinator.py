@@ -29,7 +29,7 @@ from coordinator_actor.exceptions import (
     UnknownOperatorError,
     UnknownRunError,
 )
-from coordinator_actor.messages import HostReport, OperatorSpec
+from coordinator_actor.messages import MIRROR, HostReport, InputPace, OperatorSpec
 from coordinator_actor.run.owners import assign
 from spark_bridge.exceptions import rebuilt_error
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
@@ -92,6 +92,26 @@ def test_the_drivers_heartbeat_replaces_a_lost_progress_event(world: World, star
     assert started.driver_heartbeat("run1") is True
     assert started.open_for_read("run1", "op", 0).version == 1
     assert started.driver_heartbeat("nobody") is False
+
+
+def test_lag_of_a_mirror_outlives_its_driver_and_the_coordinator(world: World) -> None:
+    registration = world.registration(operators=(OperatorSpec("op", 2, SCHEMA, kind=MIRROR),))
+
+    def lags(c: Coordinator) -> tuple[float, float]:
+        (query,) = c.describe()["queries"]
+        assert query["is_mirror"]
+        return query["lag_seconds"], round(c.heartbeat_host("h0", "a", {}).lags.get("run1", 0.0), 1)
+
+    c = world.coordinator()
+    c.register_query(registration)
+    world.run_batch(c, 0)
+    c.driver_heartbeat("run1", pace=InputPace(behind_seconds=3.0))
+    assert lags(c) == (3.0, 3.0)
+    world.now += 10
+    assert lags(c) == (13.0, 13.0), "its driver says nothing any more"
+    again = world.coordinator()
+    again.serve_ended(registration)
+    assert lags(again) == (10.0, 10.0), "the version is that old"
 
 
 def test_a_version_is_not_completed_before_sparks_commit(world: World, started: Coordinator) -> None:

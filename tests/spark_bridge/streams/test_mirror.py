@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -28,7 +34,8 @@ from spark_bridge.operators.map_in_arrow import SOURCE_EVOLUTION_CONF
 from spark_bridge.overview.from_cluster import cluster_overview
 from spark_bridge.session.current import current_cluster
 from tests.patience import PATIENCE
-from tests.spark_bridge.conftest import Stream, settle, wait_until
+from tests.spark_bridge.conftest import Stream, driver_environment, settle, wait_until
+from tests.spark_bridge.streams.other_driver import ray_address
 from tests.spark_bridge.streams.processors import native_of
 from tests.spark_bridge.streams.running import EXECUTOR, dying
 
@@ -384,6 +391,75 @@ def test_killed_executors(make_stream: Callable[..., Stream], spark: SparkSessio
     assert {(r["count"], r["sum"]) for r in client.scan("totals").to_pylist()} == {(7, 21)}
     (at,) = client.scan("mirrored_batch").to_pylist()
     assert at["batch"] == newest_batch(native) and query.exception() is None
+
+
+PROGRAM = """
+import sys
+import ray
+from pathlib import Path
+from pyspark.sql import SparkSession
+from spark_bridge import attach, mirror
+from spark_bridge.session.ray_cluster import ensure_java
+from tests.spark_bridge.conftest import Stream
+from tests.spark_bridge.streams.test_mirror import CHANGELOGS, INPUT, STORES, totals
+
+what, root, address = sys.argv[1:]
+ensure_java()
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(CHANGELOGS, "true")
+builder = builder.config("spark.sql.streaming.stateStore.providerClass", STORES + "RocksDBStateStoreProvider")
+spark = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
+if what == "native":
+    writer = totals(Stream(spark, Path(root), INPUT).read()).writeStream.format("noop").outputMode("update")
+    query = writer.option("checkpointLocation", root + "/native").start()
+else:
+    ray.init(address=address, namespace="statestore", log_to_driver=False, logging_level="WARNING")
+    attach(spark, num_hosts=1, namespace="statestore")
+    query = mirror(spark, root + "/native", root + "/mirror", operators={"totals": 0}, num_partitions=2)
+query.awaitTermination()
+"""
+
+
+@contextmanager
+def killed_driver(what: str, root: Path, log: Path) -> Iterator[None]:
+    """Run the native query, or the mirror, in another process; at the end, kill it with all that it has started."""
+    with log.open("ab") as said:
+        command = [sys.executable, "-c", PROGRAM, what, str(root), ray_address()]
+        driver = subprocess.Popen(command, env=driver_environment(log.parent), stdout=said, stderr=said)
+    try:
+        yield
+        assert driver.poll() is None, log.read_text()[-3000:]
+    finally:
+        if driver.poll() is None:
+            of_driver = psutil.Process(driver.pid)
+            for process in (*of_driver.children(recursive=True), of_driver):
+                process.kill()
+        driver.wait()
+
+
+@pytest.mark.thorough  # otherwise: test_mirror_stays_correct_through_restarts_gaps_and_rollbacks
+def test_killed_drivers_of_either_side(make_stream: Callable[..., Stream], spark: SparkSession, tmp_path: Path) -> None:
+    stream = make_stream(INPUT)
+    native, own = stream.root / "native", stream.root / "mirror"
+    for number in range(60):
+        stream.add([row(f"u{number % 7}", number), row("every", 1)])
+    log, rng = tmp_path / "driver.log", random.Random()
+    with killed_driver("native", stream.root, log):
+        wait_until((native / "commits" / str(rng.randrange(3, 6))).exists, every=0.001)
+    for round in range(2):
+        before = newest_batch(str(native))
+        events = [own / what / str(2 * round + rng.randrange(2)) for what in ("offsets", "commits")]
+        with killed_driver("mirror", stream.root, log), killed_driver("native", stream.root, log):
+            wait_until(rng.choice(events).exists, every=0.001)
+            wait_until(lambda last=before: newest_batch(str(native)) > last, every=0.001)
+        print("killed at", newest_batch(str(native)), sorted(path.name for path in (own / "commits").glob("[0-9]*")))
+    run_native(totals(stream.read()), str(native))
+    query = mirror(spark, str(native), str(own), operators={"totals": 0}, interval=INTERVAL, num_partitions=2)
+    caught_up(query, str(own), str(native))
+    counts = {r["user"]: r["count"] for r in state_table(str(own), "totals").to_pylist()}
+    sums = {r["user"]: r["sum"] for r in state_table(str(own), "totals").to_pylist()}
+    users = [f"u{number % 7}" for number in range(60)]
+    assert counts == {"every": 60, **Counter(users)}
+    assert sums == {"every": 60} | {u: sum(n for n in range(60) if f"u{n % 7}" == u) for u in users}
 
 
 @pytest.mark.spark42_only

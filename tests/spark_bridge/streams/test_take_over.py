@@ -468,7 +468,7 @@ def output_in(stream: Stream, mode: str) -> list[Any]:
 
 
 def killed_native_query(case: str, root: Path, provider: str, event: str) -> None:
-    """Run a native query in a driver of its own, and kill all its processes once the file ``event`` is there."""
+    """Run a native query in another driver, and kill all its processes once the file ``event`` exists."""
     command = [sys.executable, "-c", NATIVE, case, str(root), provider]
     said = root / "driver.log"
     with said.open("wb") as log:
