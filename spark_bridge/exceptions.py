@@ -12,6 +12,7 @@ QueryableStateError = coordinator_errors.QueryableStateError
 UnknownLocationError = coordinator_errors.UnknownLocationError
 UnknownOperatorError = coordinator_errors.UnknownOperatorError
 WrongOperatorError = coordinator_errors.WrongOperatorError
+UnknownFeatureViewError = coordinator_errors.UnknownFeatureViewError
 QueryEndedError = coordinator_errors.QueryEndedError
 
 STATESTORE_ERRORS = (coordinator_errors.CoordinatorError, SparkBridgeError, backend_errors.StateStoreError)
@@ -83,6 +84,10 @@ class UnknownKeyOrNamespaceError(QueryableStateError, ValueError):
 
 class StateVersionError(QueryableStateError):
     """The version asked for is not retained, or not completed yet."""
+
+
+class StaleFeatureError(QueryableStateError):
+    """The version that answers is older than the ``max_age`` of the feature view."""
 
 
 class AccessDeniedError(QueryableStateError):

@@ -139,7 +139,7 @@ class PartitionReads:
             self._prepared.settle(run_id, LOOK_WAIT_SECONDS)
             grant = self._own_grant(run_id, operator, partition)
         heads = {} if grant.head is None else {operator: {partition: grant.head}}
-        self._completed.note(Completed(run_id, grant.version, heads))
+        self._completed.note(Completed(run_id, grant.version, heads, created_ms=grant.created_ms))
         instance = None if again else self._cache.instance(run_id, operator, partition)
         return self._loader.load(grant, operator, partition, for_read=True) if instance is None else instance
 

@@ -120,7 +120,8 @@ def _of_numpy(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:
 class KeyCodec:
     """The keys of one operator.
 
-    ``stored`` are their columns as they are stored, ``by`` their names in the user's order. Every method raises
+    ``stored`` are their columns as they are stored, ``by`` their names in the user's order. ``kind`` says of what
+    ``operator`` is the name, for messages: a feature view has keys, too. Every method raises
     ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error names the key and the
     columns.
     """
@@ -129,6 +130,7 @@ class KeyCodec:
     stored: pa.Schema
     by: tuple[str, ...]
     num_groups: int
+    kind: str = "operator"
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -199,7 +201,7 @@ class KeyCodec:
     @property
     def owner(self) -> str:
         """The operator and its key columns, for messages."""
-        return f"operator {self.operator!r} (key columns {self.in_words})"
+        return f"{self.kind} {self.operator!r} (key columns {self.in_words})"
 
     @cached_property
     def columns_schema(self) -> pa.Schema:

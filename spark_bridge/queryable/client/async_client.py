@@ -17,6 +17,7 @@ import pyarrow as pa
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
 from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.features import FeatureRows
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
@@ -509,6 +510,16 @@ class AsyncQueryableStateClient:
     async def get_many(self, *args: Any, **kwargs: Any) -> Any:
         """See ``QueryableStateClient.get_many``."""
         return await self._run(self._client.get_many, *args, **kwargs)
+
+    @_takes(QueryableStateClient.features)
+    async def features(self, *args: Any, **kwargs: Any) -> FeatureRows:
+        """See ``QueryableStateClient.features``."""
+        return await self._run(self._client.features, *args, **kwargs)
+
+    @_takes(QueryableStateClient.feature_views)
+    async def feature_views(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """See ``QueryableStateClient.feature_views``."""
+        return await self._run(self._client.feature_views, *args, **kwargs)
 
     @_takes(QueryableStateClient.scan)
     def scan(self, *args: Any, **kwargs: Any) -> AsyncStateScan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,29 @@ from spark_bridge.queryable.client.discovery import (
     ClusterAccess,
     Discovery,
     KnownOperator,
+    KnownView,
     NoRunningQueryError,
     ProxyDiscovery,
     addresses_of,
     coordinator_in_cluster,
     from_environment,
 )
+from spark_bridge.queryable.client.features import FeatureRows, described_view, versions_of
 from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
+from spark_bridge.queryable.protocol import (
+    At,
+    DescribeRequest,
+    FeatureAnswer,
+    FeaturesRequest,
+    KeyRowsRequest,
+    OperatorsRequest,
+    ScanRequest,
+    record_batch_of,
+)
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
@@ -299,6 +310,68 @@ class QueryableStateClient:
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
+
+    # -- features ------------------------------------------------------------------------------
+
+    def features(
+        self,
+        view: str,
+        keys: Any,
+        *,
+        defaults: bool = True,
+        isolation: str = "completed",
+        versions: Mapping[str, int] | None = None,
+        timeout: float | None = None,
+    ) -> FeatureRows:
+        """Return the features of a feature view for many keys, in one request: a row per key asked, in that order.
+
+            rows = client.features("card_fraud", ["4711", "4712"])
+            rows.to_numpy()["spent"]     # also to_arrow(), to_dict() and to_pandas()
+            rows.versions, rows.ages     # {'cards': 812}, {'n': 0.4, 'spent': 0.4}: seconds
+
+        ``keys`` are those of ``get_many``. All features of one query are of one version, also those of several
+        operators. With ``defaults=False`` an absent key has nulls where it would have the defaults of its features.
+        ``versions``, as an earlier answer has it, reads these versions again, whatever their age.
+
+        Raises ``StaleFeatureError`` if the last completed version is older than the view's ``max_age``, unless the view
+        gives nulls then, and ``UnknownFeatureViewError``. Declare a view by ``declare_feature_view``.
+        """
+        at = arguments.requested_version(isolation, None)
+        all_keys = keys if hasattr(keys, "__len__") else list(keys)
+
+        def ask(target: KnownView, deadline: float) -> FeatureRows:
+            columns = target.codec.columns(all_keys)
+            queries = target.location.queries
+            asked = [self._router.seen.floor(q.run_id, at) if isolation == "completed" else at for q in queries]
+            if versions is not None:
+                asked = versions_of(target.location, versions)
+            answer = self._ask_features(target, asked, defaults, target.codec.encode(columns), deadline)
+            if isolation == "completed" and versions is None:
+                for query, version in zip(queries, answer.versions, strict=True):
+                    self._router.seen.note(query.run_id, version)
+            return FeatureRows.of(target.location, columns, answer)
+
+        what = f"features({view!r}) of {len(all_keys)} keys"
+        return self._access.answer_of_view(what, view, timeout, ask)
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray, deadline: float
+    ) -> FeatureAnswer:
+        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
+        reply, body = self._router.features(target.location, request, keys, deadline)
+        columns = record_batch_of(body, target.columns)
+        return FeatureAnswer(reply.versions, reply.ages_ms, reply.lag_ms, columns)
+
+    def feature_views(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Return all feature views: owner, description, bound, features with their types, and the age of each query.
+
+        A view that cannot be read now has the reason as ``problem``.
+        """
+        try:
+            views = self._access.views(timeout)
+        except NoRunningQueryError:
+            return []
+        return [described_view(view) for view in views]
 
     # -- all rows ------------------------------------------------------------------------------
 

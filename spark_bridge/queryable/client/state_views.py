@@ -9,18 +9,18 @@ from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema, nullable
+from backends.encoding.schema import StateSchema
 from backends.encoding.single_rows import ValueDecoder
 from backends.encoding.user_values import python_value
-from spark_bridge.aggregates.aggregator import result_fields, results
+from spark_bridge.aggregates.aggregator import result_fields
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
 from spark_bridge.state_format import layouts
+from spark_bridge.state_format.stored_rows import StoredValues
 
 ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
@@ -78,47 +78,30 @@ class StateView:
     # -- single values -------------------------------------------------------------------------
 
     @cached_property
-    def is_aggregate(self) -> bool:
-        """Whether the stored value is the state of aggregate functions, which has results."""
-        if self.variable.kind != layouts.ROWS:
-            return False
-        try:
-            return bool(result_fields(self.schema.value))
-        except ValueError:  # other names than the state columns of outputs have
-            return False
-
-    @cached_property
-    def value_fields(self) -> list[pa.Field]:
-        """The columns of a value, for the kinds that have one row per key."""
-        fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
-        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
+    def stored_values(self) -> StoredValues:
+        """The values of ``family``, for the kinds that have one row per key."""
+        return StoredValues(self.schema, self.variable.kind == layouts.ROWS)
 
     @property
-    def _has_ttl(self) -> bool:
-        return layouts.TTL_COLUMN in self.schema.value.names
+    def is_aggregate(self) -> bool:
+        """Whether the stored value is the state of aggregate functions, which has results."""
+        return self.stored_values.is_aggregate
+
+    @property
+    def value_fields(self) -> list[pa.Field]:
+        """The columns of a value, for the kinds that have one row per key."""
+        return self.stored_values.fields
 
     def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
         """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
-        if not self._has_ttl:
-            return values
-        states = self.schema.decode_values(values)
-        expired = pc.less_equal(states.column(states.schema.get_field_index(layouts.TTL_COLUMN)), at_ms)
-        if not pc.any(expired).as_py():
-            return values
-        return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
+        return self.stored_values.unexpired(values, at_ms)
 
     def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
         """Return the columns of ``value_fields`` of stored values; null for values that are absent or expired.
 
         Expiry is judged at ``at_ms``, in ms since 1970; None means now.
         """
-        states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
-        if self.is_aggregate:
-            columns = results(states)
-        else:
-            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != layouts.TTL_COLUMN]
-        fields = self.value_fields
-        return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, fields, strict=True)]
+        return self.stored_values.columns(values, now_ms() if at_ms is None else at_ms)
 
     @cached_property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
@@ -132,7 +115,7 @@ class StateView:
         if decoder is None or (self.is_aggregate and single is None):
             return by_columns
         decode = decoder.decode
-        if self._has_ttl:
+        if self.stored_values.has_ttl:
             return lambda value: by_columns(value) if (row := decode(value)) is None else _alive(row)
         if single is None:
             return lambda value: by_columns(value) if (row := decode(value)) is None else row
@@ -147,7 +130,7 @@ class StateView:
 
     def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
         one = pa.array([value], pa.binary())
-        if self._has_ttl:
+        if self.stored_values.has_ttl:
             states = self.schema.decode_values(one)
             if (
                 _alive(

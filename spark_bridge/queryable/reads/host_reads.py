@@ -15,7 +15,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
 from backends.partition.version_reads import VersionReads
-from coordinator_actor.messages import OperatorLocation
+from coordinator_actor.messages import LocatedView, OperatorLocation, RunningView
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
@@ -73,6 +73,23 @@ class HostReads(PartitionedReads):
 
     def lag_ms(self, run_id: str) -> int:
         return self._host.lag_ms(run_id)
+
+    def age_ms(self, run_id: str, version: int) -> int | None:
+        completed = self._host.completed
+        known = completed.at(run_id, version)
+        if known is None and not completed.has(run_id, version):
+            # This host has no partition of the run, and so gets no messages about its versions.
+            self._host.version_requests.completed_version(run_id, version, self._reader.wait_seconds)
+            known = completed.at(run_id, version)
+        if known is None or not known.created_ms:
+            return None
+        return max(0, self._now_ms() - known.created_ms, self.lag_ms(run_id))
+
+    def located_view(self, view: str) -> LocatedView:
+        return self._host.coordinator.locate_view(view)
+
+    def feature_views(self) -> Sequence[RunningView]:
+        return self._host.coordinator.feature_views()
 
     # -- lookups -------------------------------------------------------------------------------
 

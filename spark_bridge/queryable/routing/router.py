@@ -18,6 +18,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from backends.encoding.columns import concatenated, placed
+from backends.encoding.keys import KEY_GROUP_BYTES
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
@@ -382,6 +383,48 @@ class StateRouter:
         if len(values) == 1:
             return version, values[0]
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
+
+    def lookup_together(
+        self,
+        lookups: Sequence[tuple[OperatorLocation, str]],
+        keys: pa.BinaryArray,
+        at: protocol.At,
+        deadline: float,
+    ) -> tuple[int, list[pa.BinaryArray]]:
+        """Return one version, and the stored values of the same keys in several operators of one run, as ``lookup``.
+
+        ``lookups`` are operators and column families. All owners of all operators are asked at once.
+        """
+        run_id = lookups[0][0].run_id
+        shares = [self._shares(location, keys) for location, _ in lookups]
+        requests = [
+            ScatteredLookup(share, location, family, self._forward)
+            for (location, family), of_operator in zip(lookups, shares, strict=True)
+            for share in of_operator
+        ]
+        version, answers = self._hosts.answers(run_id, requests, at, self._earlier(deadline, keys))
+        values = []
+        for of_operator in shares:
+            parts, answers = answers[: len(of_operator)], answers[len(of_operator) :]
+            places = [share.positions for share in of_operator if share.positions is not None]
+            values.append(parts[0] if len(parts) == 1 else joined_values(parts, places))
+        return version, values
+
+    def features(
+        self, location: protocol.ViewLocation, request: protocol.FeaturesRequest, keys: pa.BinaryArray, deadline: float
+    ) -> tuple[protocol.FeaturesReply, memoryview]:
+        """Return the answer of one host, which asks the others: of the owner of the first key in the first operator."""
+        if self._via is not None:
+            address = self._proxy()
+        else:
+            group = int.from_bytes(keys[0].as_py()[:KEY_GROUP_BYTES], "big") if len(keys) else 0
+            address = location.addresses[group * len(location.addresses) // location.key_groups]
+        reply, body = self._connections.request(
+            address, request, protocol.pack_bytes(keys), self._earlier(deadline, keys)
+        )
+        if type(reply) is not protocol.FeaturesReply:
+            unexpected(address, reply)
+        return reply, body
 
     def key_rows(
         self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float

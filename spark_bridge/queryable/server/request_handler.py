@@ -228,7 +228,7 @@ class ServerContext:
     ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
     """
 
-    reads: protocol.StateReads
+    reads: protocol.ServedReads
     tokens: TokenVerifier
     limits: RequestLimits
     statistics: RequestStatistics
@@ -278,6 +278,12 @@ class RequestHandler:
                 with self._admission.locates.admitted(wait_seconds):
                     location = reads.locate(request.operator, request.query)
                 self.send(protocol.LocateReply(), msgspec.json.encode(location))
+            case protocol.FeaturesRequest():
+                self._features(request, body)
+            case protocol.ViewsRequest():
+                with self._admission.descriptions.admitted(wait_seconds):
+                    views = reads.views(request)
+                self.send(protocol.DescribeReply(), msgspec.json.encode(views))
             case protocol.OperatorsRequest():
                 with self._admission.descriptions.admitted(wait_seconds):
                     operators = reads.operators()
@@ -320,6 +326,14 @@ class RequestHandler:
                 context.reserve_at_least(4 * len(values) + content_bytes(values))
                 packed = protocol.pack_bytes(values)
         self.send(protocol.LookupReply(version, reads.lag_ms(request.run_id)), packed)
+
+    def _features(self, request: protocol.FeaturesRequest, body: memoryview) -> None:
+        keys = self._keys(body)
+        with self._lookup_context(forward=True) as context:
+            answer = self._server.reads.features(request, keys)
+            columns = answer.columns.serialize()
+            context.reserve_at_least(columns.size)
+        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, answer.lag_ms), columns)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
@@ -378,6 +392,6 @@ class RequestHandler:
             answer.close()
         return sender.last_frames()
 
-    def send(self, reply: protocol.Reply, body: bytes = b"") -> None:
+    def send(self, reply: protocol.Reply, body: bytes | pa.Buffer = b"") -> None:
         """Send an answer of one frame. Raises ``ClientGoneError`` if the client does not take it in time."""
         self._frames.send(protocol.frame(reply, body), time.monotonic() + self._limits.transfer_seconds)

@@ -1,0 +1,383 @@
+"""Feature views on their way to clients: what a declaration means for the operators' schemas, and the reads of it.
+
+Any host answers for all operators of a view, from its own partitions and those of other hosts. So a client needs no
+right on the operators, and knows no more of their columns than the view has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import decode_keys, encode_keys
+from backends.encoding.operator_schema import StateVariable
+from backends.encoding.user_values import CAST_ERRORS, array_without_loss
+from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
+from coordinator_actor.feature_views import Feature
+from coordinator_actor.messages import LocatedView, OperatorLocation
+from spark_bridge import exceptions
+from spark_bridge.queryable.protocol import (
+    At,
+    FeatureAnswer,
+    FeaturesRequest,
+    StateReads,
+    ViewLocation,
+    ViewQuery,
+    ViewsRequest,
+)
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scatter_gather import variables_of
+from spark_bridge.state_format import layouts
+from spark_bridge.state_format.stored_rows import StoredValues
+
+# A view with the schemas of its operators.
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One operator of a view: where it is, its stored values, and which of their columns are features.
+
+    ``places`` has pairs: the place among the features, and that among the columns of ``values``.
+    """
+
+    location: OperatorLocation
+    family: str
+    values: StoredValues
+    query: int
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ResolvedView:
+    """A located view that fits the schemas of its operators. Make one with ``of``.
+
+    ``key`` are the key columns as they are stored, ``columns`` those of the features.
+    """
+
+    located: LocatedView
+    revision: str
+    key: pa.Schema
+    columns: pa.Schema
+    sources: tuple[_Source, ...]
+
+    @classmethod
+    def of(cls, located: LocatedView) -> ResolvedView:
+        """Return the view. Raises ``RequestError`` naming what does not fit, and the remedy."""
+        view = located.view
+        runs = list(dict.fromkeys(location.run_id for location in located.operators))
+        by_source = dict(zip(view.sources, located.operators, strict=True))
+        # Two features may name the query of one operator differently.
+        by_place: dict[tuple[str, str, str | None], list[int]] = {}
+        for i, feature in enumerate(view.features):
+            location = by_source[feature.source]
+            by_place.setdefault((location.run_id, location.operator.name, feature.state), []).append(i)
+        fields: list[pa.Field | None] = [None] * len(view.features)
+        sources: list[_Source] = []
+        key: pa.Schema | None = None
+        for (run_id, _, state), features in by_place.items():
+            location = by_source[view.features[features[0]].source]
+            variable = _variable(view.name, location, state)
+            family = DEFAULT_FAMILY if variable.kind == layouts.ROWS else layouts.family_of(variable)[0]
+            schema = variable.families[family]
+            _check_key(located, location.operator.name, schema.key, key)
+            key = key or schema.key
+            values = StoredValues(schema, variable.kind == layouts.ROWS)
+            names = [field.name for field in values.fields]
+            places = []
+            for i in features:
+                feature = view.features[i]
+                column = feature.column or feature.name
+                if column not in names:
+                    raise exceptions.RequestError(
+                        f"Feature {feature.name!r} of view {view.name!r}: operator {feature.operator!r} has no column "
+                        f"{column!r}; it has {', '.join(map(repr, names)) or 'none'}. Name one with column=."
+                    )
+                field = values.fields[names.index(column)]
+                fields[i] = pa.field(feature.name, field.type)
+                default_of(view.name, feature, field.type)
+                places.append((i, names.index(column)))
+            sources.append(_Source(location, family, values, runs.index(run_id), tuple(places)))
+        assert key is not None
+        return cls(located, located.revision, key, pa.schema([f for f in fields if f is not None]), tuple(sources))
+
+    @cached_property
+    def run_ids(self) -> list[str]:
+        """The runs that the view reads, each once; other lists are in their order."""
+        return list(dict.fromkeys(location.run_id for location in self.located.operators))
+
+    @cached_property
+    def by_query(self) -> list[list[_Source]]:
+        return [[s for s in self.sources if s.query == i] for i in range(len(self.run_ids))]
+
+    @cached_property
+    def of_feature(self) -> tuple[int, ...]:
+        """The index of the query of each feature."""
+        places = {place: source.query for source in self.sources for place, _ in source.places}
+        return tuple(places[i] for i in range(len(places)))
+
+    @cached_property
+    def max_age_ms(self) -> float | None:
+        seconds = self.located.view.max_age_seconds
+        return None if seconds is None else 1000 * seconds
+
+    @cached_property
+    def _defaults(self) -> list[pa.Scalar | None]:
+        view = self.located.view
+        return [default_of(view.name, f, field.type) for f, field in zip(view.features, self.columns, strict=True)]
+
+    def keys_of(self, query: int, keys: pa.BinaryArray) -> pa.BinaryArray:
+        """Return the stored keys of the first operator as those of a query, which may have other key groups."""
+        groups = self.by_query[query][0].location.key_groups
+        if groups == self.sources[0].location.key_groups:
+            return keys
+        columns = decode_keys(keys, self.key)
+        return encode_keys(columns, key_groups(columns, groups))
+
+    def stale(self, ages_ms: Sequence[int | None], at: Sequence[At]) -> list[int]:
+        """Return the queries that are older than ``max_age``; a version that was asked for may have any age."""
+        most = self.max_age_ms
+        if most is None:
+            return []
+        return [i for i, age in enumerate(ages_ms) if at[i].isolation != "version" and (age is None or age > most)]
+
+    def stale_error(self, query: int, age_ms: int | None) -> exceptions.StaleFeatureError:
+        view, location = self.located.view, self.by_query[query][0].location
+        feature = view.features[self.of_feature.index(query)].name
+        title = location.query_name or location.query_id
+        age = "of unknown age: no batch is known to be completed" if age_ms is None else f"{age_ms / 1000:.1f} s old"
+        return exceptions.StaleFeatureError(
+            f"Feature {feature!r} of view {view.name!r} is {age}, and max_age={view.max_age!r}. See whether query "
+            f"{title!r} runs and gets input (statestore status). A view with on_stale='null' gives nulls instead; one "
+            "with a greater max_age, or None, is less strict."
+        )
+
+    def rows(
+        self, values: Sequence[pa.BinaryArray], at_ms: int, nulls_for: Sequence[int], defaults: bool
+    ) -> pa.RecordBatch:
+        """Return the features of stored values, which are by source; null for the queries ``nulls_for``."""
+        columns: list[pa.Array] = [None] * len(self.columns)
+        for source, stored in zip(self.sources, values, strict=True):
+            if source.query in nulls_for:
+                for place, _ in source.places:
+                    columns[place] = pa.nulls(len(stored), self.columns.field(place).type)
+                continue
+            of_source = source.values.columns(stored, at_ms)
+            for place, i in source.places:
+                column, default = of_source[i], self._defaults[place]
+                if defaults and default is not None and column.null_count:
+                    column = column.fill_null(default)
+                columns[place] = column
+        return pa.RecordBatch.from_arrays(columns, schema=self.columns)
+
+
+def _variable(view: str, location: OperatorLocation, state: str | None) -> StateVariable:
+    name = location.operator.name
+    variables = variables_of(location.operator.schema, state)
+    if len(variables) != 1:
+        exist = ", ".join(repr(v.name) for v in variables_of(location.operator.schema, None)) or "none"
+        raise exceptions.RequestError(
+            f"View {view!r} needs one state variable of operator {name!r}, and state={state!r} names "
+            f"{'none' if not variables else 'several'}; there are {exist}. Name one with state=."
+        )
+    (variable,) = variables
+    has_one_row = variable.kind == layouts.VALUE or (
+        variable.kind == layouts.ROWS
+        and layouts.ENDS_FAMILY not in variable.families
+        and layouts.window_place(variable) is None
+    )
+    if not has_one_row:
+        raise exceptions.RequestError(
+            f"View {view!r}: operator {name!r} keeps several rows per key (windows, sessions, a list, a map or timers)."
+            " A feature needs one value per key: take an aggregate without a window in its by, or a value state."
+        )
+    return variable
+
+
+def _check_key(located: LocatedView, operator: str, stored: pa.Schema, first: pa.Schema | None) -> None:
+    view = located.view
+    if sorted(view.keys) != sorted(stored.names):
+        raise exceptions.RequestError(
+            f"View {view.name!r} has entity={view.entity!r}, and the key of operator {operator!r} is "
+            f"{_in_words(stored)}: give its columns as entity=, or take operators with that key."
+        )
+    if first is not None and [(f.name, f.type) for f in stored] != [(f.name, f.type) for f in first]:
+        raise exceptions.RequestError(
+            f"View {view.name!r}: operator {operator!r} has the key {_in_words(stored)}, and operator "
+            f"{located.operators[0].operator.name!r} has {_in_words(first)}. The key columns need the same names, "
+            "types and order in all operators of a view: cast them, or reorder by=."
+        )
+
+
+def _in_words(schema: pa.Schema) -> str:
+    return "(" + ", ".join(f"{f.name}: {f.type}" for f in schema) + ")"
+
+
+def default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar | None:
+    """Return a feature's default in the column's type. Raises ``RequestError`` if that is another type."""
+    if feature.default is None:
+        return None
+    try:
+        return array_without_loss([feature.default], kind)[0]
+    except CAST_ERRORS as error:
+        raise exceptions.RequestError(
+            f"Feature {feature.name!r} of view {view!r} has default={feature.default!r}, and its column is {kind}: "
+            f"{error} Give a default of that type, or none."
+        ) from error
+
+
+# The reads of a process that answers for views.
+
+
+VIEW_SECONDS = 2.0
+"""A declaration in use is looked up again at this age."""
+LOOK_SECONDS = 0.1
+"""The least seconds between two look-ups of a declaration, however many clients know another revision."""
+
+
+@dataclass
+class _KnownView:
+    """A view, when it was looked up, and whether a thread is looking it up again."""
+
+    view: ResolvedView
+    looked_at: float
+
+
+class FeatureReads:
+    """Answers for feature views, from ``reads`` and ``router``. Thread-safe.
+
+    ``location`` returns the newest location of an operator of a run. The lock is held by the thread that looks a view
+    up again; requests with a known revision do not wait for it.
+    """
+
+    def __init__(
+        self,
+        reads: StateReads,
+        router: StateRouter,
+        location: Callable[[str, str], OperatorLocation],
+        clock: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+    ) -> None:
+        self._reads = reads
+        self._router = router
+        self._location = location
+        self._clock = clock
+        self._now_ms = now_ms
+        self._known: dict[str, _KnownView] = {}
+        self._looking = threading.Lock()
+
+    def views(self, request: ViewsRequest) -> list[ViewLocation]:
+        """Return one view, or all; of all, those that cannot be read now have a ``problem``."""
+        if request.view is not None:
+            return [self._described(self._looked_up(request.view))]
+        views = []
+        for located in self._reads.feature_views():
+            try:
+                views.append(self._described(self._looked_up(located.view.name)))
+            except exceptions.STATESTORE_ERRORS as error:
+                views.append(ViewLocation(located.view, problem=str(error)))
+        return views
+
+    def _described(self, resolved: ResolvedView) -> ViewLocation:
+        queries = []
+        for sources in resolved.by_query:
+            location = sources[0].location
+            version = self._reads.await_completed(location.run_id, 0, 0.0)
+            age_ms = self._reads.age_ms(location.run_id, version)
+            queries.append(ViewQuery(location.query_id, location.query_name, location.run_id, max(0, version), age_ms))
+        first = resolved.sources[0].location
+        return ViewLocation(
+            resolved.located.view,
+            resolved.revision,
+            tuple(queries),
+            resolved.of_feature,
+            resolved.key.serialize().to_pybytes(),
+            first.key_groups,
+            resolved.columns.serialize().to_pybytes(),
+            tuple(owner.query_address for owner in first.owners),
+        )
+
+    def features(self, request: FeaturesRequest, keys: pa.BinaryArray, deadline: float) -> FeatureAnswer:
+        """See ``StateReads``. ``deadline`` is a time of the clock of the connections."""
+        resolved = self._of_revision(request.view, request.revision)
+        if len(request.at) != len(resolved.run_ids):
+            raise exceptions.RequestError(
+                f"View {request.view!r} reads {len(resolved.run_ids)} queries, and the request has versions of "
+                f"{len(request.at)}."
+            )
+        values: dict[int, pa.BinaryArray] = {}
+        versions: list[int] = []
+        for i, (run_id, sources) in enumerate(zip(resolved.run_ids, resolved.by_query, strict=True)):
+            lookups = [(self._location(run_id, s.location.operator.name), s.family) for s in sources]
+            version, of_query = self._router.lookup_together(
+                lookups, resolved.keys_of(i, keys), request.at[i], deadline
+            )
+            versions.append(version)
+            values.update(zip(map(id, sources), of_query, strict=True))
+        ages_ms = [
+            None if at.isolation == "version" else self._reads.age_ms(run_id, version)
+            for run_id, version, at in zip(resolved.run_ids, versions, request.at, strict=True)
+        ]
+        stale = resolved.stale(ages_ms, request.at)
+        if stale and resolved.located.view.on_stale == "error":
+            raise resolved.stale_error(stale[0], ages_ms[stale[0]])
+        ordered = [values[id(source)] for source in resolved.sources]
+        columns = resolved.rows(ordered, self._now_ms(), stale, request.defaults)
+        return FeatureAnswer(versions, ages_ms, max(map(self._reads.lag_ms, resolved.run_ids)), columns)
+
+    def run_ids(self, view: str) -> list[str]:
+        """Return the runs that a known view reads."""
+        known = self._known.get(view)
+        return [] if known is None else known.view.run_ids
+
+    def _of_revision(self, name: str, revision: str) -> ResolvedView:
+        """Return the view of a revision. Raises ``RetiredRunError`` if the view has another one now."""
+        known = self._known.get(name)
+        if known is not None and known.view.revision == revision:
+            if self._clock() - known.looked_at < VIEW_SECONDS or not self._looking.acquire(blocking=False):
+                return known.view
+            try:
+                return self._same(self._look_up(name), revision)
+            except exceptions.UnknownFeatureViewError:
+                raise
+            except (CoordinatorError, exceptions.HostUnavailableError):
+                # The coordinator does not answer, or was just started: what is known stays in use.
+                known.looked_at = self._clock()
+                return known.view
+            finally:
+                self._looking.release()
+        return self._same(self._looked_up(name), revision)
+
+    def _same(self, view: ResolvedView, revision: str) -> ResolvedView:
+        if view.revision != revision:
+            raise RetiredRunError(
+                f"Feature view {view.located.view.name!r} was declared again, or one of its queries was started again; "
+                "look it up again."
+            )
+        return view
+
+    def _looked_up(self, name: str) -> ResolvedView:
+        with self._looking:
+            known = self._known.get(name)
+            if known is not None and self._clock() - known.looked_at < LOOK_SECONDS:
+                return known.view
+            return self._look_up(name)
+
+    def _look_up(self, name: str) -> ResolvedView:
+        """Look a view up. The lock is held."""
+        try:
+            located = self._reads.located_view(name)
+        except exceptions.UnknownFeatureViewError:
+            self._known.pop(name, None)
+            raise
+        known = self._known.get(name)
+        is_same = known is not None and known.view.revision == located.revision
+        view = known.view if known is not None and is_same else ResolvedView.of(located)
+        self._known[name] = _KnownView(view, self._clock())
+        return view
