@@ -331,10 +331,13 @@ class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
     """The body is one record batch message of Arrow IPC with the columns of the ``ViewLocation``.
 
     ``versions`` and ``ages_ms`` are by query. An age is None if it is not known, and for a version that was asked for.
+    ``is_row``: the body is the one row in msgpack, an array of values: for one key, of a view whose columns are all
+    numbers, booleans and strings.
     """
 
     versions: list[int]
     ages_ms: list[int | None]
+    is_row: bool = False
     lag_ms: int = 0
 
 
@@ -353,6 +356,7 @@ _WITH_LAG = frozenset({LookupReply, RowsReply, EndOfRows, CountReply})
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgpack_decoder(Request).decode
 decode_reply = msgpack_decoder(Reply).decode
+_decode_row = msgpack_decoder(list[Any]).decode
 
 
 def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buffer = b"") -> list[Any]:
@@ -392,12 +396,16 @@ class StateAnswer:
 
 @dataclass(frozen=True)
 class FeatureAnswer:
-    """Features of keys; the other fields are those of ``FeaturesReply``."""
+    """Features of keys, or those of one key as a list of values. The other fields are those of ``FeaturesReply``."""
 
     versions: list[int]
     ages_ms: list[int | None]
     lag_ms: int
-    columns: pa.RecordBatch
+    columns: pa.RecordBatch | list[Any]
+
+    def body(self) -> bytes | pa.Buffer:
+        """Return the body of the ``FeaturesReply``."""
+        return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
 
 
 class StateReads(Protocol):
@@ -479,12 +487,13 @@ class ServedReads(StateReads, Protocol):
 # The decoder of rows that come over the wire (see ``RowsReply``).
 
 
-def record_batch_of(body: memoryview | bytes, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the record batch of a ``FeaturesReply``, without copying it. Raises ``ConnectionClosedError``."""
+def features_of(reply: FeaturesReply, body: memoryview | bytes, schema: pa.Schema) -> FeatureAnswer:
+    """Return the answer of a reply, whose columns are not copied. Raises ``ConnectionClosedError`` for other bytes."""
     try:
-        return pa.ipc.read_record_batch(pa.py_buffer(body), schema)
-    except (pa.ArrowException, EOFError, OSError) as error:
+        columns = _decode_row(body) if reply.is_row else pa.ipc.read_record_batch(pa.py_buffer(body), schema)
+    except (pa.ArrowException, EOFError, OSError, ValueError) as error:
         raise ConnectionClosedError(f"A body of {len(body)} bytes cannot be decoded as features: {error}") from error
+    return FeatureAnswer(reply.versions, reply.ages_ms, reply.lag_ms, columns)
 
 
 class RowBatchDecoder:

@@ -252,48 +252,6 @@ class VariableRows:
         return [c.cast(kind) for c, kind in zip(results_of_state, types, strict=True)]
 
 
-@dataclass(frozen=True)
-class StoredValues:
-    """The values of a family that has one value per key; ``is_rows``: they are the rows of an operator."""
-
-    schema: StateSchema
-    is_rows: bool
-
-    @cached_property
-    def is_aggregate(self) -> bool:
-        """Whether a value is the state of aggregate functions, which has results."""
-        return self.is_rows and is_aggregate_state(self.schema.value)
-
-    @cached_property
-    def fields(self) -> list[pa.Field]:
-        """The columns of ``columns``."""
-        fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
-        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
-
-    @cached_property
-    def has_ttl(self) -> bool:
-        return layouts.TTL_COLUMN in self.schema.value.names
-
-    def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
-        """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
-        if not self.has_ttl:
-            return values
-        states = self.schema.decode_values(values)
-        expired = pc.less_equal(states.column(states.schema.get_field_index(layouts.TTL_COLUMN)), at_ms)
-        if not pc.any(expired).as_py():
-            return values
-        return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
-
-    def columns(self, values: pa.BinaryArray, at_ms: int) -> list[pa.Array]:
-        """Return the columns of stored values; null for values that are absent, or had expired at ``at_ms``."""
-        states = self.schema.decode_values(self.unexpired(values, at_ms))
-        if self.is_aggregate:
-            columns = results(states)
-        else:
-            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != layouts.TTL_COLUMN]
-        return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, self.fields, strict=True)]
-
-
 def _parts(structs: pa.StructArray) -> dict[str, pa.Array]:
     """Return the fields of structs by name."""
     return dict(zip([f.name for f in structs.type], structs.flatten(), strict=True))

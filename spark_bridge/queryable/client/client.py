@@ -39,7 +39,7 @@ from spark_bridge.queryable.protocol import (
     KeyRowsRequest,
     OperatorsRequest,
     ScanRequest,
-    record_batch_of,
+    features_of,
 )
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
@@ -340,16 +340,21 @@ class QueryableStateClient:
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownView, deadline: float) -> FeatureRows:
-            columns = target.codec.columns(all_keys)
-            queries = target.location.queries
+            codec, queries = target.codec, target.location.queries
+            is_one = isinstance(all_keys, list) and len(all_keys) == 1
+            encoded = (
+                pa.array([codec.encode_one(all_keys[0])], pa.binary())
+                if is_one
+                else codec.encode(codec.columns(all_keys))
+            )
             asked = [self._router.seen.floor(q.run_id, at) if isolation == "completed" else at for q in queries]
             if versions is not None:
                 asked = versions_of(target.location, versions)
-            answer = self._ask_features(target, asked, defaults, target.codec.encode(columns), deadline)
+            answer = self._ask_features(target, asked, defaults, encoded, deadline)
             if isolation == "completed" and versions is None:
                 for query, version in zip(queries, answer.versions, strict=True):
                     self._router.seen.note(query.run_id, version)
-            return FeatureRows.of(target.location, columns, answer)
+            return FeatureRows(target, all_keys, answer)
 
         what = f"features({view!r}) of {len(all_keys)} keys"
         return self._access.answer_of_view(what, view, timeout, ask)
@@ -359,8 +364,7 @@ class QueryableStateClient:
     ) -> FeatureAnswer:
         request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
         reply, body = self._router.features(target.location, request, keys, deadline)
-        columns = record_batch_of(body, target.columns)
-        return FeatureAnswer(reply.versions, reply.ages_ms, reply.lag_ms, columns)
+        return features_of(reply, body, target.columns)
 
     def feature_views(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return all feature views: owner, description, bound, features with their types, and the age of each query.

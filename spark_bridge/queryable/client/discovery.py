@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from backends.decoders import json_decoder
@@ -244,6 +246,11 @@ class KnownView:
     columns: pa.Schema
     located_at: float = 0.0
 
+    @cached_property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """The types of numpy of the columns."""
+        return [np.dtype(kind.to_pandas_dtype()) for kind in self.columns.types]
+
     @classmethod
     def of(cls, location: ViewLocation) -> KnownView:
         """Return the view that a location describes."""
@@ -348,7 +355,8 @@ class ClusterAccess:
     """The way of ``QueryableStateClient`` and ``StateWatch`` to hosts. For any number of threads.
 
     ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
-    perhaps proved wrong. ``find_views`` returns one feature view, or all; by default any host does. A ``deadline`` is a time of ``time.monotonic``.
+    perhaps proved wrong. ``find_views`` returns one feature view, or all; by default any host does. A ``deadline`` is a
+    time of ``time.monotonic``.
     """
 
     def __init__(

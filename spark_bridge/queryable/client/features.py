@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,37 +12,51 @@ from msgspec import to_builtins
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.discovery import KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
 
 
-@dataclass(frozen=True)
 class FeatureRows:
-    """Features of entities: a row per key asked, in that order.
+    """Features of entities: a row per key asked, in that order."""
 
-    ``keys`` are the columns of the entity, ``columns`` the features in the order of the view. ``versions`` has the
-    version that was read of each query, by its name or else its id. ``ages`` has the age of each feature's version in
-    seconds, None if it is not known: for a version that was asked for, and before the first batch.
-    """
+    def __init__(self, target: KnownView, keys: Any, answer: FeatureAnswer) -> None:
+        self._target = target
+        self._asked = keys
+        self._answer = answer
 
-    keys: pa.RecordBatch
-    columns: pa.RecordBatch
-    versions: dict[str, int]
-    ages: dict[str, float | None]
+    @cached_property
+    def keys(self) -> pa.RecordBatch:
+        """The columns of the entity."""
+        return self._target.codec.columns(self._asked)
 
-    @classmethod
-    def of(cls, location: ViewLocation, keys: pa.RecordBatch, answer: FeatureAnswer) -> FeatureRows:
-        """Return the rows that a host has answered for keys."""
-        seconds = [None if age is None else age / 1000 for age in answer.ages_ms]
-        return cls(
-            keys,
-            answer.columns,
-            {query.title: version for query, version in zip(location.queries, answer.versions, strict=True)},
-            {f.name: seconds[i] for f, i in zip(location.view.features, location.of_feature, strict=True)},
-        )
+    @cached_property
+    def columns(self) -> pa.RecordBatch:
+        """The features, in the order of the view."""
+        columns, schema = self._answer.columns, self._target.columns
+        if not isinstance(columns, list):
+            return columns
+        arrays = [pa.array([value], field.type) for value, field in zip(columns, schema, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    @cached_property
+    def versions(self) -> dict[str, int]:
+        """The version that was read of each query, by its name or else its id."""
+        queries = self._target.location.queries
+        return {query.title: version for query, version in zip(queries, self._answer.versions, strict=True)}
+
+    @cached_property
+    def ages(self) -> dict[str, float | None]:
+        """The age of the version of each feature in seconds.
+
+        None if it is not known: for a version that was asked for, and before the first batch.
+        """
+        location = self._target.location
+        seconds = [None if age is None else age / 1000 for age in self._answer.ages_ms]
+        return {f.name: seconds[i] for f, i in zip(location.view.features, location.of_feature, strict=True)}
 
     def __len__(self) -> int:
-        return int(self.keys.num_rows)
+        return len(self._asked)
 
     def to_arrow(self) -> pa.Table:
         """Return the columns of the entity and the features as a table."""
@@ -51,8 +65,11 @@ class FeatureRows:
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the columns of the entity and the features as lists of Python values, None for null."""
-        table = self.to_arrow()
-        return {name: python_values(column) for name, column in zip(table.column_names, table.columns, strict=True)}
+        columns, names = self._answer.columns, self._target.columns.names
+        keys = {name: python_values(column) for name, column in zip(self.keys.schema.names, self.keys, strict=True)}
+        if isinstance(columns, list):
+            return {**keys, **{name: [value] for name, value in zip(names, columns, strict=True)}}
+        return {**keys, **{name: python_values(column) for name, column in zip(names, columns, strict=True)}}
 
     def to_pandas(self) -> Any:
         """Return the columns of the entity and the features as a pandas frame."""
@@ -65,9 +82,13 @@ class FeatureRows:
         in columns of other types than numbers and booleans. Integers and booleans have no value for null: then raises
         ``RequestError``.
         """
-        return {
-            name: _array(name, column) for name, column in zip(self.columns.schema.names, self.columns, strict=True)
-        }
+        columns, schema = self._answer.columns, self._target.columns
+        if isinstance(columns, list):
+            named = zip(schema.names, self._target.dtypes, columns, strict=True)
+            if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
+                named = zip(schema.names, self._target.dtypes, columns, strict=True)
+                return {name: np.array([value], dtype) for name, dtype, value in named}
+        return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
 
 
 def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +12,12 @@ import pyarrow as pa
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
-from backends.encoding.single_rows import ValueDecoder
-from backends.encoding.user_values import python_value
 from spark_bridge.aggregates.aggregator import result_fields
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
-from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
+from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.stored_rows import StoredValues
+from spark_bridge.state_format.stored_values import StoredValues, now_ms
 
 ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
@@ -103,43 +100,10 @@ class StateView:
         """
         return self.stored_values.columns(values, now_ms() if at_ms is None else at_ms)
 
-    @cached_property
+    @property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
-        """The function that returns the columns of one stored value, in a few microseconds for plain columns.
-
-        None if it has expired.
-        """
-        by_columns = self._one_by_columns
-        decoder = ValueDecoder.of(self.schema.value, self.schema.history)
-        single = SingleResults.of(self.schema.value) if self.is_aggregate else None
-        if decoder is None or (self.is_aggregate and single is None):
-            return by_columns
-        decode = decoder.decode
-        if self.stored_values.has_ttl:
-            return lambda value: by_columns(value) if (row := decode(value)) is None else _alive(row)
-        if single is None:
-            return lambda value: by_columns(value) if (row := decode(value)) is None else row
-        of_row = single.of_row
-
-        def decode_state(value: bytes) -> dict[str, Any] | None:
-            row = decode(value)
-            result = None if row is None else of_row(row)
-            return by_columns(value) if result is None else result
-
-        return decode_state
-
-    def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
-        one = pa.array([value], pa.binary())
-        if self.stored_values.has_ttl:
-            states = self.schema.decode_values(one)
-            if (
-                _alive(
-                    {layouts.TTL_COLUMN: states.column(states.schema.get_field_index(layouts.TTL_COLUMN))[0].as_py()}
-                )
-                is None
-            ):
-                return None
-        return {f.name: python_value(c[0]) for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
+        """The function that returns the columns of one stored value; see ``StoredValues``."""
+        return self.stored_values.decode_one
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """Return a row per key: the columns of the key, then those of its value."""
@@ -238,17 +202,6 @@ class StateView:
         """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
         schema = layouts.with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
         return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
-
-
-def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the columns of a row without the time when it expires; None if it has expired."""
-    expiry = row.pop(layouts.TTL_COLUMN)
-    return None if expiry is not None and expiry <= now_ms() else row
-
-
-def now_ms() -> int:
-    """Return the time that decides whether rows have expired, in ms since 1970, in the form that hosts expect."""
-    return int(time.time() * 1000)
 
 
 def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:

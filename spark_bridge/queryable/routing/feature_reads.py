@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pyarrow as pa
 
@@ -35,7 +36,7 @@ from spark_bridge.queryable.protocol import (
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import variables_of
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.stored_rows import StoredValues
+from spark_bridge.state_format.stored_values import StoredValues
 
 # A view with the schemas of its operators.
 
@@ -44,7 +45,8 @@ from spark_bridge.state_format.stored_rows import StoredValues
 class _Source:
     """One operator of a view: where it is, its stored values, and which of their columns are features.
 
-    ``places`` has pairs: the place among the features, and that among the columns of ``values``.
+    ``places`` has pairs: the place among the features, and that among the columns of ``values``. ``defaults`` has the
+    defaults by the place among the features.
     """
 
     location: OperatorLocation
@@ -52,6 +54,12 @@ class _Source:
     values: StoredValues
     query: int
     places: tuple[tuple[int, int], ...]
+    defaults: tuple[tuple[int, Any], ...]
+
+    @cached_property
+    def names(self) -> tuple[tuple[int, str], ...]:
+        """The places among the features, and the names of the columns."""
+        return tuple((place, self.values.fields[i].name) for place, i in self.places)
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class ResolvedView:
                 fields[i] = pa.field(feature.name, field.type)
                 default_of(view.name, feature, field.type)
                 places.append((i, names.index(column)))
-            sources.append(_Source(location, family, values, runs.index(run_id), tuple(places)))
+            defaults = tuple((i, view.features[i].default) for i in features if view.features[i].default is not None)
+            sources.append(_Source(location, family, values, runs.index(run_id), tuple(places), defaults))
         assert key is not None
         return cls(located, located.revision, key, pa.schema([f for f in fields if f is not None]), tuple(sources))
 
@@ -157,6 +166,30 @@ class ResolvedView:
             f"{title!r} runs and gets input (statestore status). A view with on_stale='null' gives nulls instead; one "
             "with a greater max_age, or None, is less strict."
         )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether msgpack has a value for each value of the columns."""
+        return all(
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or kind == pa.string()
+            for kind in self.columns.types
+        )
+
+    def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
+        """Return the features of one key: those of ``rows``, several times faster for one row."""
+        row: list[Any] = [None] * len(self.columns)
+        for source, stored in zip(self.sources, values, strict=True):
+            if source.query in nulls_for:
+                continue
+            state = None if stored is None else source.values.decode_one(stored)
+            if state is not None:
+                for place, name in source.names:
+                    row[place] = state[name]
+            if defaults:
+                for place, default in source.defaults:
+                    if row[place] is None:
+                        row[place] = default
+        return row
 
     def rows(
         self, values: Sequence[pa.BinaryArray], at_ms: int, nulls_for: Sequence[int], defaults: bool
@@ -328,7 +361,11 @@ class FeatureReads:
         if stale and resolved.located.view.on_stale == "error":
             raise resolved.stale_error(stale[0], ages_ms[stale[0]])
         ordered = [values[id(source)] for source in resolved.sources]
-        columns = resolved.rows(ordered, self._now_ms(), stale, request.defaults)
+        columns: pa.RecordBatch | list[Any]
+        if len(keys) == 1 and resolved.is_plain:
+            columns = resolved.row([stored[0].as_py() for stored in ordered], stale, request.defaults)
+        else:
+            columns = resolved.rows(ordered, self._now_ms(), stale, request.defaults)
         return FeatureAnswer(versions, ages_ms, max(map(self._reads.lag_ms, resolved.run_ids)), columns)
 
     def run_ids(self, view: str) -> list[str]:

@@ -464,6 +464,8 @@ class StateRouter:
         if self._via is not None:
             return [KeyShare(self._proxy(), keys, None)]
         table = self._table(location)
+        if len(keys) == 1 and not is_everywhere:
+            return [KeyShare(table.address_of(keys[0].as_py()), keys, None)]
         return table.shares_everywhere(keys) if is_everywhere else table.shares_of(keys)
 
     # -- ranges --------------------------------------------------------------------------------

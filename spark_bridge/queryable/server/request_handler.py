@@ -331,9 +331,10 @@ class RequestHandler:
         keys = self._keys(body)
         with self._lookup_context(forward=True) as context:
             answer = self._server.reads.features(request, keys)
-            columns = answer.columns.serialize()
-            context.reserve_at_least(columns.size)
-        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, answer.lag_ms), columns)
+            packed = answer.body()
+            context.reserve_at_least(len(packed))
+        is_row = isinstance(answer.columns, list)
+        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, is_row, answer.lag_ms), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
