@@ -477,8 +477,8 @@ class ServedReads(StateReads, Protocol):
     def views(self, request: ViewsRequest) -> list[ViewLocation]:
         """Return one feature view, or all; of all, those that cannot be read now have a ``problem``."""
 
-    def features(self, request: FeaturesRequest, keys: pa.BinaryArray) -> FeatureAnswer:
-        """Return the features of stored keys.
+    def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes) -> FeatureAnswer:
+        """Return the features of stored keys, or of one.
 
         Raises ``StaleFeatureError``, and ``RetiredRunError`` if the view has another revision.
         """

@@ -368,7 +368,7 @@ class CheckpointClient(QueryableStateClient):
         return {**description, "hosts": []}
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray, deadline: float
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
     ) -> FeatureAnswer:
         request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
         return self._features.features(request, keys, deadline)

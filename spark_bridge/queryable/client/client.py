@@ -342,11 +342,7 @@ class QueryableStateClient:
         def ask(target: KnownView, deadline: float) -> FeatureRows:
             codec, queries = target.codec, target.location.queries
             is_one = isinstance(all_keys, list) and len(all_keys) == 1
-            encoded = (
-                pa.array([codec.encode_one(all_keys[0])], pa.binary())
-                if is_one
-                else codec.encode(codec.columns(all_keys))
-            )
+            encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
             asked = [self._router.seen.floor(q.run_id, at) if isolation == "completed" else at for q in queries]
             if versions is not None:
                 asked = versions_of(target.location, versions)
@@ -360,7 +356,7 @@ class QueryableStateClient:
         return self._access.answer_of_view(what, view, timeout, ask)
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray, deadline: float
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
     ) -> FeatureAnswer:
         request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
         reply, body = self._router.features(target.location, request, keys, deadline)

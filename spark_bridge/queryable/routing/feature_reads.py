@@ -66,7 +66,8 @@ class _Source:
 class ResolvedView:
     """A located view that fits the schemas of its operators. Make one with ``of``.
 
-    ``key`` are the key columns as they are stored, ``columns`` those of the features.
+    ``key`` are the key columns as they are stored, ``columns`` those of the features. ``sources`` are in the order of
+    their queries.
     """
 
     located: LocatedView
@@ -114,7 +115,8 @@ class ResolvedView:
             defaults = tuple((i, view.features[i].default) for i in features if view.features[i].default is not None)
             sources.append(_Source(location, family, values, runs.index(run_id), tuple(places), defaults))
         assert key is not None
-        return cls(located, located.revision, key, pa.schema([f for f in fields if f is not None]), tuple(sources))
+        columns = pa.schema([f for f in fields if f is not None])
+        return cls(located, located.revision, key, columns, tuple(sorted(sources, key=lambda source: source.query)))
 
     @cached_property
     def run_ids(self) -> list[str]:
@@ -141,13 +143,14 @@ class ResolvedView:
         view = self.located.view
         return [default_of(view.name, f, field.type) for f, field in zip(view.features, self.columns, strict=True)]
 
-    def keys_of(self, query: int, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the stored keys of the first operator as those of a query, which may have other key groups."""
-        groups = self.by_query[query][0].location.key_groups
+    def keys_of(self, source: _Source, keys: Any) -> Any:
+        """Return stored keys of the first operator, or one, as those of another, which may have other key groups."""
+        groups = source.location.key_groups
         if groups == self.sources[0].location.key_groups:
             return keys
-        columns = decode_keys(keys, self.key)
-        return encode_keys(columns, key_groups(columns, groups))
+        columns = decode_keys(pa.array([keys], pa.binary()) if isinstance(keys, bytes) else keys, self.key)
+        encoded = encode_keys(columns, key_groups(columns, groups))
+        return encoded[0].as_py() if isinstance(keys, bytes) else encoded
 
     def stale(self, ages_ms: Sequence[int | None], at: Sequence[At]) -> list[int]:
         """Return the queries that are older than ``max_age``; a version that was asked for may have any age."""
@@ -336,37 +339,35 @@ class FeatureReads:
             tuple(owner.query_address for owner in first.owners),
         )
 
-    def features(self, request: FeaturesRequest, keys: pa.BinaryArray, deadline: float) -> FeatureAnswer:
-        """See ``StateReads``. ``deadline`` is a time of the clock of the connections."""
+    def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes, deadline: float) -> FeatureAnswer:
+        """See ``ServedReads``. ``deadline`` is a time of the clock of the connections."""
         resolved = self._of_revision(request.view, request.revision)
         if len(request.at) != len(resolved.run_ids):
             raise exceptions.RequestError(
                 f"View {request.view!r} reads {len(resolved.run_ids)} queries, and the request has versions of "
                 f"{len(request.at)}."
             )
-        values: dict[int, pa.BinaryArray] = {}
+        is_row = isinstance(keys, bytes) and resolved.is_plain
+        if isinstance(keys, bytes) and not is_row:
+            keys = pa.array([keys], pa.binary())
+        read = self._router.lookup_one_together if is_row else self._router.lookup_together
         versions: list[int] = []
-        for i, (run_id, sources) in enumerate(zip(resolved.run_ids, resolved.by_query, strict=True)):
+        ages_ms: list[int | None] = []
+        values: list[Any] = []
+        for run_id, sources, at in zip(resolved.run_ids, resolved.by_query, request.at, strict=True):
             lookups = [(self._location(run_id, s.location.operator.name), s.family) for s in sources]
-            version, of_query = self._router.lookup_together(
-                lookups, resolved.keys_of(i, keys), request.at[i], deadline
-            )
+            version, of_query = read(lookups, resolved.keys_of(sources[0], keys), at, deadline)
             versions.append(version)
-            values.update(zip(map(id, sources), of_query, strict=True))
-        ages_ms = [
-            None if at.isolation == "version" else self._reads.age_ms(run_id, version)
-            for run_id, version, at in zip(resolved.run_ids, versions, request.at, strict=True)
-        ]
+            ages_ms.append(None if at.isolation == "version" else self._reads.age_ms(run_id, version))
+            values += of_query
         stale = resolved.stale(ages_ms, request.at)
         if stale and resolved.located.view.on_stale == "error":
             raise resolved.stale_error(stale[0], ages_ms[stale[0]])
-        ordered = [values[id(source)] for source in resolved.sources]
-        columns: pa.RecordBatch | list[Any]
-        if len(keys) == 1 and resolved.is_plain:
-            columns = resolved.row([stored[0].as_py() for stored in ordered], stale, request.defaults)
-        else:
-            columns = resolved.rows(ordered, self._now_ms(), stale, request.defaults)
-        return FeatureAnswer(versions, ages_ms, max(map(self._reads.lag_ms, resolved.run_ids)), columns)
+        lag_ms = max(map(self._reads.lag_ms, resolved.run_ids))
+        if is_row:
+            return FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
+        columns = resolved.rows(values, self._now_ms(), stale, request.defaults)
+        return FeatureAnswer(versions, ages_ms, lag_ms, columns)
 
     def run_ids(self, view: str) -> list[str]:
         """Return the runs that a known view reads."""

@@ -399,7 +399,7 @@ class ForwardingReads:
     def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
         return self._feature_reads.views(request)
 
-    def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray) -> protocol.FeatureAnswer:
+    def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes) -> protocol.FeatureAnswer:
         deadline = self._clock() + self._connections.timeout
 
         def moved(error: Exception) -> None:

@@ -328,11 +328,18 @@ class RequestHandler:
         self.send(protocol.LookupReply(version, reads.lag_ms(request.run_id)), packed)
 
     def _features(self, request: protocol.FeaturesRequest, body: memoryview) -> None:
-        keys = self._keys(body)
-        with self._lookup_context(forward=True) as context:
-            answer = self._server.reads.features(request, keys)
+        key = protocol.unpack_one(body) if body[:4] == _ONE_KEY else None
+        if key is not None and all(at.isolation != "version" for at in request.at):
+            # As in ``_lookup``, without a context.
+            with self._admission.forwarded_lookups.admitted(self._limits.wait_seconds):
+                answer = self._server.reads.features(request, key)
             packed = answer.body()
-            context.reserve_at_least(len(packed))
+        else:
+            keys = self._keys(body)
+            with self._lookup_context(forward=True) as context:
+                answer = self._server.reads.features(request, keys)
+                packed = answer.body()
+                context.reserve_at_least(len(packed))
         is_row = isinstance(answer.columns, list)
         self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, is_row, answer.lag_ms), packed)
 
