@@ -48,6 +48,8 @@ def drop_feature_view(name: str) -> None:
 
 def check_declaration(view: FeatureView) -> None:
     """Raise ``RequestError`` for a view that no operators could give, and ``InvalidRequestError`` for its max_age."""
+    if wrong := [feature for feature in view.features if not isinstance(feature, Feature)]:
+        raise RequestError(f"View {view.name!r}: {wrong[0]!r} is not a Feature.")
     names = [feature.name for feature in view.features]
     twice = sorted({name for name in names if names.count(name) > 1})
     if not view.name or not names or not view.keys:
@@ -61,6 +63,4 @@ def check_declaration(view: FeatureView) -> None:
         )
     if view.on_stale not in ("error", "null"):
         raise RequestError(f"on_stale={view.on_stale!r} of view {view.name!r} must be 'error' or 'null'.")
-    if wrong := [feature for feature in view.features if not isinstance(feature, Feature)]:
-        raise RequestError(f"View {view.name!r}: {wrong[0]!r} is not a Feature.")
     _ = view.max_age_seconds

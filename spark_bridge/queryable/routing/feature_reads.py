@@ -377,28 +377,31 @@ class FeatureReads:
     def _of_revision(self, name: str, revision: str) -> ResolvedView:
         """Return the view of a revision. Raises ``RetiredRunError`` if the view has another one now."""
         known = self._known.get(name)
-        if known is not None and known.view.revision == revision:
-            if self._clock() - known.looked_at < VIEW_SECONDS or not self._looking.acquire(blocking=False):
-                return known.view
-            try:
-                return self._same(self._look_up(name), revision)
-            except exceptions.UnknownFeatureViewError:
-                raise
-            except (CoordinatorError, exceptions.HostUnavailableError):
-                # The coordinator does not answer, or was just started: what is known stays in use.
-                known.looked_at = self._clock()
-                return known.view
-            finally:
-                self._looking.release()
-        return self._same(self._looked_up(name), revision)
-
-    def _same(self, view: ResolvedView, revision: str) -> ResolvedView:
+        if known is None or known.view.revision != revision:
+            view = self._looked_up(name)
+        elif self._clock() - known.looked_at < VIEW_SECONDS:
+            return known.view
+        else:
+            view = self._refreshed(name, known)
         if view.revision != revision:
             raise RetiredRunError(
-                f"Feature view {view.located.view.name!r} was declared again, or one of its queries was started again; "
-                "look it up again."
+                f"Feature view {name!r} was declared again, or one of its queries was started again; look it up again."
             )
         return view
+
+    def _refreshed(self, name: str, known: _KnownView) -> ResolvedView:
+        """Return the view as it is now, or the known one: if another thread looks, or no coordinator answers."""
+        if not self._looking.acquire(blocking=False):
+            return known.view
+        try:
+            return self._look_up(name)
+        except exceptions.UnknownFeatureViewError:
+            raise
+        except (CoordinatorError, exceptions.HostUnavailableError):
+            known.looked_at = self._clock()
+            return known.view
+        finally:
+            self._looking.release()
 
     def _looked_up(self, name: str) -> ResolvedView:
         with self._looking:
