@@ -32,7 +32,7 @@ from spark_bridge.queryable.routing.feature_reads import ResolvedView
 from spark_bridge.session.feature_views import check_declaration
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import KEYS, G
+from tests.spark_bridge.queryable.client_world import KEYS, G, QueryHost
 from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.queryable.memory_reads import eventually
 
@@ -223,6 +223,30 @@ def test_all_operators_are_read_at_one_version(tmp_path: Path, direct: bool, use
     assert failures == []
 
 
+def test_a_version_that_completes_between_two_operators_is_not_mixed_in(cluster: FeatureCluster) -> None:
+    """The fast path of one key reads the operators one after the other."""
+    both = FeatureView("both", "user", [Feature("n", "totals"), Feature("level", "profile")])
+    cluster.declare(both)
+    cluster.write({"totals": {1: (100, "")}, "profile": {1: (0.0, 100, True)}})
+    client = cluster.client(direct=True)
+    client.features("both", [1])
+    asked: list[str] = []
+    for host in cluster.hosts:
+        own = host.proxy._reads.own  # type: ignore[attr-defined]
+
+        def lookup_one(request: Any, key: bytes, of_host: Any = own.lookup_one) -> Any:
+            answer = of_host(request, key)
+            asked.append(request.operator)
+            if len(asked) == 1:
+                cluster.write({"totals": {1: (200, "")}, "profile": {1: (0.0, 200, True)}})
+            return answer
+
+        own.lookup_one = lookup_one
+    rows = client.features("both", [1])
+    assert len(asked) > 2, "the fast path did not find two versions"
+    assert rows.to_dict()["n"] == rows.to_dict()["level"]
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_views_over_several_queries_have_a_version_of_each(cluster: FeatureCluster, direct: bool) -> None:
     devices = StateSchema(KEYS, pa.schema([("devices.count.count", pa.int64())]))
@@ -281,16 +305,14 @@ def test_before_the_first_batch_a_bound_is_exceeded(tmp_path: Path, monkeypatch:
     cluster.close()
 
 
-def test_a_host_without_partitions_knows_the_age(tmp_path: Path) -> None:
+def test_a_host_without_partitions_knows_the_age(cluster: FeatureCluster) -> None:
     """It gets no messages about versions of the query, and asks."""
-    cluster = FeatureCluster(tmp_path, hosts=2, partitions=1)
-    cluster.write({"totals": TOTALS_ROWS}, ago=40.0)
-    cluster.declare()
-    for i in range(2):
-        client = cluster.client(hosts=(i,))
-        for users in ([1], [1, 2]):
-            assert 39 < client.features("risk", users).ages["n"] < 40 + PATIENCE
-    cluster.close()
+    cluster.write({}, ago=40.0)
+    cluster.hosts.append(QueryHost(cluster, 2))
+    client = cluster.client(hosts=(2,))
+    for users in ([1], [1, 2]):
+        assert 39 < client.features("risk", users).ages["n"] < 40 + PATIENCE
+    assert cluster.hosts[2].host.reads.partitions(cluster.run, "totals") == []
 
 
 # -- declarations ------------------------------------------------------------------------------
