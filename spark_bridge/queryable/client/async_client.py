@@ -516,6 +516,11 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.features``."""
         return await self._run(self._client.features, *args, **kwargs)
 
+    @_takes(QueryableStateClient.entity_schema)
+    async def entity_schema(self, *args: Any, **kwargs: Any) -> pa.Schema:
+        """See ``QueryableStateClient.entity_schema``."""
+        return await self._run(self._client.entity_schema, *args, **kwargs)
+
     @_takes(QueryableStateClient.feature_views)
     async def feature_views(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """See ``QueryableStateClient.feature_views``."""

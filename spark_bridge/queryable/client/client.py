@@ -373,6 +373,12 @@ class QueryableStateClient:
             return []
         return [described_view(view) for view in views]
 
+    def entity_schema(self, view: str, *, timeout: float | None = None) -> pa.Schema:
+        """Return the columns of a feature view's entity, in the order of its keys."""
+        return self._access.answer_of_view(
+            f"entity_schema({view!r})", view, timeout, lambda target, deadline: target.codec.schema
+        )
+
     # -- all rows ------------------------------------------------------------------------------
 
     def scan(

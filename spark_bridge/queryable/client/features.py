@@ -146,3 +146,9 @@ def described_view(location: ViewLocation) -> dict[str, Any]:
         ],
         "problem": location.problem,
     }
+
+
+def age_of(view: dict[str, Any]) -> str:
+    """Return the age of a described view for people: that of its oldest query; "" if one is not known."""
+    ages = [query["age"] for query in view["queries"]]
+    return "" if not ages or None in ages else f"{max(ages):.1f} s"

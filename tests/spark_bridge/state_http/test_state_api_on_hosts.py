@@ -15,6 +15,7 @@ import httpx
 import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
+from msgspec.structs import replace
 
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from spark_bridge.exceptions import HostUnavailableError
@@ -26,6 +27,7 @@ from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
+from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_flows import Flow
 
@@ -319,3 +321,54 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def _nobody() -> Any:
     raise HostUnavailableError("No host runs.")
+
+
+# -- feature views -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def features(tmp_path: Path) -> Iterator[TestClient]:
+    cluster = FeatureCluster(tmp_path)
+    cluster.write({"totals": {1: (10, "one")}, "profile": {1: (0.5, 3, True)}}, ago=70.0)
+    cluster.declare()
+    cluster.declare(replace(VIEW, name="strict", max_age="1 minute"))
+    with answering(cluster.client()) as http:
+        yield http
+    cluster.close()
+
+
+def test_feature_views_are_listed_and_read(features: TestClient) -> None:
+    views = features.get("/v1/features").json()["views"]
+    assert [(v["view"], v["owner"], v["max_age"]) for v in views] == [
+        ("risk", "fraud", None),
+        ("strict", "fraud", "1 minute"),
+    ]
+    answer = features.post("/v1/features/risk", json={"keys": [1, [2]]}).json()
+    assert answer["rows"] == [
+        {"user": 1, "n": 10, "score": 0.5, "user_name": "one", "level": 3},
+        {"user": 2, "n": 0, "score": None, "user_name": "unknown", "level": None},
+    ]
+    assert (answer["view"], answer["versions"]) == ("risk", {"name": 1})
+    assert 69 < answer["ages"]["n"] < 70 + PATIENCE
+    plain = features.post("/v1/features/risk", json={"keys": [2], "defaults": False, "versions": {"name": 1}}).json()
+    assert plain["rows"][0]["user_name"] is None
+    arrow = features.post("/v1/features/risk", json={"keys": [1]}, headers={"Accept": ARROW})
+    assert pa.ipc.open_stream(arrow.content).read_all().to_pydict()["n"] == [10]
+    assert arrow.headers["X-Statestore-Versions"] == "name=1"
+
+
+@pytest.mark.parametrize(
+    ("view", "body", "status", "error"),
+    [
+        ("none", {"keys": [1]}, 404, "UnknownFeatureViewError"),
+        ("strict", {"keys": [1]}, 409, "StaleFeatureError"),
+        ("risk", {"keys": ["x"]}, 400, "UnknownKeyOrNamespaceError"),
+        ("risk", {"keys": [1], "versions": {"name": 9}}, 409, "StateVersionError"),
+        ("risk", {"keys": [1], "what": 1}, 400, "RequestError"),
+    ],
+)
+def test_refused_features_say_why(
+    features: TestClient, view: str, body: dict[str, Any], status: int, error: str
+) -> None:
+    answer = features.post(f"/v1/features/{view}", json=body)
+    assert (answer.status_code, answer.json().get("error")) == (status, error)
