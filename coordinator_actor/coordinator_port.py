@@ -441,7 +441,7 @@ class CoordinatorPort:
 
     # -- feature views -------------------------------------------------------------------------
 
-    @message(Group.QUERIES, "run_id")
+    @message(Group.QUERIES, "run_id", view=fields("name"))
     def declare_view(self, run_id: str, view: FeatureView) -> None:
         """Keep a feature view durably with the state of a running query, in place of an earlier one of its name.
 

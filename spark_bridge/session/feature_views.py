@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator_actor.feature_views import Feature, FeatureView
+import msgspec
+
+from backends.decoders import json_decoder
+from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import RequestError, UnknownFeatureViewError
 from spark_bridge.queryable.routing.feature_reads import ResolvedView
@@ -48,8 +51,10 @@ def drop_feature_view(name: str) -> None:
 
 def check_declaration(view: FeatureView) -> None:
     """Raise ``RequestError`` for a view that no operators could give, and ``InvalidRequestError`` for its max_age."""
-    if wrong := [feature for feature in view.features if not isinstance(feature, Feature)]:
-        raise RequestError(f"View {view.name!r}: {wrong[0]!r} is not a Feature.")
+    try:
+        json_decoder(FeatureView).decode(msgspec.json.encode(view))
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise RequestError(f"{view!r} cannot be stored: {error}.") from error
     names = [feature.name for feature in view.features]
     twice = sorted({name for name in names if names.count(name) > 1})
     if not view.name or not names or not view.keys:
@@ -61,6 +66,4 @@ def check_declaration(view: FeatureView) -> None:
             f"View {view.name!r} has features named like its entity: {', '.join(map(repr, both))}. Give the feature "
             "another name, and its column as column=."
         )
-    if view.on_stale not in ("error", "null"):
-        raise RequestError(f"on_stale={view.on_stale!r} of view {view.name!r} must be 'error' or 'null'.")
     _ = view.max_age_seconds

@@ -457,10 +457,11 @@ def test_operators_with_other_keys_are_refused(tmp_path: Path) -> None:
         ({"name": ""}, "needs a name, an entity and features"),
         ({"features": [Feature("n", "totals"), Feature("n", "profile")]}, "two features of one name: 'n'"),
         ({"features": [Feature("user", "totals", "n")]}, "features named like its entity: 'user'"),
-        ({"on_stale": "ignore"}, "on_stale='ignore' of view 'risk' must be 'error' or 'null'"),
+        ({"on_stale": "ignore"}, r"cannot be stored: Invalid enum value 'ignore' - at `\$.on_stale`"),
         ({"max_age": "5 min"}, "max_age='5 min' .* write a number and one of seconds"),
+        ({"features": [Feature("n", "totals", column=5)]}, "cannot be stored: Expected `str"),  # type: ignore[arg-type]
         ({"max_age": "0 days"}, "is not a duration above 0"),
-        ({"features": ["n"]}, "'n' is not a Feature"),
+        ({"features": ["n"]}, r"cannot be stored: Expected `object`, got `str` - at `\$.features\[0\]`"),
     ],
 )
 def test_declarations_without_sense_are_refused(changes: dict[str, Any], why: str) -> None:
