@@ -98,7 +98,7 @@ def _held(memory: dict[str, int]) -> int:
     return sum(n for name, n in memory.items() if name != BUDGET)
 
 
-def features(call: PageCall) -> Response:
+def feature_views(call: PageCall) -> Response:
     """Show the feature views."""
     views, problem = [], ""
     try:

@@ -273,7 +273,7 @@ def default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar | No
 
 VIEW_SECONDS = 2.0
 """A declaration in use is looked up again at this age."""
-LOOK_SECONDS = 0.1
+LOOK_AGAIN_SECONDS = 0.1
 """The least seconds between two look-ups of a declaration, however many clients know another revision."""
 
 
@@ -406,7 +406,7 @@ class FeatureReads:
     def _looked_up(self, name: str) -> ResolvedView:
         with self._looking:
             known = self._known.get(name)
-            if known is not None and self._clock() - known.looked_at < LOOK_SECONDS:
+            if known is not None and self._clock() - known.looked_at < LOOK_AGAIN_SECONDS:
                 return known.view
             return self._look_up(name)
 

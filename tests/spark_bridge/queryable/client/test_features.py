@@ -61,7 +61,7 @@ def client(filled: FeatureCluster, request: pytest.FixtureRequest) -> QueryableS
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FeatureCluster]:
     """One whose hosts look a view up again with each request."""
     monkeypatch.setattr(feature_reads, "VIEW_SECONDS", 0.0)
-    monkeypatch.setattr(feature_reads, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(feature_reads, "LOOK_AGAIN_SECONDS", 0.0)
     made = FeatureCluster(tmp_path)
     made.write({"totals": TOTALS_ROWS, "profile": PROFILE_ROWS})
     made.declare()
@@ -296,7 +296,7 @@ def test_an_older_version_than_max_age_gives_nulls_if_the_view_says_so(cluster: 
 
 
 def test_before_the_first_batch_a_bound_is_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_reads, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(feature_reads, "LOOK_AGAIN_SECONDS", 0.0)
     cluster = FeatureCluster(tmp_path)
     cluster.declare(replace(VIEW, max_age="1 day"))
     with pytest.raises(StaleFeatureError, match="of unknown age: no batch is known to be completed"):
