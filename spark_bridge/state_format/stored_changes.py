@@ -23,8 +23,9 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading import stored_files
 from coordinator_actor.reading.stored_files import ChangedPairs
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
+from spark_bridge.exceptions import RequestError
 from spark_bridge.state_format import stored_rows
-from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, with_distinct_names
+from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, ROLLING, with_distinct_names
 from spark_bridge.state_format.partition_rows import numbered
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
@@ -133,6 +134,11 @@ class VariableChanges:
         No two have the same name. Timers have no values, and so no columns before and after.
         """
         rows = self.rows
+        if rows.kind == ROLLING:
+            raise RequestError(
+                "Rolling aggregates change with time and not only with rows: there is no feed of their changes. Write "
+                "the rows that the operator emits to a sink, which has a row for each key that a batch touches."
+            )
         keys = [*(rows.key.field(i) for i in rows.key_order), *rows.inner]
         value = pa.struct(list(self.rows.value))
         values = [pa.field(stored_rows.BEFORE, value), pa.field(stored_rows.AFTER, value)] if self._has_values else []
