@@ -78,14 +78,16 @@ class StateSource:
 
         Raises ``VersionNotFoundError`` if a version has been removed.
         """
-        changes = VariableChanges(self.rows)
         if self.form == "changes":
-            yield from changes.changes(self.reading.place, piece, self.open_storage)
+            yield from VariableChanges(self.rows).changes(self.reading.place, piece, self.open_storage)
             return
         with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
             if self._selection is None:
-                for batch in scan_partition(self.rows, state, piece.partition):
-                    yield batch if self.form == "rows" else changes.as_inserts(self.reading.version, batch)
+                batches = scan_partition(self.rows, state, piece.partition)
+                if self.form == "inserts":
+                    changes = VariableChanges(self.rows)
+                    batches = (changes.as_inserts(self.reading.version, batch) for batch in batches)
+                yield from batches
                 return
             view = PartitionView(piece.partition, state.reads, self.reading.version, None)
             pairs = pairs_of(view, self.rows, self._key_groups(piece), self._selection.bounds)

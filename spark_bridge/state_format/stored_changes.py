@@ -119,9 +119,16 @@ class _Side:
 
 @dataclass(frozen=True)
 class VariableChanges:
-    """Makes the changes of one state variable."""
+    """Makes the changes of one state variable. Raises ``RequestError`` for rolling aggregates."""
 
     rows: stored_rows.VariableRows
+
+    def __post_init__(self) -> None:
+        if self.rows.kind == ROLLING:
+            raise RequestError(
+                "Rolling aggregates change with time and not only with rows: there is no feed of their changes. Write "
+                "the rows that the operator emits to a sink, which has a row for each key that a batch touches."
+            )
 
     @property
     def _has_values(self) -> bool:
@@ -134,11 +141,6 @@ class VariableChanges:
         No two have the same name. Timers have no values, and so no columns before and after.
         """
         rows = self.rows
-        if rows.kind == ROLLING:
-            raise RequestError(
-                "Rolling aggregates change with time and not only with rows: there is no feed of their changes. Write "
-                "the rows that the operator emits to a sink, which has a row for each key that a batch touches."
-            )
         keys = [*(rows.key.field(i) for i in rows.key_order), *rows.inner]
         value = pa.struct(list(self.rows.value))
         values = [pa.field(stored_rows.BEFORE, value), pa.field(stored_rows.AFTER, value)] if self._has_values else []

@@ -268,7 +268,6 @@ class ChangeFeed:
             raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {newest}.")
         rows = VariableRows(plan.schema, variable)
         changes = VariableChanges(rows)
-        schema = changes.output
         try:
             versions = self._versions(plan, completed.version)
             if previous_run not in ("", plan.run_id):
@@ -280,7 +279,7 @@ class ChangeFeed:
         keep = ExitStack()
         streams = [(piece, self._piece(plan, rows, piece, wanted, keep)) for piece in pieces]
         batches = _in_order(changes, streams, after, until, wanted)
-        return StateAnswer(until, schema, RowStream(batches, keep.close))
+        return StateAnswer(until, changes.output, RowStream(batches, keep.close))
 
     def require_same_history(self, plan: OperatorPlan, completed: int, version: int, previous_run: str) -> None:
         """Raise ``StateVersionError`` unless ``version`` is the one that ``previous_run`` has given rows of.
