@@ -59,11 +59,14 @@ class At(Struct, frozen=True, array_like=True):
     - ``latest``: the version that each partition has committed last.
     - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
       memory.
+
+    ``moment`` is the time, in microseconds since 1970, as of which rolling aggregates are; None is the host's clock.
     """
 
     isolation: Isolation = "completed"
     version: Natural = 0
     held_only: bool = False
+    moment: int | None = None
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
@@ -235,12 +238,13 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """The answer to ``Hello``: who answers, and the limits on a request."""
+    """The answer to ``Hello``: who answers, the limits on a request, and the host's clock in us since 1970."""
 
     protocol: int
     host_id: str
     max_request_bytes: int
     max_keys: int
+    now_us: int = 0
 
 
 class ViewQuery(Struct, frozen=True):
@@ -263,7 +267,8 @@ class ViewLocation(Struct, frozen=True):
 
     ``of_feature`` has the index of each feature's query. ``key`` are the key columns as they are stored, ``columns``
     those of the features: serialized schemas of Arrow. ``addresses`` has the owner of each partition of the first
-    operator. If ``problem`` is not empty, the view cannot be read now, and it says why.
+    operator. ``is_rolling``: an operator has rolling aggregates, so that requests have a moment. If ``problem`` is not
+    empty, the view cannot be read now, and it says why.
     """
 
     view: FeatureView
@@ -274,6 +279,7 @@ class ViewLocation(Struct, frozen=True):
     key_groups: int = 0
     columns: bytes = b""
     addresses: tuple[str, ...] = ()
+    is_rolling: bool = False
     problem: str = ""
 
 

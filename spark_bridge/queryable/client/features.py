@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError
@@ -102,18 +103,32 @@ def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
     return array
 
 
-def versions_of(location: ViewLocation, versions: Mapping[str, int]) -> list[At]:
-    """Return the version of each query of a view. Raises ``RequestError`` for other queries than it has."""
-    titles = [query.title for query in location.queries]
-    if sorted(versions) != sorted(titles):
+def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> At:
+    """Return the version asked for, with the moment of the view's rolling aggregates, by default now.
+
+    Raises ``RequestError`` for a moment if the view has no rolling aggregates.
+    """
+    if asked.moment is not None and not location.is_rolling:
         raise RequestError(
-            f"versions={dict(versions)!r} must have a version for each query of view {location.view.name!r}: "
-            f"{', '.join(map(repr, titles))}."
+            f"View {location.view.name!r} has no rolling aggregates, and at= is the time that those are of: leave it "
+            "out. versions= reads older versions."
         )
-    wrong = {title: v for title, v in versions.items() if isinstance(v, bool) or not isinstance(v, int) or v < 0}
-    if wrong:
-        raise RequestError(f"versions={wrong!r} are not versions: give integers from 0 on, as an answer has them.")
-    return [At("version", versions[title]) for title in titles]
+    return replace(asked, moment=now_us()) if location.is_rolling and asked.moment is None else asked
+
+
+def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
+    """Return the version of each query of a view, as of the moment that is asked for.
+
+    Raises ``RequestError`` for other queries than it has.
+    """
+    titles = [query.title for query in location.queries]
+    wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
+    if sorted(versions) != sorted(titles) or wrong:
+        raise RequestError(
+            f"versions={dict(versions)!r} must have a version, from 0 on, for each query of view "
+            f"{location.view.name!r}: {', '.join(map(repr, titles))}."
+        )
+    return [replace(asked, isolation="version", version=versions[title]) for title in titles]
 
 
 def described_view(location: ViewLocation) -> dict[str, Any]:

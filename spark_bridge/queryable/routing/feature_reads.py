@@ -18,7 +18,8 @@ import pyarrow as pa
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import decode_keys, encode_keys
-from backends.encoding.operator_schema import StateVariable
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema
 from backends.encoding.user_values import CAST_ERRORS, array_without_loss
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.feature_views import Feature
@@ -36,6 +37,7 @@ from spark_bridge.queryable.protocol import (
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import variables_of
 from spark_bridge.state_format import layouts
+from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_format.stored_values import StoredValues
 
 # A view with the schemas of its operators.
@@ -93,11 +95,10 @@ class ResolvedView:
         for (run_id, _, state), features in by_place.items():
             location = by_source[view.features[features[0]].source]
             variable = _variable(view.name, location, state)
-            family = DEFAULT_FAMILY if variable.kind == layouts.ROWS else layouts.family_of(variable)[0]
-            schema = variable.families[family]
+            family, schema, is_rows = _values_of(location, variable)
             _check_key(located, location.operator.name, schema.key, key)
             key = key or schema.key
-            values = StoredValues(schema, variable.kind == layouts.ROWS)
+            values = StoredValues(schema, is_rows)
             names = [field.name for field in values.fields]
             places = []
             for i in features:
@@ -225,7 +226,7 @@ def _variable(view: str, location: OperatorLocation, state: str | None) -> State
     (variable,) = variables
     has_one_row = variable.kind == layouts.VALUE or (
         variable.kind == layouts.ROWS
-        and layouts.ENDS_FAMILY not in variable.families
+        and layouts.rows_kind(variable) != layouts.SESSIONS
         and layouts.window_place(variable) is None
     )
     if not has_one_row:
@@ -234,6 +235,19 @@ def _variable(view: str, location: OperatorLocation, state: str | None) -> State
             " A feature needs one value per key: take an aggregate without a window in its by, or a value state."
         )
     return variable
+
+
+def _values_of(location: OperatorLocation, variable: StateVariable) -> tuple[str, StateSchema, bool]:
+    """Return the family of a variable's values, their schema, and whether they are rows of state.
+
+    Hosts compute the values of rolling aggregates, whose columns are the results.
+    """
+    if variable.kind != layouts.ROWS:
+        return *layouts.family_of(variable), False
+    if layouts.rows_kind(variable) == layouts.ROLLING:
+        rows = VariableRows(OperatorSchema.from_json(location.operator.schema), variable)
+        return layouts.ROLLED_FAMILY, StateSchema(rows.key, rows.value), False
+    return DEFAULT_FAMILY, variable.families[DEFAULT_FAMILY], True
 
 
 def _check_key(located: LocatedView, operator: str, stored: pa.Schema, first: pa.Schema | None) -> None:
@@ -337,6 +351,7 @@ class FeatureReads:
             first.key_groups,
             resolved.columns.serialize().to_pybytes(),
             tuple(owner.query_address for owner in first.owners),
+            any(source.family == layouts.ROLLED_FAMILY for source in resolved.sources),
         )
 
     def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes, deadline: float) -> FeatureAnswer:
