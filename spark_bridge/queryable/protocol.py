@@ -346,6 +346,11 @@ class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
     is_row: bool = False
     lag_ms: int = 0
 
+    @property
+    def version(self) -> int:
+        """Return the version of the first query."""
+        return self.versions[0]
+
 
 class Failure(Struct, frozen=True, array_like=True, tag="failure"):
     """A request has failed: the name of the error's class, and the error's text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,11 @@ def test_an_earlier_version_can_be_read_again(client: QueryableStateClient) -> N
             client.features("risk", [7], versions=wrong)
     with pytest.raises(StateVersionError, match="Version 9 "):
         client.features("risk", [7], versions={"name": 9})
+
+
+def test_a_moment_is_for_rolling_aggregates(client: QueryableStateClient) -> None:
+    with pytest.raises(RequestError, match="View 'risk' has no rolling aggregates, and at= is the time"):
+        client.features("risk", [7], at=dt.datetime(2026, 1, 1))
 
 
 def test_async_client_answers_as_the_other_one(filled: FeatureCluster) -> None:
@@ -332,9 +338,11 @@ def test_a_dropped_view_is_unknown(cluster: FeatureCluster) -> None:
     client.features("risk", [1])
     assert cluster.c.drop_view(cluster.run, "risk") is True
     assert cluster.c.drop_view(cluster.run, "risk") is False
-    for asking in (client, cluster.client()):
-        with pytest.raises(UnknownFeatureViewError, match="feature view 'risk'; feature views that exist: none"):
-            asking.features("risk", [1])
+    with pytest.raises(UnknownFeatureViewError, match="feature view 'risk'; feature views that exist: none"):
+        cluster.client().features("risk", [1])
+    # It had answers, so it waits for a query that is being restarted.
+    with pytest.raises((UnknownFeatureViewError, QueryTimeoutError)):
+        client.features("risk", [1])
     assert client.feature_views() == []
 
 

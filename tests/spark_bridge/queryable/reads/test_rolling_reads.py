@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator_actor.feature_views import Feature, FeatureView
 from spark_bridge.aggregates.rolling import SECOND, Rolling
 from spark_bridge.exceptions import RequestError, StateTimeError
 from spark_bridge.operators import rolling_task
@@ -106,6 +107,36 @@ def test_every_interface_gives_the_models_answer(tmp_path: Path, seed: int) -> N
             stream.rolling, stream.rows, ms
         )
         checkpoint.close()
+    stream.query.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_features_are_the_columns_of_get_many(tmp_path: Path, seed: int) -> None:
+    """Of one key and of many, as of one time, and again from a version and a time."""
+    stream = Stream(tmp_path, seed)
+    keys = [f"k{i}" for i in range(9)]
+    columns = list(model(stream.rolling, [(1, 1.0)], 1))
+    view = FeatureView("v", "k", [Feature(name, "op") for name in columns])
+    stream.query.c.declare_view(stream.query.run, view)
+    with served(stream.query) as client:
+        for _ in range(6):
+            stream.batch()
+            stream.query.host.heartbeat()
+            at = time_of(stream.moment())
+            wanted = client.get_many("op", keys, at=at)
+            rows = client.features("v", keys, at=at)
+            assert rows.to_arrow().to_pylist() == wanted.to_pylist()
+            assert client.answered_at == at
+            for key, row in zip(keys, wanted.to_pylist(), strict=True):
+                assert client.features("v", [key], at=at).to_arrow().to_pylist() == [row]
+        before = dt.datetime.now(dt.timezone.utc)
+        client.features("v", keys)
+        assert client.answered_at is not None
+        assert before - dt.timedelta(seconds=5) <= client.answered_at
+        stream.batch()
+        stream.query.host.heartbeat()
+        again = client.features("v", keys, at=at, versions=rows.versions)
+        assert again.to_dict() == rows.to_dict()
     stream.query.close()
 
 
