@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from backends.decoders import json_decoder
@@ -9,7 +11,11 @@ from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import RequestError, UnknownFeatureViewError
 from spark_bridge.queryable.routing.feature_reads import ResolvedView
+from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
 from spark_bridge.session.current import current_cluster
+
+DECLARE_SECONDS = 30.0
+"""A coordinator that was just started may not know the queries yet for this many seconds."""
 
 
 def declare_feature_view(view: FeatureView) -> None:
@@ -32,7 +38,8 @@ def declare_feature_view(view: FeatureView) -> None:
     """
     check_declaration(view)
     coordinator = current_cluster().coordinator
-    operators = tuple(coordinator.locate(*source) for source in view.sources)
+    attempts = Attempts(f"The declaration of feature view {view.name!r}", time.monotonic() + DECLARE_SECONDS)
+    operators = retrying(lambda: tuple(coordinator.locate(*source) for source in view.sources), attempts)
     ResolvedView.of(LocatedView(view, operators))
     coordinator.declare_view(operators[0].run_id, view)
 
