@@ -56,7 +56,11 @@ class _Source:
     values: StoredValues
     query: int
     places: tuple[tuple[int, int], ...]
-    defaults: tuple[tuple[int, Any], ...]
+    defaults: tuple[tuple[int, pa.Scalar], ...]
+
+    @cached_property
+    def plain_defaults(self) -> tuple[tuple[int, Any], ...]:
+        return tuple((place, default.as_py()) for place, default in self.defaults)
 
     @cached_property
     def names(self) -> tuple[tuple[int, str], ...]:
@@ -100,7 +104,7 @@ class ResolvedView:
             key = key or schema.key
             values = StoredValues(schema, is_rows)
             names = [field.name for field in values.fields]
-            places = []
+            places, defaults = [], []
             for i in features:
                 feature = view.features[i]
                 column = feature.column or feature.name
@@ -111,10 +115,10 @@ class ResolvedView:
                     )
                 field = values.fields[names.index(column)]
                 fields[i] = pa.field(feature.name, field.type)
-                default_of(view.name, feature, field.type)
                 places.append((i, names.index(column)))
-            defaults = tuple((i, view.features[i].default) for i in features if view.features[i].default is not None)
-            sources.append(_Source(location, family, values, runs.index(run_id), tuple(places), defaults))
+                if feature.default is not None:
+                    defaults.append((i, _default_of(view.name, feature, field.type)))
+            sources.append(_Source(location, family, values, runs.index(run_id), tuple(places), tuple(defaults)))
         assert key is not None
         columns = pa.schema([f for f in fields if f is not None])
         return cls(located, located.revision, key, columns, tuple(sorted(sources, key=lambda source: source.query)))
@@ -138,11 +142,6 @@ class ResolvedView:
     def max_age_ms(self) -> float | None:
         seconds = self.located.view.max_age_seconds
         return None if seconds is None else 1000 * seconds
-
-    @cached_property
-    def _defaults(self) -> list[pa.Scalar | None]:
-        view = self.located.view
-        return [default_of(view.name, f, field.type) for f, field in zip(view.features, self.columns, strict=True)]
 
     def keys_of(self, source: _Source, keys: Any) -> Any:
         """Return stored keys of the first operator, or one, as those of another, which may have other key groups."""
@@ -190,7 +189,7 @@ class ResolvedView:
                 for place, name in source.names:
                     row[place] = state[name]
             if defaults:
-                for place, default in source.defaults:
+                for place, default in source.plain_defaults:
                     if row[place] is None:
                         row[place] = default
         return row
@@ -207,10 +206,10 @@ class ResolvedView:
                 continue
             of_source = source.values.columns(stored, at_ms)
             for place, i in source.places:
-                column, default = of_source[i], self._defaults[place]
-                if defaults and default is not None and column.null_count:
-                    column = column.fill_null(default)
-                columns[place] = column
+                columns[place] = of_source[i]
+            for place, default in source.defaults if defaults else ():
+                if columns[place].null_count:
+                    columns[place] = columns[place].fill_null(default)
         return pa.RecordBatch.from_arrays(columns, schema=self.columns)
 
 
@@ -269,10 +268,8 @@ def _in_words(schema: pa.Schema) -> str:
     return "(" + ", ".join(f"{f.name}: {f.type}" for f in schema) + ")"
 
 
-def default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar | None:
+def _default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar:
     """Return a feature's default in the column's type. Raises ``RequestError`` if that is another type."""
-    if feature.default is None:
-        return None
     try:
         return array_without_loss([feature.default], kind)[0]
     except CAST_ERRORS as error:
@@ -293,7 +290,7 @@ LOOK_AGAIN_SECONDS = 0.1
 
 @dataclass
 class _KnownView:
-    """A view, when it was looked up, and whether a thread is looking it up again."""
+    """A view, and when it was looked up last."""
 
     view: ResolvedView
     looked_at: float
@@ -373,7 +370,7 @@ class FeatureReads:
             lookups = [(self._location(run_id, s.location.operator.name), s.family) for s in sources]
             version, of_query = read(lookups, resolved.keys_of(sources[0], keys), at, deadline)
             versions.append(version)
-            ages_ms.append(None if at.isolation == "version" else self._reads.age_ms(run_id, version))
+            ages_ms.append(self._age_ms(run_id, version, at))
             values += of_query
         stale = resolved.stale(ages_ms, request.at)
         if stale and resolved.located.view.on_stale == "error":
@@ -383,6 +380,12 @@ class FeatureReads:
             return FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
         columns = resolved.rows(values, self._now_ms(), stale, request.defaults)
         return FeatureAnswer(versions, ages_ms, lag_ms, columns)
+
+    def _age_ms(self, run_id: str, version: int, at: At) -> int | None:
+        """Return the age of an answer; of one that is not completed yet, that of the last completed version."""
+        if at.isolation == "latest":
+            version = min(version, self._reads.await_completed(run_id, 0, 0.0))
+        return None if at.isolation == "version" else self._reads.age_ms(run_id, version)
 
     def run_ids(self, view: str) -> list[str]:
         """Return the runs that a known view reads."""

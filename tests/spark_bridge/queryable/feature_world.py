@@ -77,8 +77,10 @@ class FeatureCluster(Cluster):
         for name, value in before.items():
             setattr(self, name, value)
 
-    def write(self, rows: Mapping[str, Mapping[int, tuple[Any, ...]]], *, ago: float = 0.0) -> int:
-        """A batch; returns the version, which was made ``ago`` seconds ago."""
+    def write(
+        self, rows: Mapping[str, Mapping[int, tuple[Any, ...]]], *, ago: float = 0.0, committed: bool = True
+    ) -> int:
+        """A batch; returns the version, which was made ``ago`` seconds ago. Unless ``committed`` it is prepared."""
         self.world.now = time.time() - ago
         batch = self.version
         self.world.plan_spark(batch, self.checkpoint)
@@ -97,9 +99,10 @@ class FeatureCluster(Cluster):
                 task = TaskIdentity(self.run, operator, p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex)
                 (owner,) = [h for h in self.hosts if h.host.open(task).redirect is None]
                 owner.host.commit(task, Changes({"default": pairs}), {})
-        self.world.commit_spark(batch, self.checkpoint)
-        self.version += 1
-        self.complete()
+        if committed:
+            self.world.commit_spark(batch, self.checkpoint)
+            self.version += 1
+            self.complete()
         return self.version
 
     def declare(self, view: FeatureView = VIEW) -> None:

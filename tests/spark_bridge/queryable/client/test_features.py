@@ -301,6 +301,24 @@ def test_an_older_version_than_max_age_gives_nulls_if_the_view_says_so(cluster: 
         assert rows.ages["score"] > 300
 
 
+def test_the_latest_version_has_the_age_of_the_completed_one(cluster: FeatureCluster) -> None:
+    cluster.declare(replace(VIEW, max_age="5 minutes"))
+    cluster.write({}, ago=100.0)
+    cluster.write({"totals": {1: (50, "")}}, committed=False)
+    client = cluster.client()
+    for users in ([1], [1, 2]):
+        rows = client.features("risk", users, isolation="latest")
+        assert (rows.to_dict()["n"][0], rows.versions) == (50, {"name": 3})
+        assert 99 < rows.ages["n"] < 100 + PATIENCE
+        assert client.features("risk", users).to_dict()["n"][0] == 1
+
+
+@pytest.mark.parametrize("users", [[1000], [1000, 1]])
+def test_a_default_has_the_columns_type(cluster: FeatureCluster, users: list[int]) -> None:
+    cluster.declare(replace(VIEW, features=[Feature("score", "profile", default=1)]))
+    assert repr(cluster.client().features("risk", users).to_dict()["score"][0]) == "1.0"
+
+
 def test_before_the_first_batch_a_bound_is_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_reads, "LOOK_AGAIN_SECONDS", 0.0)
     cluster = FeatureCluster(tmp_path)
