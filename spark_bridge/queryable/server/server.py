@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from backends.background_loop import failing_loops
@@ -127,7 +128,7 @@ class ServerConnection:
                 self._server.host_id,
                 limits.max_request_bytes,
                 limits.max_keys,
-                time.time_ns() // 1000,
+                time_ns() // 1000,
             )
         )
         self._observe("", "hello", started)
