@@ -70,7 +70,7 @@ def build_http(settings: Settings) -> FastAPI:
     from spark_bridge.ui.live import LiveSystem
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
-    tokens = CoordinatorTokens(port.call)
+    tokens = CoordinatorTokens(port.call, namespace=settings.namespace)
     clients: list[AsyncQueryableStateClient] = []
 
     async def connect() -> AsyncQueryableStateClient:

@@ -234,8 +234,17 @@ class PageCall:
 
     @property
     def overview(self) -> Overview:
-        """Return the overview that all of the answer is made of."""
+        """Return the overview that all of the answer is made of: what the person may see."""
         return self.seen.overview
+
+    @property
+    def may_name_places(self) -> bool:
+        """Return whether the person may name a directory, which may have savepoints of any query."""
+        return self.grant.admin and self.grant.scope.is_all
+
+    def client(self) -> QueryableStateClient:
+        """Return the query client, which sees what the person may see."""
+        return self.system.client().scoped(self.grant.scope)
 
     def given(self, name: str) -> str:
         """Return a parameter of the form or the address, "" if there is none."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
 from spark_bridge.queryable.client.client import QueryableStateClient
@@ -441,9 +442,9 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.lag_seconds``."""
         return self._client.lag_seconds
 
-    def __init__(self, client: QueryableStateClient) -> None:
+    def __init__(self, client: QueryableStateClient, pool: ThreadPoolExecutor | None = None) -> None:
         self._client = client
-        self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
+        self._pool = pool or ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
         self._lookups: dict[LookupGroup, LookupBatcher] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -463,6 +464,10 @@ class AsyncQueryableStateClient:
             QueryableStateClient.connect, namespace, coordinator_name, address, token, tls, timeout, direct
         )
         return cls(connected)
+
+    def scoped(self, scope: Scope) -> AsyncQueryableStateClient:
+        """See ``QueryableStateClient.scoped``. Both clients run their calls in the same threads."""
+        return AsyncQueryableStateClient(self._client.scoped(scope), self._pool)
 
     async def get(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import arguments
@@ -20,6 +21,7 @@ from spark_bridge.queryable.client.discovery import (
     KnownOperator,
     NoRunningQueryError,
     ProxyDiscovery,
+    ScopedDiscovery,
     addresses_of,
     coordinator_in_cluster,
     from_environment,
@@ -31,6 +33,7 @@ from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scopes import is_in_scope
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -85,6 +88,7 @@ class QueryableStateClient:
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
         self._connections = connections
         self._router = router
+        self._discovery = discovery
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
 
@@ -154,6 +158,16 @@ class QueryableStateClient:
         discovery = ProxyDiscovery(addresses, connections)
         router = StateRouter(connections) if direct else StateRouter(connections, via=discovery.proxy)
         return cls(discovery, connections, router, timeout)
+
+    def scoped(self, scope: Scope) -> QueryableStateClient:
+        """Return a client that sees only the part of the state in ``scope``, over the connections of this client.
+
+        For applications that answer callers with tokens of their own. Do not close it: the connections are this one's.
+        """
+        if scope.is_all:
+            return self
+        discovery = ScopedDiscovery(scope, self._discovery, lambda seconds: self.operators(timeout=seconds))
+        return QueryableStateClient(discovery, self._connections, self._router, self.timeout)
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -477,6 +491,8 @@ class QueryableStateClient:
             )
         except NoRunningQueryError:
             return []
+        if isinstance(self._discovery, ScopedDiscovery):
+            return [operator for operator in operators if is_in_scope(self._discovery.scope, operator)]
         return operators
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
