@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from coordinator_actor.access_tokens import Scope
+from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import arguments
@@ -89,6 +89,7 @@ class QueryableStateClient:
         self._connections = connections
         self._router = router
         self._discovery = discovery
+        self._scope = discovery.scope if isinstance(discovery, ScopedDiscovery) else ALL
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
 
@@ -491,9 +492,7 @@ class QueryableStateClient:
             )
         except NoRunningQueryError:
             return []
-        if isinstance(self._discovery, ScopedDiscovery):
-            return [operator for operator in operators if is_in_scope(self._discovery.scope, operator)]
-        return operators
+        return [operator for operator in operators if is_in_scope(self._scope, operator)]
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""

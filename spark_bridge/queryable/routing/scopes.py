@@ -21,6 +21,15 @@ def is_in_scope(scope: Scope, operator: dict[str, Any]) -> bool:
     return scope.allows(operator["operator"], operator["query_name"], operator["query_id"], operator["run_id"])
 
 
+def require_view(scope: Scope, view: str) -> None:
+    """Raise ``OutOfScopeError`` unless a token with ``scope`` may read a feature view."""
+    if not scope.allows_view(view):
+        raise OutOfScopeError(
+            f"This token is not for view {view!r} ({scope.in_words()}); ask for one that is (statestore token issue "
+            "--view)."
+        )
+
+
 class ScopedOperators:
     """The operators that a token with ``scope`` may find. Errors name no other operator, and no other query.
 
