@@ -15,6 +15,8 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.testclient import TestClient as PageClient
 
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.changelog import Changes
 from coordinator_actor.access_tokens import ALL, AccessTokens, MemoryTokenStore, Scope
@@ -125,18 +127,15 @@ def assert_names_nothing_else(text: str, kind: str, *asked: str) -> None:
 # -- the port of hosts: every kind of request ----------------------------------------------------
 
 
-def body_of_key() -> bytes:
-    from backends.encoding.key_groups import key_groups
-    from backends.encoding.keys import encode_keys
-
-    columns = pa.record_batch([pa.array([KEY], pa.int64())], names=["user"])
+def body_of(*users: int) -> bytes:
+    columns = pa.record_batch([pa.array(users, pa.int64())], names=["user"])
     return protocol.pack_bytes(encode_keys(columns, key_groups(columns, 64)))
 
 
 Ask = Callable[[str, str, bool], tuple[Any, bytes]]
 REQUESTS: dict[type[Any], Ask] = {
-    protocol.LookupRequest: lambda run, o, f: (protocol.LookupRequest(run, o, forward=f), body_of_key()),
-    protocol.KeyRowsRequest: lambda run, o, f: (protocol.KeyRowsRequest(run, o, forward=f), body_of_key()),
+    protocol.LookupRequest: lambda run, o, f: (protocol.LookupRequest(run, o, forward=f), body_of(KEY)),
+    protocol.KeyRowsRequest: lambda run, o, f: (protocol.KeyRowsRequest(run, o, forward=f), body_of(KEY)),
     protocol.ScanRequest: lambda run, o, f: (protocol.ScanRequest(run, o, forward=f), b""),
     protocol.CountRequest: lambda run, o, f: (protocol.CountRequest(protocol.ScanRequest(run, o, forward=f)), b""),
     protocol.ChangesRequest: lambda run, o, f: (protocol.ChangesRequest(run, o, 0, 0), b""),
@@ -145,7 +144,10 @@ REQUESTS: dict[type[Any], Ask] = {
     protocol.AwaitRequest: lambda run, o, f: (protocol.AwaitRequest(run, 0, 0.0), b""),
     protocol.OperatorsRequest: lambda run, o, f: (protocol.OperatorsRequest(), b""),
 }
-OF_OPERATORS = [kind for kind in REQUESTS if kind not in (protocol.AwaitRequest, protocol.OperatorsRequest)]
+OF_OPERATORS: list[Ask] = [
+    *(ask for kind, ask in REQUESTS.items() if kind not in (protocol.AwaitRequest, protocol.OperatorsRequest)),
+    lambda run, o, f: (protocol.LookupRequest(run, o, forward=f), body_of(KEY, 8)),
+]
 REFUSALS = {"OutOfScopeError", "RetiredRunError", "UnknownOperatorError", "WrongOperatorError"}
 
 
@@ -169,9 +171,9 @@ def test_a_host_answers_what_a_token_is_for(cluster: TwoQueries, kind: str, forw
     token, tried = cluster.token(kind), 0
     for host in cluster.hosts:
         with RawClient(host.address, token=token) as client:
-            for request in OF_OPERATORS:
+            for ask in OF_OPERATORS:
                 for query, operator in READABLE:
-                    asked = REQUESTS[request](RUNS[query], operator, forward)
+                    asked = ask(RUNS[query], operator, forward)
                     for _ in range(2):  # the second time it is known to the connection
                         reply, body = last_reply(client, asked)
                         is_refused = isinstance(reply, protocol.Failure) and reply.error in REFUSALS
@@ -228,7 +230,9 @@ def test_a_run_of_another_query_is_not_told_apart_from_one_that_is_over(cluster:
     with RawClient(cluster.hosts[0].address, token=cluster.token("operator of query")) as client:
         runs = ("gone", RUNS["ledger"])
         replies = [client.ask(*REQUESTS[protocol.LookupRequest](run, "totals", True))[0] for run in runs]
-    gone, other = (msgspec.structs.replace(r, message=r.message.replace(run, "")) for run, r in zip(runs, replies))
+    gone, other = (
+        msgspec.structs.replace(r, message=r.message.replace(run, "")) for run, r in zip(runs, replies, strict=True)
+    )
     assert gone == other and gone.error == "RetiredRunError"
 
 

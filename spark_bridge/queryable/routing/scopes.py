@@ -74,12 +74,9 @@ class ScopedOperators:
             if not runs and name is not None and not self._scope.allows_query(name):
                 continue
             try:
-                location = self._locate(operator, name)
+                return self._locate(operator, name)
             except UnknownOperatorError as error:
                 kind = type(error)
-                continue
-            if self._has(location):
-                return location
         names = ", ".join(sorted({repr(o["operator"]) for o in visible})) or "none"
         of = "No running query" if query is None else f"No running query {query!r}"
         raise kind(f"{of} that this token is for has an operator {operator!r}; operators that it may read: {names}.")
@@ -95,7 +92,9 @@ class ScopedOperators:
         else:
             self._require_name(operator)
             try:
-                if self._has(self._locate(operator, run_id)):
+                location = self._locate(operator, run_id)
+                names = (location.query_name, location.query_id, location.run_id)
+                if location.run_id == run_id and self._scope.allows_query(*names):
                     return
             except (QueryEndedError, UnknownOperatorError):
                 pass
@@ -109,10 +108,6 @@ class ScopedOperators:
                 f"This token is not for operator {operator!r} ({self._scope.in_words()}); ask for one that is "
                 "(statestore token issue --operator)."
             )
-
-    def _has(self, location: OperatorLocation) -> bool:
-        names = (location.query_name, location.query_id, location.run_id)
-        return self._scope.allows(location.operator.name, *names)
 
 
 MAX_READABLE = 10_000
@@ -184,8 +179,10 @@ class ScopedReads:
         return self._operators.visible()
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """See ``StateReads``. Servers answer by ``described``, with their statistics."""
         ask = self._reads.describe
-        return self.described(lambda asked: ask(asked.operator, asked.query), protocol.DescribeRequest(operator, query))
+        request = protocol.DescribeRequest(operator, query)
+        return self.described(lambda asked: {"requests": {}, **ask(asked.operator, asked.query)}, request)
 
     def described(
         self,
@@ -193,19 +190,9 @@ class ScopedReads:
         request: protocol.DescribeRequest,
     ) -> dict[str, Any]:
         """Return what ``describe`` answers, without the operators and statistics of requests that are out of scope."""
-        if request.operator is None:
-            names = {operator["operator"] for operator in self._operators.visible()}
-        else:
-            names = {request.operator}
-            request = replace(request, query=self.locate(request.operator, request.query).run_id)
-        return self._shown(describe(request), names)
-
-    def _shown(self, description: dict[str, Any], names: set[str]) -> dict[str, Any]:
-        shown = dict(description)
-        if "operators" in shown:
-            shown["operators"] = [o for o in shown["operators"] if is_in_scope(self._scope, o)]
-        if "requests" in shown:
-            shown["requests"] = {name: verbs for name, verbs in shown["requests"].items() if name in names}
-        if "hosts" in shown:
-            shown["hosts"] = [self._shown(host, names) for host in shown["hosts"]]
-        return shown
+        if request.operator is not None:
+            return describe(replace(request, query=self.locate(request.operator, request.query).run_id))
+        description, names = describe(request), {operator["operator"] for operator in self._operators.visible()}
+        operators = [operator for operator in description["operators"] if is_in_scope(self._scope, operator)]
+        requests = {name: verbs for name, verbs in description["requests"].items() if name in names}
+        return {**description, "operators": operators, "requests": requests}
