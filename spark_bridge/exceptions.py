@@ -90,7 +90,7 @@ class AccessDeniedError(QueryableStateError):
 
 
 class OutOfScopeError(AccessDeniedError):
-    """The token is valid, but its scope does not include what was asked for."""
+    """The token is valid, but the request is outside of its scope."""
 
 
 class TlsError(QueryableStateError):

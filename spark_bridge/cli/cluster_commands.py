@@ -197,7 +197,7 @@ def list_tokens(
     coordinator: sources.CoordinatorName = COORDINATOR_NAME,
     as_json: output.AsJson = False,
 ) -> None:
-    """List the read-only tokens that were issued: their names and ids, not the tokens themselves.
+    """List the tokens that were issued: names, ids and scopes, not the tokens themselves.
 
     Example: statestore token list --json
     """

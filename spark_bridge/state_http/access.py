@@ -156,7 +156,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, of_client)
 
 
-CALLER: ContextVar[Scope] = ContextVar("statestore_caller")
+CALLER_SCOPE: ContextVar[Scope] = ContextVar("statestore_caller")
 """The scope of the token of the request under way. Without one, as outside of ``Gate``, nothing is answered."""
 Connection = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -225,11 +225,11 @@ class Gate:
             await _answer(problem(429, detail, "TooManyRequestsError"), scope, receive, send)
             return
         self._requests += 1
-        caller = CALLER.set(grant.scope)
+        caller = CALLER_SCOPE.set(grant.scope)
         try:
             await self._pass_on(scope, receive, send)
         finally:
-            CALLER.reset(caller)
+            CALLER_SCOPE.reset(caller)
             self._requests -= 1
 
     async def _pass_on(self, scope: Connection, receive: Receive, send: Send) -> None:

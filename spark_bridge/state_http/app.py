@@ -316,7 +316,7 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
                 overview_now = await asyncio.to_thread(ask)
                 cached = clock(), overview_now, await asyncio.to_thread(lambda: json_bytes(to_plain(overview_now)))
             _, whole, encoded = cached
-        scope = access.CALLER.get()
+        scope = access.CALLER_SCOPE.get()
         if not scope.is_all:
             encoded = await asyncio.to_thread(lambda: json_bytes(to_plain(overview_within(whole, scope))))
         return Response(encoded, media_type="application/json")

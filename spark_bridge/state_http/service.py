@@ -25,13 +25,18 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
+from spark_bridge.queryable.client.async_client import (
+    AsyncQueryableStateClient,
+    AsyncStateScan,
+    AsyncStateWatch,
+    scoped_async_client,
+)
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.state_http import models
 from spark_bridge.state_http.access import (
-    CALLER,
+    CALLER_SCOPE,
     BoundedReads,
     HttpLimits,
     MissingKeyError,
@@ -88,7 +93,7 @@ class StateService:
 
         It is made when it is needed first: the application can start before any stream.
         """
-        scope = CALLER.get()
+        scope = CALLER_SCOPE.get()
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
             # All requests that arrive before it ends wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
@@ -97,7 +102,7 @@ class StateService:
             return client
         scoped = self._scoped.get(scope)
         if scoped is None:
-            scoped = self._scoped[scope] = client.scoped(scope)
+            scoped = self._scoped[scope] = scoped_async_client(client, scope)
         return scoped
 
     def lag(self) -> float:
@@ -238,7 +243,7 @@ class StateService:
 
     async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
-        asked = (CALLER.get(), operator, query, state)
+        asked = (CALLER_SCOPE.get(), operator, query, state)
         cached = self._shapes.get(asked)
         if cached is not None and time.monotonic() < cached[0]:
             return cached[1]

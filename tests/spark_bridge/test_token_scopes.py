@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,14 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import OutOfScopeError, QueryableStateError, RequestError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.routing.scopes import ScopedReads
 from spark_bridge.queryable.server.tokens import ClusterTokens
 from spark_bridge.state_http.access import HttpLimits
 from spark_bridge.state_http.app import add_overview, create_app
 from spark_bridge.state_http.service import StateService
-from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.task.executor import Endpoints
+from spark_bridge.transport.protocol import HostFile, TaskIdentity
 from spark_bridge.ui.app import POSTED, SEEN, create_ui
 from spark_bridge.ui.requests import form_token
 from tests.patience import PATIENCE
@@ -116,7 +118,7 @@ def cluster(world: Served) -> TwoQueries:
 
 
 def assert_names_nothing_else(text: str, kind: str, *asked: str) -> None:
-    """What a token of that kind reads names no operator and no query that it may not see, unless it asked for them."""
+    """An answer to such a token names no operator and no query outside of the scope, but those that were asked for."""
     if kind == "all":
         return
     scope, seen = SCOPES[kind], {name for pair in ALLOWED[kind] for name in pair}
@@ -259,7 +261,7 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "describe": lambda c, o, q: c.describe(o, q),
     "key_schema": lambda c, o, q: c.key_schema(o, q),
 }
-NOT_OF_OPERATORS = {"connect", "close", "operators", "scoped", "timeout", "lag_seconds"}
+NOT_OF_OPERATORS = {"connect", "close", "operators", "timeout", "lag_seconds"}
 
 
 def test_every_method_of_the_client_is_tried() -> None:
@@ -271,7 +273,7 @@ def test_every_method_of_the_client_is_tried() -> None:
 def test_a_client_reads_what_its_token_is_for(cluster: TwoQueries, kind: str, way: str) -> None:
     """``scoped`` is the client of HTTP and the page, whose own token reads everything."""
     if way == "scoped":
-        client = cluster.client().scoped(SCOPES[kind])
+        client = scoped_client(cluster.client(), SCOPES[kind])
     else:
         client = cluster.client(token=cluster.token(kind), direct=way == "direct")
     for name, call in CALLS.items():
@@ -453,3 +455,26 @@ def test_a_token_for_a_view_is_for_no_other(kind: str, is_allowed: bool) -> None
 def test_scopes_are_compact_and_hashable() -> None:
     assert msgspec.json.encode(SCOPES["view"]) == b'{"views":["card_fraud"]}'
     assert len(dict.fromkeys(SCOPES.values())) == len(SCOPES)
+
+
+# -- secrets -------------------------------------------------------------------------------------
+
+
+def test_no_page_puts_a_token_into_the_arguments_of_a_process() -> None:
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("deploy/**/*.md")]
+    for page in [*pages, root / "spark_bridge/state_http/serve_app.py"]:
+        lines = [
+            line for line in page.read_text().splitlines() if re.search(r"(Bearer|-u) *:?[$\"]|--token|token=ss", line)
+        ]
+        assert lines == [], page
+
+
+def test_a_token_is_not_in_the_text_of_a_record() -> None:
+    secret = "ssr1.do-not-show"
+    records = [
+        protocol.Hello(1, secret),
+        HostFile("h", "a", "grpc://127.0.0.1:1", secret),
+        Endpoints(("grpc://127.0.0.1:1",), secret, "/tmp", 1.0),
+    ]
+    assert secret not in repr(records) and secret not in str(records)

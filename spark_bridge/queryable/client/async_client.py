@@ -17,7 +17,7 @@ import pyarrow as pa
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
-from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
@@ -442,9 +442,9 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.lag_seconds``."""
         return self._client.lag_seconds
 
-    def __init__(self, client: QueryableStateClient, pool: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, client: QueryableStateClient) -> None:
         self._client = client
-        self._pool = pool or ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
+        self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
         self._lookups: dict[LookupGroup, LookupBatcher] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -464,10 +464,6 @@ class AsyncQueryableStateClient:
             QueryableStateClient.connect, namespace, coordinator_name, address, token, tls, timeout, direct
         )
         return cls(connected)
-
-    def scoped(self, scope: Scope) -> AsyncQueryableStateClient:
-        """See ``QueryableStateClient.scoped``. Both clients run their calls in the same threads."""
-        return AsyncQueryableStateClient(self._client.scoped(scope), self._pool)
 
     async def get(
         self,
@@ -593,3 +589,10 @@ class AsyncQueryableStateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def scoped_async_client(client: AsyncQueryableStateClient, scope: Scope) -> AsyncQueryableStateClient:
+    """Return the asynchronous counterpart of ``scoped_client``; both clients run their calls in the same threads."""
+    scoped = AsyncQueryableStateClient(scoped_client(client._client, scope))
+    scoped._pool = client._pool
+    return scoped

@@ -160,16 +160,6 @@ class QueryableStateClient:
         router = StateRouter(connections) if direct else StateRouter(connections, via=discovery.proxy)
         return cls(discovery, connections, router, timeout)
 
-    def scoped(self, scope: Scope) -> QueryableStateClient:
-        """Return a client that sees only the part of the state in ``scope``, over the connections of this client.
-
-        For applications that answer callers with tokens of their own. Do not close it: the connections are this one's.
-        """
-        if scope.is_all:
-            return self
-        discovery = ScopedDiscovery(scope, self._discovery, lambda seconds: self.operators(timeout=seconds))
-        return QueryableStateClient(discovery, self._connections, self._router, self.timeout)
-
     # -- keys ----------------------------------------------------------------------------------
 
     def get(
@@ -523,3 +513,14 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
+    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
+
+    For an application whose callers have separate tokens. It is not closed: the connections are shared.
+    """
+    if scope.is_all:
+        return client
+    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
+    return QueryableStateClient(discovery, client._connections, client._router, client.timeout)

@@ -84,7 +84,7 @@ class ScopedOperators:
     def require(self, run_id: str, operator: str | None) -> None:
         """Raise unless the token may read an operator of a run; None means any operator of it.
 
-        Raises ``RetiredRunError`` for a run that is over and for one of another query, so that neither is told apart.
+        Raises the same ``RetiredRunError`` for a run that is over and for a run of another query.
         """
         if operator is None:
             if any(o["run_id"] == run_id for o in self.visible()):

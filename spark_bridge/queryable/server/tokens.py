@@ -4,7 +4,7 @@ There are two kinds of tokens. The cluster's secret token allows everything on e
 every process of the Ray cluster, because Ray's namespaces do not separate processes. Read-only tokens
 (``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port, which only reads, and
 for HTTP. Those of administrators are treated the same by both, and may act on the page. A token with a scope is for a
-part of the namespace: ``ScopedReads`` of hosts and ``QueryableStateClient.scoped`` of HTTP and the page limit it.
+part of the namespace: ``ScopedReads`` of hosts and ``scoped_client`` of HTTP and the page limit it.
 """
 
 from __future__ import annotations
