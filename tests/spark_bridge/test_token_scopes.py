@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import msgspec
 import pyarrow as pa
 import pytest
@@ -38,6 +39,7 @@ from spark_bridge.ui.requests import form_token
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster
 from tests.spark_bridge.queryable.memory_reads import RawClient
+from tests.spark_bridge.ui.browser import serving
 from tests.spark_bridge.ui.systems import Served, served
 
 # Two queries. "payments" has the operators "totals" and "cards"; "ledger" has "totals" and "vault".
@@ -438,6 +440,19 @@ def test_an_administrator_acts_on_the_queries_of_the_token(world: Served, cluste
     look = cluster.token("query")
     refused = page_of(world, look).post("/savepoints", data={"query": "q", "form_token": form_token(look)})
     assert refused.status_code == 403 and triggered == ["run1"]
+
+
+def test_watches_give_what_a_token_is_for_and_nothing_else(world: Served, cluster: TwoQueries, app: Any) -> None:
+    token = cluster.token("operator of query")
+    page = create_ui(world.system, ClusterTokens(TOKEN, lambda: ()))
+    with serving(app) as http, serving(page) as ui, httpx.Client(timeout=PATIENCE) as client:
+        client.headers = httpx.Headers({"Authorization": f"Bearer {token}", "Last-Event-ID": "1"})
+        urls = (f"{http}/v1/operators/%s/watch?key={KEY}", f"{ui}/watch?table=q/%s/default&key.user={KEY}")
+        for url in urls:
+            with client.stream("GET", url % "totals") as answer:
+                data = next(line for line in answer.iter_lines() if line.startswith("data: "))
+                assert json.loads(data.removeprefix("data: "))["version"] == 2
+            assert client.get(url % "cards").status_code in (403, 404)
 
 
 # -- views ---------------------------------------------------------------------------------------

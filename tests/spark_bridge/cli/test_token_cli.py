@@ -147,9 +147,16 @@ def test_tokens_outlive_the_coordinator(spark: SparkSession) -> None:
     token = issued.stdout.removesuffix("\n")
     token_id = verified_id(token, secret, (), 0.0)
     assert "read-only token 'dashboard', valid for 30d" in issued.stderr and token not in issued.stderr
+    refused = run_cli("issue", "--name", "model", "--only-namespace", "elsewhere")
+    assert refused.returncode == 2 and "hosts of namespace 'statestore' know tokens" in refused.stderr
+    model = run_cli(
+        "issue", "--name", "model", "--query", "clicks", "--only-namespace", "statestore", "--expires", "1s"
+    )
+    assert scope_of(model.stdout.strip()) == Scope(("statestore",), ("clicks",)), model.stderr
+    run_cli("revoke", "model")
 
     os.kill(ask("describe")["pid"], signal.SIGKILL)
-    assert wait_for_tokens() == [token_id]
+    assert wait_for_tokens()[:1] == [token_id]
     assert ask("token") == secret
     revoked = run_cli("revoke", "dashboard")
     assert revoked.returncode == 0 and not revoked.stdout and token_id in revoked.stderr
@@ -160,10 +167,10 @@ def test_tokens_outlive_the_coordinator(spark: SparkSession) -> None:
     get_or_create_coordinator(name="of-tokens")
     assert ask("token") == secret
     orders = ask("heartbeat_host", "nobody", "a")
-    assert orders.revoked_tokens == (token_id,)
+    assert orders.revoked_tokens[:1] == (token_id,)
     with pytest.raises(InvalidTokenError, match="revoked"):
         verified_id(token, secret, orders.revoked_tokens, 0.0)
-    assert [t.revoked is None for t in ask("list_tokens")] == [False]
+    assert [t.revoked is None for t in ask("list_tokens")] == [False, False]
     ray.kill(ray.get_actor("of-tokens", namespace="statestore"), no_restart=True)
 
 
