@@ -476,7 +476,7 @@ def test_scopes_are_compact_and_hashable() -> None:
 
 
 def test_no_page_puts_a_token_into_the_arguments_of_a_process() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("deploy/**/*.md")]
     for page in [*pages, root / "spark_bridge/state_http/serve_app.py"]:
         lines = [
