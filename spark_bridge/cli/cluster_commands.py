@@ -23,6 +23,7 @@ from rich.table import Table
 from backends.storage.requests import Prices
 from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from coordinator_actor.messages import RunningOperator
 from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.grafana import config_map, dashboard, written
@@ -173,8 +174,10 @@ def issue(
     expires_in = None if expires is None else seconds_of(expires)
     scope = Scope(*(tuple(names or ()) for names in (namespaces, queries, operators, views)))
     more: dict[str, Any] = {"admin": True} if admin else {}
+    unknown: list[str] = []
     if scope != ALL:
         more["scope"] = scope  # a coordinator of an earlier version refuses it
+        unknown = not_running(scope, _ask(address, namespace, coordinator, "operators"))
     token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
     plain = {"name": name, "token": token, "expires_in": expires_in, "scope": msgspec.to_builtins(scope)}
     typer.echo(output.json_line(plain) if as_json else token)
@@ -188,6 +191,16 @@ def issue(
         "give it as token= or in STATESTORE_TOKEN.",
         style=None,
     )
+    if unknown:
+        output.complain(f"Not running now: {', '.join(unknown)}. If a name is misspelled, revoke the token.")
+
+
+def not_running(scope: Scope, running: Sequence[RunningOperator]) -> list[str]:
+    """Return the queries and operators of a scope that no running query has."""
+    queries = {name for of in running for name in (of.query_name, of.query_id, of.run_id)}
+    operators = {of.operator.name for of in running}
+    unknown = [f"query {name!r}" for name in scope.queries if name not in queries]
+    return [*unknown, *(f"operator {name!r}" for name in scope.operators if name not in operators)]
 
 
 @app.command("list")

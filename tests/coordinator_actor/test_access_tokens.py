@@ -85,6 +85,9 @@ def test_a_scope_is_in_the_token_and_signed(world: World, tokens: AccessTokens) 
     assert ClusterTokens(SECRET, lambda: ()).verify(token) == Grant(token_id, True, scope=scope)
     with pytest.raises(AccessDeniedError, match="expired"):
         ClusterTokens(SECRET, lambda: (), lambda: world.now + 61).verify(token)
+    tokens.revoke_token("model")
+    with pytest.raises(AccessDeniedError, match="revoked"):
+        ClusterTokens(SECRET, tokens.revoked).verify(token)
     act = tokens.issue_token("act", admin=True, scope=Scope(queries=("payments",)))
     assert act.startswith("ssa2.") and is_admin(act) and verified_id(act, SECRET, (), world.now)
 

@@ -131,6 +131,13 @@ class ScopedReads:
         self._operators = ScopedOperators(scope, reads.operators, reads.locate)
         self._readable: set[tuple[str, str | None]] = set()
 
+    def prepare(self, request: protocol.Request) -> None:
+        """Look up the run that a request names, before the request takes a place among those that are worked on."""
+        of = request.scan if isinstance(request, protocol.CountRequest) else request
+        run_id = getattr(of, "run_id", None)
+        if run_id is not None:
+            self._require(run_id, getattr(of, "operator", None))
+
     def _require(self, run_id: str, operator: str | None) -> None:
         if (run_id, operator) in self._readable:
             return

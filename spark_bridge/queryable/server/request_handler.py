@@ -266,6 +266,8 @@ class RequestHandler:
     def handle(self, request: protocol.Request, body: memoryview) -> None:
         """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
         reads, wait_seconds = self._reads, self._limits.wait_seconds
+        if isinstance(reads, ScopedReads):
+            reads.prepare(request)
         match request:
             case protocol.LookupRequest():
                 self._lookup(request, body)

@@ -27,6 +27,7 @@ from coordinator_actor.access_tokens import (
 )
 from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.exceptions import InvalidTokenError
+from coordinator_actor.messages import OperatorSpec, RunningOperator
 from spark_bridge.cli import cluster_commands
 from spark_bridge.cli.cluster_commands import rendered, seconds_of
 from spark_bridge.cli.main import app
@@ -83,6 +84,8 @@ def test_a_token_is_issued_with_the_scope_of_the_options(monkeypatch: pytest.Mon
     asked: list[dict[str, Any]] = []
 
     def ask(address: Any, namespace: str, coordinator: str, method: str, *args: Any, **named: Any) -> Any:
+        if method == "operators":
+            return (RunningOperator("q2", "run", "orders", OperatorSpec("spent", 1, ""), 1, 0, 0),)
         asked.append(named)
         return getattr(tokens, method)(*args, **named)
 
@@ -103,7 +106,8 @@ def test_a_token_is_issued_with_the_scope_of_the_options(monkeypatch: pytest.Mon
     scope = Scope(("fraud",), ("payments", "q2"), ("totals",), ("v",))
     assert asked == [{"scope": scope}] and scope_of(issued.stdout.strip()) == scope
     assert "for namespaces: fraud; queries: payments, q2; operators: totals; views: v alone" in issued.stderr
-    CliRunner().invoke(app, ["token", "issue", "--name", "all"])
+    assert "Not running now: query 'payments', operator 'totals'. If a name is misspelled" in issued.stderr
+    assert "Not running" not in CliRunner().invoke(app, ["token", "issue", "--name", "all"]).stderr
     assert asked[1:] == [{}], "a coordinator of an earlier version issues tokens without a scope"
     listed = json.loads(CliRunner().invoke(app, ["token", "list", "--json"]).stdout)
     assert [token["scope"].get("operators") for token in listed] == [["totals"], None]

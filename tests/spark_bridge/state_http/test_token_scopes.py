@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,11 +23,13 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.changelog import Changes
 from coordinator_actor.access_tokens import ALL, AccessTokens, MemoryTokenStore, Scope
+from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorSpec
-from spark_bridge.exceptions import OutOfScopeError, QueryableStateError, RequestError
+from spark_bridge.exceptions import OutOfScopeError, QueryableStateError, RequestError, UnknownOperatorError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
+from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.scopes import ScopedReads
 from spark_bridge.queryable.server.tokens import ClusterTokens
 from spark_bridge.state_http.access import HttpLimits
@@ -246,6 +249,28 @@ def test_a_token_of_another_namespace_is_refused(cluster: TwoQueries) -> None:
     assert ClusterTokens(TOKEN, lambda: (), namespace="fraud").verify(token).scope.is_all
     with pytest.raises(QueryableStateError, match="for hosts of fraud"):
         cluster.client(token=token).get("cards", KEY)
+
+
+READS: dict[str, Callable[[ScopedReads, str, str], Any]] = {
+    "locate": lambda r, run, o: r.locate(o, run),
+    "lookup": lambda r, run, o: r.lookup(protocol.LookupRequest(run, o), pa.array([b"k"])),
+    "lookup_one": lambda r, run, o: r.lookup_one(protocol.LookupRequest(run, o), b"k"),
+    "key_rows": lambda r, run, o: r.key_rows(protocol.KeyRowsRequest(run, o), pa.array([b"k"])),
+    "scan": lambda r, run, o: r.scan(protocol.ScanRequest(run, o)),
+    "count": lambda r, run, o: r.count(protocol.ScanRequest(run, o)),
+    "changes": lambda r, run, o: r.changes(protocol.ChangesRequest(run, o, 0, 0), None),
+    "await_completed": lambda r, run, o: r.await_completed(run, 0, 0.0),
+    "describe": lambda r, run, o: r.describe(o, run),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_each_read_checks_the_scope_by_itself(cluster: TwoQueries, name: str) -> None:
+    """The handler also looks up the run beforehand, so that no request waits for that while it is worked on."""
+    assert {*READS, "lag_ms", "operators"} == {n for n in vars(protocol.StateReads) if not n.startswith("_")}
+    reads = ScopedReads(SCOPES["operator of query"], HostReads(cluster.hosts[0].host), nullcontext)
+    with pytest.raises((OutOfScopeError, RetiredRunError, UnknownOperatorError)):
+        READS[name](reads, RUNS["ledger"], "totals")
 
 
 # -- the client and SQL --------------------------------------------------------------------------
