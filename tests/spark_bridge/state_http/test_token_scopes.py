@@ -288,7 +288,7 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "describe": lambda c, o, q: c.describe(o, q),
     "key_schema": lambda c, o, q: c.key_schema(o, q),
 }
-NOT_OF_OPERATORS = {"answered_at", "connect", "close", "operators", "timeout", "lag_seconds"}
+NOT_OF_OPERATORS = {"answered_at", "answered_version", "now", "connect", "close", "operators", "timeout", "lag_seconds"}
 
 
 def test_every_method_of_the_client_is_tried() -> None:
