@@ -115,7 +115,7 @@ MAX_READABLE = 10_000
 
 
 class ScopedReads:
-    """``StateReads`` for a client whose token has ``scope``: every request is checked before ``reads`` answers it.
+    """The ``StateReads`` of a client whose token has ``scope``: each request is checked before ``reads`` answers it.
 
     Each request passes it on the way to ``reads``, also one that ``reads`` forwards to other hosts. A method that it
     does not have cannot be asked for. ``locating`` admits a look-up of the run that a request names. For the thread of
@@ -184,12 +184,6 @@ class ScopedReads:
 
     def operators(self) -> list[dict[str, Any]]:
         return self._operators.visible()
-
-    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """See ``StateReads``. Servers answer by ``described``, with their statistics."""
-        ask = self._reads.describe
-        request = protocol.DescribeRequest(operator, query)
-        return self.described(lambda asked: {"requests": {}, **ask(asked.operator, asked.query)}, request)
 
     def described(
         self,

@@ -247,7 +247,7 @@ class RequestHandler:
     It answers none before ``limit_to``.
     """
 
-    _reads: protocol.StateReads
+    _reads: protocol.StateReads | ScopedReads
 
     def __init__(self, server: ServerContext, frames: FramedSocket, session: ClientSession) -> None:
         self._server = server
@@ -258,10 +258,9 @@ class RequestHandler:
 
     def limit_to(self, scope: Scope) -> None:
         """Answer from the part of the state that the client's token is for, from now on."""
-        reads = self._server.reads
-        if not scope.is_all:
-            reads = ScopedReads(scope, reads, lambda: self._admission.locates.admitted(self._limits.wait_seconds))
-        self._reads = reads
+        reads, locates = self._server.reads, self._admission.locates
+        locating = partial(locates.admitted, self._limits.wait_seconds)
+        self._reads = reads if scope.is_all else ScopedReads(scope, reads, locating)
 
     def handle(self, request: protocol.Request, body: memoryview) -> None:
         """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
