@@ -7,10 +7,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import arguments
@@ -22,6 +24,7 @@ from spark_bridge.queryable.client.discovery import (
     KnownView,
     NoRunningQueryError,
     ProxyDiscovery,
+    ScopedDiscovery,
     addresses_of,
     coordinator_in_cluster,
     from_environment,
@@ -44,6 +47,7 @@ from spark_bridge.queryable.protocol import (
     features_of,
 )
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scopes import is_in_scope, view_errors, views_within
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -102,6 +106,8 @@ class QueryableStateClient:
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
         self._connections = connections
         self._router = router
+        self._discovery = discovery
+        self._scope = discovery.scope if isinstance(discovery, ScopedDiscovery) else ALL
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._answered_at: int | None = None
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
@@ -608,7 +614,7 @@ class QueryableStateClient:
             )
         except NoRunningQueryError:
             return []
-        return operators
+        return [operator for operator in operators if is_in_scope(self._scope, operator)]
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""
@@ -639,6 +645,30 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
+    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
+
+    For an application whose callers have separate tokens. It is not closed: the connections are shared.
+    """
+    if scope.is_all:
+        return client
+    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
+    scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
+    find = client._access.find_views
+    scoped._access.find_views = lambda request, deadline: views_within(scope, partial(find, deadline=deadline), request)
+    return scoped
+
+
+class _ScopedClient(QueryableStateClient):
+    """A client for callers who must not learn of other views and operators from errors."""
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer:
+        with view_errors(target.location.view.name):
+            return super()._ask_features(target, at, defaults, keys, deadline)
 
 
 def _datetime(us: int) -> dt.datetime:

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
@@ -32,6 +33,7 @@ from spark_bridge.queryable.protocol import (
     ViewsRequest,
 )
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
+from spark_bridge.queryable.routing.scopes import ScopedOperators
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -132,6 +134,31 @@ class CoordinatorDiscovery:
 
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
+
+
+class ScopedDiscovery:
+    """Finds only operators that a token with ``scope`` may read, for a client that itself may read all of them.
+
+    ``operators`` returns those of the running queries, within some seconds.
+    """
+
+    def __init__(self, scope: Scope, discovery: Discovery, operators: Callable[[float], list[dict[str, Any]]]) -> None:
+        self.scope = scope
+        self._discovery = discovery
+        self._operators = operators
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        left = max(0.0, deadline - time.monotonic())
+        ask = self._discovery.locate
+        return ScopedOperators(
+            self.scope, lambda: self._operators(left), lambda name, of: ask(name, of, deadline)
+        ).locate(operator, query)
+
+    def proxy(self) -> str:
+        return self._discovery.proxy()
+
+    def failed(self) -> None:
+        self._discovery.failed()
 
 
 class NoRunningQueryError(exceptions.QueryableStateError):
@@ -351,6 +378,12 @@ class KnownOperators(KnownTargets[KnownOperator]):
 T = TypeVar("T")
 
 
+class FindViews(Protocol):
+    """Returns one feature view, or all, until a deadline."""
+
+    def __call__(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]: ...
+
+
 class ClusterAccess:
     """The way of ``QueryableStateClient`` and ``StateWatch`` to hosts. For any number of threads.
 
@@ -368,7 +401,7 @@ class ClusterAccess:
         self._on_moved = on_moved
         self._operators = KnownOperators(discovery.locate)
         self._views = KnownTargets(self._locate_view)
-        self.find_views: Callable[[ViewsRequest, float], list[ViewLocation]] = self._views_of_host
+        self.find_views: FindViews = self._views_of_host
 
     def answer(
         self,
