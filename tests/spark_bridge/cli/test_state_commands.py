@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from click.testing import Result
 from msgspec.structs import replace
 
 from coordinator_actor.feature_views import Feature
+from coordinator_actor.messages import RunningView
+from spark_bridge.cli import cluster_commands, sources
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import bound_of, condition_of, key_of_words
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
@@ -241,3 +244,20 @@ def test_feature_views_are_listed_and_described(tmp_path: Path) -> None:
     assert as_json("features", "risk", at=at)["features"][0]["default"] == 0
     assert "There is no feature view 'none'" in run("features", "none", at=at, code=2).stderr
     assert "--drop needs the VIEW of a running query" in run("features", "risk", "--drop", at=at, code=2).stderr
+
+
+def test_a_feature_view_is_dropped_by_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def answer(namespace: str, coordinator: str, method: str, *args: object) -> Any:
+        sent.append((method, *args))
+        return (RunningView(VIEW, "q", "run1", "name"),) if method == "feature_views" else True
+
+    monkeypatch.setattr(cluster_commands, "_sent", answer)
+    monkeypatch.setattr(sources, "joined_ray", lambda *_: nullcontext())
+    dropped = CliRunner().invoke(app, ["features", "risk", "--drop"])
+    assert (dropped.exit_code, sent[-1]) == (0, ("drop_view", "run1", "risk"))
+    assert "Dropped the feature view 'risk'" in dropped.stderr
+    unknown = CliRunner().invoke(app, ["features", "other", "--drop"])
+    assert unknown.exit_code == 2 and "No running query has a feature view 'other'" in unknown.stderr
+    assert sent[-1] == ("feature_views",)

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from backends.encoding.schema import StateSchema
-from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError
 from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import (
@@ -377,6 +377,31 @@ def test_views_outlive_runs_and_coordinators(cluster: FeatureCluster) -> None:
     assert client.features("other", [1]).to_dict()["n"] == [1]
     files = sorted(path.name for path in (cluster.root / "ck/statestore/feature-views").iterdir())
     assert files == [f"{3:020d}.json", f"{4:020d}.json"], "an earlier one stays, in case the newest is damaged"
+
+
+def test_an_ended_query_keeps_its_views(cluster: FeatureCluster) -> None:
+    client = cluster.client()
+    registration = cluster.c.registries.runs.get(cluster.run).registration
+    cluster.c.serve_ended(registration)
+    assert client.features("risk", [1]).to_dict()["n"] == [1]
+    with pytest.raises(RetiredRunError, match="is over"):
+        cluster.c.drop_view(cluster.run, "risk")
+    fresh = cluster.world.coordinator()
+    fresh.serve_ended(registration)
+    assert [running.view for running in fresh.feature_views()] == [VIEW]
+    assert [location.operator.name for location in fresh.locate_view("risk").operators] == ["totals", "profile"]
+
+
+def test_a_damaged_record_is_not_used(cluster: FeatureCluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The declaration before it counts, and the query starts."""
+    cluster.declare(replace(VIEW, owner="other"))
+    newest = max((cluster.root / "ck/statestore/feature-views").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-20])
+    fresh = cluster.world.coordinator(0)
+    registration = cluster.c.registries.runs.get(cluster.run).registration
+    assert fresh.register_query(replace(registration, run_id="run2")).refusal is None
+    assert [running.view for running in fresh.feature_views()] == [VIEW]
+    assert "The last declaration of feature views is lost, declare it again" in caplog.text
 
 
 def test_hosts_answer_while_no_coordinator_does(cluster: FeatureCluster) -> None:
