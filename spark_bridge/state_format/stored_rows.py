@@ -6,6 +6,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +31,7 @@ from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.rolling import Moment, Rolling, answers_as_of
+from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.state_format import layouts
 
 _NEVER = np.iinfo(np.int64).max
@@ -171,6 +173,23 @@ class VariableRows:
     def rolling(self) -> Rolling | None:
         """Return the horizons of rolling aggregates; None for other kinds."""
         return Rolling.of_text(self.schema.settings[HORIZONS]) if self.kind == layouts.ROLLING else None
+
+    @cached_property
+    def singles(self) -> SingleAnswers | None:
+        """Return the answers of single keys with rolling aggregates; None if columns must make them."""
+        if self.rolling is None:
+            return None
+        numbers = len(self._stored[self.main].history), len(self._stored[layouts.TILES_FAMILY].history)
+        return SingleAnswers.of(self.rolling, self.stored_value, numbers, self.value)
+
+    def as_of(self, alive_at: int, moment: int | None) -> VariableRows:
+        """Return the same rows at a time in ms, with rolling aggregates as of ``moment`` (by default that time)."""
+        if not self.has_ttl and self.rolling is None:
+            return self
+        rows = copy.copy(self)  # with all that is cached, unlike by ``replace``
+        object.__setattr__(rows, "alive_at", alive_at)
+        object.__setattr__(rows, "moment", alive_at * 1000 if moment is None else moment)
+        return rows
 
     @cached_property
     def key_order(self) -> list[int]:
