@@ -33,7 +33,7 @@ from spark_bridge.operators.map_in_arrow import (
     with_ticks,
 )
 from spark_bridge.operators.session_task import SessionLogic
-from spark_bridge.state_format.layouts import ALL_ROWS_KEY, session_schema
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, session_schema
 from spark_bridge.task.state_task import StateTask
 
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
@@ -179,6 +179,7 @@ def aggregate(
     output_mode: str = "update",
     num_partitions: int | None = None,
     partial_aggregation: bool | None = None,
+    index: str | Sequence[str] = (),
     **aggregations: AggregateFunction,
 ) -> DataFrame:
     """Keep running aggregates of a stream by key; the state is in the state store.
@@ -204,11 +205,15 @@ def aggregate(
     - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays if few keys have
       most of the rows, or if the network is slow. Otherwise the second pass through Python costs more than it saves, so
       it is off by default, except with ``by=[]``.
+    - ``index``: the column or columns, outputs or keys, by whose values ``find``, ``where=`` and SQL look rows up. Each
+      has an index, which changes in the same commit as the rows. It costs time and space, see "Find keys by another
+      column".
     - every other keyword names an output column and gives its function, such as ``n=S.count()``.
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
     _check_arguments(df, aggregations, output_mode)
+    indexed = _indexed_columns(index)
     keys = _keys_of(by)
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
@@ -225,7 +230,7 @@ def aggregate(
         df = with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator)
     try:
-        declared = _declared(rows, keys, aggregator, output_mode)
+        declared = _declared(rows, keys, aggregator, output_mode, indexed)
         spec = OperatorSpec(
             operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
         )
@@ -328,6 +333,35 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
             )
 
 
+def _indexed_columns(index: str | Sequence[str]) -> tuple[str, ...]:
+    names = (index,) if isinstance(index, str) else index
+    if isinstance(names, AggregateFunction) or not all(isinstance(name, str) for name in names):
+        raise InvalidOperatorError(
+            f'index={index!r} must name the columns to index, as index="merchant". An output cannot be called index.'
+        )
+    if len(set(names)) < len(names):
+        raise InvalidOperatorError(f"index={index!r} names a column twice.")
+    return tuple(names)
+
+
+def _indexed_fields(names: Sequence[str], keys: pa.Schema, aggregator: Aggregator) -> list[pa.Field]:
+    """Return the columns to index. Raises ``InvalidOperatorError`` for a column that can have no index."""
+    fields = {field.name: field for field in [*keys, *aggregator.result_fields]}
+    of_user = {output.name for output in aggregator.outputs if output.user is not None}
+    for name in names:
+        if name not in fields:
+            raise InvalidOperatorError(
+                f"index={name!r}: the operator has no such column; it has {', '.join(map(repr, fields))}."
+            )
+        if pa.types.is_nested(fields[name].type) or name in of_user:
+            what = "the output of a merge" if name in of_user else str(fields[name].type)
+            raise InvalidOperatorError(
+                f"index={name!r}: the column is {what}, which can have no index. Index a column with plain values, for "
+                'instance one more output S.last("merchant").'
+            )
+    return [fields[name] for name in names]
+
+
 def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
     if keys.is_global and ALL_ROWS_KEY in aggregator.inputs:
         raise InvalidOperatorError(
@@ -360,7 +394,9 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     return rows.select(columns.window_column(keys.window, by_name[keys.window.time_column]), *inputs)
 
 
-def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
+def _declared(
+    rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str, index: Sequence[str] = ()
+) -> _Declared:
     types = {name: columns.arrow_type(rows.schema[name].dataType) for name in keys.names}
     output = pa.schema([*(pa.field(n, types[n]) for n in keys.emitted), *aggregator.result_fields])
     event_time = columns.event_time_of(rows.schema, keys.names)
@@ -371,6 +407,11 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
         )
     if isinstance(keys.window, SessionWindow):
         window = keys.window.name
+        if index:
+            raise InvalidOperatorError(
+                f"index={index!r} with session windows: a key has several sessions, and no index can have them. Leave "
+                "index= out, or add an aggregate of the same rows without sessions, and index that one."
+            )
         by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
         schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema, aggregator.zeros)
         event_time = columns.session_event_time(rows.schema, keys.names, window, output_mode)
@@ -382,7 +423,8 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
     by_key = pa.schema([pa.field(n, types[n]) for n in stored])
     state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
-    operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
+    indexed = _indexed_fields(index, by_key, aggregator)
+    operator_schema = aggregate_schema(state, () if stored == list(keys.names) else keys.names, indexed)
     uses_time = event_time is not None and output_mode != "complete"
     # The functions of a user's own aggregate need not handle empty input.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)

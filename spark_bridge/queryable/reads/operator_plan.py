@@ -231,6 +231,8 @@ def _described(rows: VariableRows) -> dict[str, Any]:
         described["inner"] = _columns(rows.inner)
     if window is not None:
         described["window"] = rows.key.field(window).name
+    if rows.variable.indexes:
+        described["index"] = list(rows.variable.indexes)
     if rows.variable.ttl_ms is not None:
         described["ttl_ms"] = rows.variable.ttl_ms
     return described

@@ -16,6 +16,7 @@ from backends.encoding.columns import placed, take_binary
 from spark_bridge.queryable.protocol import At, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
 from spark_bridge.queryable.reads import key_reads, scans
 from spark_bridge.queryable.reads.answer_version import PartitionView
+from spark_bridge.queryable.reads.index_reads import IndexLookup
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.state_format.layouts import window_place
 from spark_bridge.state_format.partition_rows import partition_rows
@@ -117,9 +118,12 @@ class PartitionedReads(ABC):
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = scans.RowSelection.of(rows, request.columns, request.where)
         bounds = scans.KeyBounds(request.start, request.end)
+        index = IndexLookup.of(rows, request.where, request.limit) if bounds.is_open else None
 
         def pairs_of(view: PartitionView) -> tuple[int, scans.Pairs]:
-            return view.partition, scans.pairs_of(view, rows, plan.key_groups_of(view.partition), bounds)
+            groups = plan.key_groups_of(view.partition)
+            matches = None if index is None else index.pairs(view, groups)
+            return view.partition, scans.pairs_of(view, rows, groups, bounds) if matches is None else matches
 
         def batches(groups: Iterator[Sequence[tuple[int, scans.Pairs]]]) -> Iterator[pa.RecordBatch]:
             for group in groups:
