@@ -65,7 +65,7 @@ class StateVariable:
         """The columns that have a secondary index, and the column family of each index."""
         return {
             schema.key.field(0).name.removeprefix(INDEXED_PREFIX): name
-            for name, schema in self.families.items()
+            for name, schema in sorted(self.families.items())
             if self.kind == "rows" and name.startswith(INDEX_FAMILY)
         }
 
