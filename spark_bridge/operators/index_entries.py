@@ -35,7 +35,8 @@ def move_entries(
         return
     was = np.asarray(was_there)
     is_there = np.ones(len(keys), np.bool_) if stays is None else np.asarray(stays)
-    columns = decode_keys(keys, rows.families[DEFAULT_FAMILY].key)
+    key = rows.families[DEFAULT_FAMILY].key
+    columns = decode_keys(keys, key) if set(rows.indexes) & set(key.names) else pa.RecordBatch.from_arrays([], [])
     for column, family in rows.indexes.items():
         old, new = (indexed_values(column, columns, states) for states in (before, after))
         same = np.asarray(pc.or_(pc.equal(old, new).fill_null(False), pc.and_(old.is_null(), new.is_null())))
