@@ -111,7 +111,6 @@ class Run:
             if len(cut):
                 yield cut
 
-
     def within(self, ranges: Sequence[KeyRange]) -> Iterator[SortedPairs]:
         """Return the pairs of ascending ranges that do not overlap: a chunk's pairs of all ranges at once."""
         starts = [start for start, _ in ranges]

@@ -348,6 +348,7 @@ class QueryableStateClient:
     def find(
         self,
         operator: str,
+        /,
         *,
         limit: int | None = None,
         columns: Sequence[str] | None = None,
