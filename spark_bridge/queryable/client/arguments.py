@@ -407,7 +407,7 @@ def comparisons(where: Sequence[WhereCondition] | None, types: Mapping[str, pa.D
 
 
 def equalities(conditions: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the conditions of ``find``: of each column a value, several of which a row has one, or None for null."""
+    """Return the conditions of ``find``: for each column a value, a list of accepted values, or None for null."""
     where: list[tuple[Any, ...]] = []
     for column, value in conditions.items():
         if value is None:

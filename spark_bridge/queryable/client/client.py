@@ -360,9 +360,9 @@ class QueryableStateClient:
     ) -> StateScan:
         """Return the rows of an aggregate with certain values in their columns, by an index, as ``scan`` does.
 
-        A condition is a value, a list of values of which a row must have one, or None for null; all must hold. At
-        least one is of a column with an index (``index=`` of ``aggregate``). Every host is asked, and reads the
-        matching rows only. ``scan`` with ``where=`` uses an index in the same way, and needs none.
+        A condition is a value, a list of accepted values, or None for null; all must hold. At least one is of a column
+        with an index (``index=`` of ``aggregate``). Every host is asked, and reads the matching rows only. ``scan``
+        with ``where=`` uses an index in the same way, and needs none.
 
             client.find("payments", merchant="m17").to_pylist()
             client.find("payments", merchant=["m17", "m18"], country="de", columns=["card"])
