@@ -22,6 +22,7 @@ from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.aggregates.aggregator import Aggregator, Output
 from spark_bridge.exceptions import RequestError
 from spark_bridge.operators.aggregate_task import AggregateLogic
+from spark_bridge.overview.model import variables_in_use
 from spark_bridge.queryable.protocol import At, Comparison, ScanRequest
 from spark_bridge.queryable.reads import index_reads, scans
 from spark_bridge.queryable.reads.host_reads import HostReads
@@ -329,6 +330,7 @@ def test_find_needs_an_index(payments: Callable[..., Payments]) -> None:
     stream.batch()
     with CheckpointClient.open(stream.query.location) as client:
         assert client.operators()[0]["state"][0]["index"] == list(INDEXED)
+        assert variables_in_use(schema_of(BY_KEY))[0].index == list(INDEXED)
         assert_same(client.find("op", country="de", limit=3, columns=["card"]).to_arrow().slice(3), pa.table({}))
         with pytest.raises(RequestError) as refused:
             client.find("op", n=3)
