@@ -212,8 +212,8 @@ def aggregate(
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
-    _check_arguments(df, aggregations, output_mode)
     indexed = _indexed_columns(index)
+    _check_arguments(df, aggregations, output_mode)
     keys = _keys_of(by)
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
