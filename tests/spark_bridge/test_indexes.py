@@ -29,6 +29,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_format.layouts import aggregate_schema
+from spark_bridge.state_surgery import shuffle
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from spark_bridge.task.state_task import EventTime
@@ -113,6 +114,8 @@ class Payments:
         Also at the version before, whose pairs are under the changes of the last one.
         """
         schema = schema_of(self.keys)
+        request = ScanRequest(self.query.run, "op", None, At("version", self.query.version))
+        assert HostReads(self.query.host).count(request)[1] == self.rows().num_rows
         everything = check_entries(self.query.location, schema)
         for version in (self.query.version, self.query.version - 1):
             rows = self.rows(at=version)
@@ -291,7 +294,7 @@ def test_index_of_a_savepoint_is_that_of_its_rows(payments: Callable[..., Paymen
 
 @pytest.mark.parametrize(("before", "after"), [((), INDEXED), (INDEXED, ("peak",)), (("merchant",), ())])
 def test_other_indexes_are_refused_and_the_remedy_makes_them(
-    tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     query = Query(tmp_path, schema_of(BY_KEY, before), "aggregate")
     columns = [*BY_KEY, pa.field("ts", TS), pa.field("shop", pa.string()), pa.field("amount", pa.float64())]
@@ -308,6 +311,7 @@ def test_other_indexes_are_refused_and_the_remedy_makes_them(
     call = f"rewrite_state({query.location!r}, 'op', lambda rows: rows, {new!r}, program=dataframe)"
     assert call in refusal
     (Path(query.location) / "metadata").write_text('{"id":"q"}')
+    monkeypatch.setattr(shuffle, "REWRITE_CHUNK_BYTES", 200)
 
     def rewriting(*args: Any, **options: Any) -> None:
         rewrite_state(*args, **options, workers=OwnWorkers())

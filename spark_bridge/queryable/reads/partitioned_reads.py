@@ -156,13 +156,14 @@ class PartitionedReads(ABC):
             answer = self.scan(request)
             return answer.version, sum(batch.num_rows for batch in answer.batches)
         bounds = scans.KeyBounds(request.start, request.end)
-        # Keys that deleted variables have left are among the keys too.
-        is_all = bounds.is_open and set(plan.schema.families) == {rows.main}
+        # Keys that deleted variables have left are among the keys too, and an entry of each index for each row.
+        indexes = rows.variable.indexes.values()
+        is_all = bounds.is_open and set(plan.schema.families) == {rows.main, *indexes}
 
         def count_of(view: PartitionView) -> int | Iterator[pa.RecordBatch]:
             count = view.reads.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
             if count is not None:
-                return count
+                return count // (1 + len(indexes))
             return scans.pairs_of(view, rows, plan.key_groups_of(view.partition), bounds)[rows.main]
 
         num_rows = 0
