@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from backends import exceptions as backend_errors
 from coordinator_actor import exceptions as coordinator_errors
 
@@ -85,6 +87,27 @@ class StateVersionError(QueryableStateError):
     """The version asked for is not retained, or not completed yet."""
 
 
+class StateTimeError(QueryableStateError, ValueError):
+    """A rolling aggregate cannot be answered as of a moment: its rows are merged with later ones, or gone."""
+
+    @classmethod
+    def in_tile(cls, moment: int, first: int, last: int) -> StateTimeError:
+        """Return the error for a moment between two rows of one tile; times are in microseconds since 1970."""
+        return cls(
+            f"at={_utc(moment)} is between rows of {_utc(first)} and {_utc(last)}, which are merged in one tile. Ask "
+            f"as of {_utc(last)} or later, or as of a multiple of the shortest horizon's hop. An operator with "
+            "exact_windows=True keeps every row apart. If nobody gave at=, the clock of a producer is ahead."
+        )
+
+    @classmethod
+    def too_old(cls, moment: int, oldest: int) -> StateTimeError:
+        """Return the error for a moment before the watermark by which tiles were merged."""
+        return cls(
+            f"at={_utc(moment)} is older than the retained tiles, which were merged as of the watermark "
+            f"{_utc(oldest)}. Ask as of that time or later, or for an older version=, which has the tiles of its time."
+        )
+
+
 class AccessDeniedError(QueryableStateError):
     """The token is missing, wrong or revoked, or does not allow this."""
 
@@ -141,6 +164,10 @@ class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):
 
 class ProcessorTesterError(SparkBridgeError, ValueError):
     """A ``ProcessorTester`` was used wrongly: time that goes backwards, a key of other types, an unknown variable."""
+
+
+def _utc(us: int) -> str:
+    return str(np.datetime64(us, "us")) + "Z"
 
 
 # Errors cross the network as class name and message; here they are turned back into the original errors.

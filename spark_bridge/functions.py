@@ -70,7 +70,8 @@ class AggregateFunction:
     """A declared aggregate function: its name, input ``column`` (None for ``count()``) and ordering column ``by``.
 
     ``columns`` are several input columns instead of ``column``. ``arguments`` are further arguments that the state
-    depends on. A list with ``max_bytes`` keeps all elements. Make one with the functions of this module.
+    depends on. A list with ``max_bytes`` keeps all elements. ``horizons`` are those of ``rolling``. Make one with the
+    functions of this module.
     """
 
     name: str
@@ -80,6 +81,31 @@ class AggregateFunction:
     arguments: tuple[str, ...] = ()
     user: UserFunctions | None = None
     max_bytes: int | None = None
+    horizons: tuple[str, ...] = ()
+
+    def rolling(self, *horizons: str) -> AggregateFunction:
+        """Return the same aggregate over the last time of each key, as of the time of the request.
+
+            aggregate(df, by="card", operator="cards", event_time="ts",
+                      n=S.count().rolling("10 minutes", "1 hour"), spent=S.sum("amount").rolling("1 hour"))
+
+        The outputs are ``n_10m``, ``n_1h`` and ``spent_1h``. As of a moment, a horizon h has the rows after
+        ``moment - h`` and up to the moment. Its begin is rounded down to a multiple of its hop, which is at most a
+        tenth of h (10 minutes: 1 minute; 1 hour: 5 minutes; 1 day: 2 hours). A sum of no rows is 0.
+
+        Not for ``merge``, and lists need a ``limit``. After the sawtooth windows of Chronon. Raises
+        ``InvalidOperatorError``.
+        """
+        if not horizons:
+            raise InvalidOperatorError(f"{self.name}: rolling() names no horizon; give one, such as '10 minutes'.")
+        if self.user is not None:
+            raise InvalidOperatorError(
+                "merge: hosts merge the tiles of a horizon when they answer, and do not have your functions. Use the "
+                "built-in aggregates, or keep the rows in a processor."
+            )
+        if self.max_bytes is not None:
+            raise InvalidOperatorError(f"{self.name}: a list over a horizon needs limit=, which bounds each tile.")
+        return replace(self, horizons=horizons)
 
 
 @dataclass(frozen=True)

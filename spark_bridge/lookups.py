@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,13 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends import spans
+from backends.conf import DEFAULT_FAMILY
 from backends.decoders import convert
+from backends.exceptions import VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing import try_set_up
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
 from coordinator_actor.messages import LookedUp, OperatorLocation
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, VersionTimes
 from coordinator_actor.run.versions import LookedUpVersions
+from spark_bridge.aggregates.rolling import Moment
 from spark_bridge.exceptions import HostUnavailableError, InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.operators.columns import arrow_type, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
@@ -39,7 +42,8 @@ from spark_bridge.queryable.reads.scans import MAX_RANGES
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
 from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
-from spark_bridge.state_format.layouts import ROWS, VALUE
+from spark_bridge.state_format.layouts import ROLLING, ROWS, TILES_FAMILY, VALUE
+from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
 from spark_bridge.task.state_task import OUTPUT_ROWS
 from spark_bridge.transport.flight_client import client_for, forget_client
@@ -68,16 +72,41 @@ class Batch:
 
 @dataclass(frozen=True)
 class LookedUpState:
-    """One operator at one version. ``values`` returns the stored values of distinct stored keys, null for those
-    without. ``matching`` returns some columns of the rows whose indexed column has one of some values.
+    """One operator at one version. ``values`` returns the stored values that distinct stored keys have in a column
+    family, null for those without. ``matching`` returns some columns of the rows whose indexed column has one of some
+    values.
 
-    Rows that had expired at ``at_ms`` are left out.
+    Rows that had expired at ``at_ms`` are left out, and rolling aggregates are as of that time.
     """
 
     view: StateView
     at_ms: int
-    values: Callable[[pa.BinaryArray], pa.BinaryArray]
+    values: Callable[[pa.BinaryArray, str], pa.BinaryArray]
     matching: Callable[[str, pa.Array, Sequence[str]], pa.Table]
+
+    def columns(
+        self, keys: pa.BinaryArray, places: pa.Array, moments: pa.Array | None
+    ) -> tuple[list[pa.Array], pa.BooleanArray]:
+        """Return the columns of ``view.value_fields`` of rows, and whether their keys have state.
+
+        ``places`` are the places of the rows' keys, null for a row without a key. ``moments`` are the times of the rows
+        in microseconds, of which their rolling aggregates are.
+        """
+        view = self.view
+        if view.kind != ROLLING:
+            values = view.unexpired(self.values(keys, view.family), self.at_ms)
+            columns = [column.take(places) for column in view.value_columns(values, self.at_ms)]
+            return columns, values.is_valid().take(places).fill_null(False)
+        recent = self.values(keys, DEFAULT_FAMILY).take(places)
+        is_there = recent.is_valid()
+        of_rows = places.filter(is_there)
+        moment: Moment = self.at_ms * 1000
+        if moments is not None:
+            moment = np.asarray(moments.filter(is_there))
+        rows = VariableRows(view.operator_schema, view.variable, moment=moment)
+        answers = rows.rolled(recent.filter(is_there), self.values(keys, TILES_FAMILY).take(of_rows))
+        back = np.where(is_there, np.cumsum(is_there) - 1, -1)
+        return [column.take(pa.array(back, mask=back < 0)) for column in answers], is_there
 
 
 def state_in_cluster(
@@ -107,7 +136,8 @@ def state_in_cluster(
 
         def ask() -> T:
             of = targets[0]
-            return read(KeyLookups(router, of, of.view(state), At("version", looked_up.version), trying.deadline))
+            at = At("version", looked_up.version)
+            return read(KeyLookups(router, of, of.view(state), at, trying.deadline))
 
         def relocate(error: Exception) -> None:
             targets[0] = KnownOperator.of(locate().location, 0.0, targets[0])
@@ -117,7 +147,7 @@ def state_in_cluster(
     return LookedUpState(
         targets[0].view(state),
         looked_up.at_ms,
-        lambda keys: retried(lambda lookups: _values(lookups, keys)),
+        lambda *asked: retried(lambda lookups: _values(lookups, *asked)),
         lambda *asked: retried(lambda lookups: _matching(lookups, *asked)),
     )
 
@@ -137,7 +167,7 @@ def in_storage(
     return LookedUpState(
         target.view(state),
         record.at_ms,
-        lambda keys: _values(lookups, keys),
+        lambda *asked: _values(lookups, *asked),
         lambda *asked: _matching(lookups, *asked),
     )
 
@@ -169,8 +199,8 @@ class _StoredVersions:
         """Do nothing."""
 
 
-def _values(lookups: KeyLookups, keys: pa.BinaryArray) -> pa.BinaryArray:
-    parts = [values for _, values in lookups.values(keys)]
+def _values(lookups: KeyLookups, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
+    parts = [values for _, values in lookups.values(keys, family)]
     return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
 
@@ -224,7 +254,8 @@ class LookupTask:
 
     ``keys`` are the columns of the rows by key column, ``columns`` the wanted columns of the state; ``schema`` is that
     of the output. ``by_index``: the only one of ``keys`` is a column with an index, not the key. With ``fixed`` it is
-    that version, also of a stream. With ``place`` storage is read, else the hosts.
+    that version, also of a stream. With ``place`` storage is read, else the hosts. ``time`` is the column of rows that
+    has the time of their rolling aggregates; None is that of the version's record.
     """
 
     operator: str
@@ -237,6 +268,7 @@ class LookupTask:
     is_stream: bool
     fixed: LookupRecord | None
     place: StatePlace | None
+    time: str | None = None
     by_index: bool = False
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -289,19 +321,20 @@ class LookupTask:
         codec = looked_up.view.codec
         # Each key once: rows of one key come together often, and all share the answer.
         once = codec.encode(codec.columns(keys)).dictionary_encode()
-        with spans.step("lookup.read", num_keys=len(once.dictionary)):
-            stored = looked_up.values(once.dictionary)
-        values = looked_up.view.unexpired(stored, looked_up.at_ms)
         indices = np.full(batch.num_rows, -1, np.int64)
         indices[is_known] = np.asarray(once.indices)
         positions = pa.array(indices, mask=indices < 0)
-        names = [f.name for f in looked_up.view.value_fields]
-        state = dict(zip(names, looked_up.view.value_columns(values, looked_up.at_ms), strict=True))
-        out = [*batch.columns, *(state[name].take(positions) for name in self.columns)]
+        moments = None
+        if self.time is not None:
+            moments = batch.column(batch.schema.get_field_index(self.time)).cast(pa.int64())
+        with spans.step("lookup.read", num_keys=len(once.dictionary)):
+            values, has_state = looked_up.columns(once.dictionary, positions, moments)
+        state = dict(zip([f.name for f in looked_up.view.value_fields], values, strict=True))
+        out = [*batch.columns, *(state[name] for name in self.columns)]
         typed = [_as(column, field.type) for column, field in zip(out, self.schema, strict=True)]
         rows = pa.RecordBatch.from_arrays(typed, schema=self.schema)
         if self.is_inner:
-            rows = rows.filter(values.is_valid().take(positions).fill_null(False))
+            rows = rows.filter(has_state)
         if rows.num_rows:
             yield rows
 
@@ -397,9 +430,9 @@ def lookup(
     - ``version``: "completed", or the number of a version, for all batches.
     - ``state_location`` and ``storage_options``: see ``read_state``.
 
-    State with a TTL is read as of the moment when the version was recorded. Raises ``InvalidOperatorError`` for
-    every mistake that the arguments show, ``UnknownOperatorError`` if no query has the operator,
-    ``VersionNotFoundError`` if a version is not kept.
+    State with a TTL, and rolling aggregates, are as of the moment when the version was recorded. Raises
+    ``InvalidOperatorError`` for every mistake that the arguments show, ``UnknownOperatorError`` if no query has the
+    operator, ``VersionNotFoundError`` if a version is not kept.
     """
     # Workers of Spark import this file, too: only the driver needs the session and its Ray.
     from spark_bridge.session.current import current_cluster
@@ -434,7 +467,7 @@ def planned_lookup(
     operator = location.operator.name
     view = KnownOperator.of(location, 0.0, None).view(state)
     by_index = _is_by_index(view, on)
-    if view.kind not in (ROWS, VALUE) and not by_index:
+    if view.kind not in (ROWS, VALUE, ROLLING) and not by_index:
         raise InvalidOperatorError(
             f"Operator {operator!r} keeps {view.kind}, which have several rows for a key; lookup takes aggregates "
             "without windows and value states. Read the others by a query client or by read_state, and join them."
@@ -456,7 +489,7 @@ def planned_lookup(
         df.isStreaming,
         fixed,
         place,
-        by_index,
+        by_index=by_index,
     )
     from spark_bridge.state_data.frames import spark_schema
 
@@ -553,6 +586,7 @@ def state_as_of(
     *,
     on: str | Sequence[str] | Mapping[str, str],
     time: str,
+    version: str | None = None,
     columns: Sequence[str] | None = None,
     how: Literal["left", "inner"] = "left",
     state: str | None = None,
@@ -565,8 +599,11 @@ def state_as_of(
 
     ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: the
     state that a client received at that moment. Rows after the last completion get the last version. Rows without a
-    time have no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and
-    ``storage_options`` are those of ``read_state``. Rows are shuffled by version, and are returned in another order.
+    time have no match. ``version`` is a column with the version of each row, if clients have recorded it
+    (``answered_version``): hosts learn of a version up to about a second after it completes. Rolling aggregates are as
+    of each row's time (``answered_at``), so that both columns give exactly the numbers that a client received. The
+    other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options`` are those of
+    ``read_state``. Rows are shuffled by version, and are returned in another order.
 
     Only the versions that the query keeps can be read (``min_versions_to_retain``). For the last one, in its first 10
     s, the time when Spark committed the batch counts, a moment before the version was completed. State with a TTL shows
@@ -585,24 +622,30 @@ def state_as_of(
             f"time={time!r} must be a timestamp column of the DataFrame; it has {timestamps}."
             f"{other_case([time], df.columns)}"
         )
+    if version is not None and (version not in df.columns or df.schema[version].dataType.typeName() != "long"):
+        raise InvalidOperatorError(
+            f"version={version!r} must be a column of longs of the DataFrame; it has {', '.join(df.columns)}."
+        )
     from spark_bridge.state_data.frames import state_place
 
     place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
     location = StoredReads(place).locate(operator, None)
     task, schema = planned_lookup(df, location, state, on, columns, how, None, place)
+    task = replace(task, time=time)
     times = VersionTimes.of(StateVersions.look(place))
     with_version = type(df.schema)([*df.schema.fields]).add(VERSION_COLUMN, "long")
-    versions = map_in_arrow(df, _Versions(times, time).run, "versions_as_of", with_version)
+    versions = map_in_arrow(df, _Versions(times, time, version).run, "versions_as_of", with_version)
     by_version = versions.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
     return map_in_arrow(by_version, _AsOf(task, times).run, f"state_as_of_{operator}", schema)
 
 
 @dataclass(frozen=True)
 class _Versions:
-    """Puts the version of each row's time after the row."""
+    """Puts the version of each row, that of its column ``version`` or else of its time, after the row."""
 
     times: VersionTimes
     time: str
+    version: str | None
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         completed = np.array(self.times.completed_ms, np.int64)
@@ -613,11 +656,15 @@ class _Versions:
             ms = np.asarray(us.fill_null(0)) // 1000
             index = np.searchsorted(completed, ms, side="right")
             early = is_known & (index == 0)
-            if early.any():
+            if self.version is None and early.any():
                 raise self.times.too_early(int(ms[early].min()))
             index[~is_known] = 0
+            of_rows = pa.array(versions[index])
+            if self.version is not None:
+                named = batch.column(batch.schema.get_field_index(self.version))
+                of_rows = pc.if_else(pa.array(is_known), pc.coalesce(named, of_rows), NO_VERSION)
             schema = pa.schema([*batch.schema, pa.field(VERSION_COLUMN, pa.int64())])
-            yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(versions[index])], schema=schema)
+            yield pa.RecordBatch.from_arrays([*batch.columns, of_rows], schema=schema)
 
 
 @dataclass(frozen=True)
@@ -647,6 +694,10 @@ class _AsOf:
     def _state(self, version: int) -> LookedUpState:
         task = self.task
         assert task.place is not None
+        if version not in self.times.versions:
+            raise VersionNotFoundError(
+                f"Version {version} is not kept; versions {self.times.versions[0]} to {self.times.versions[-1]} are."
+            )
         at_ms = self.times.completed_ms[self.times.versions.index(version)]
         return in_storage(task.place, task.operator, task.state, None, LookupRecord(version, "", at_ms))
 

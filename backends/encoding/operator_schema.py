@@ -23,8 +23,10 @@ from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgume
 TIMERS = "timers"
 """The kind, and the name, of the variable that has the timers of a processor."""
 VARIABLE_KINDS = ("rows", "value", "list", "map", TIMERS)
-AGGREGATE_KINDS = ("aggregate", "session_aggregate")
+AGGREGATE_KINDS = ("aggregate", "session_aggregate", "rolling_aggregate")
 """The kinds of operators whose rows are the states of outputs."""
+HORIZONS = "rolling"
+"""The setting that has the horizons of rolling aggregates: the only one that may change at a restart."""
 NO_COLUMNS = pa.schema([])
 INDEX_FAMILY = DEFAULT_FAMILY + ".-index-"
 """Begins the name of a secondary index's family, whose keys are those of the rows after the indexed column."""
@@ -254,6 +256,8 @@ def _evolved_rows(
         return declared
     old, new = stored.families, declared.families
     if _without_values(stored) == _without_values(declared):
+        if HORIZONS in declared.settings:
+            stored = replace(stored, settings={**stored.settings, HORIZONS: declared.settings[HORIZONS]})
         if all(old[name].value.equals(new[name].value) for name in old):
             return stored
         if may_change_outputs:
@@ -283,7 +287,8 @@ def _without_values(schema: OperatorSchema) -> OperatorSchema:
         replace(v, families={name: StateSchema(s.key, NO_COLUMNS) for name, s in v.families.items()})
         for v in schema.variables
     )
-    return replace(_in_stored_order(schema), variables=tuple(variables))
+    fixed = {name: value for name, value in schema.settings.items() if name != HORIZONS}
+    return replace(_in_stored_order(schema), variables=tuple(variables), settings=fixed)
 
 
 def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
@@ -293,7 +298,7 @@ def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
 
 
 def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
-    for name in stored.settings.keys() & declared.settings.keys():
+    for name in (stored.settings.keys() & declared.settings.keys()) - {HORIZONS}:
         old, new = stored.settings[name], declared.settings[name]
         if old != new:
             raise IncompatibleSchemaError(

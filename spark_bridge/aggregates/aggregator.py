@@ -33,7 +33,7 @@ from spark_bridge.aggregates.computation import (
     split_state_column,
     user_result,
 )
-from spark_bridge.aggregates.lists_and_sketches import LISTS, SKETCH, ListTooLarge, counts_dropped
+from spark_bridge.aggregates.lists_and_sketches import LISTS, LISTS_BY_ORDER, SKETCH, ListTooLarge, counts_dropped
 from spark_bridge.aggregates.row_groups import plain
 from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
 
@@ -262,6 +262,24 @@ def _computations(state: pa.Schema) -> list[tuple[Computation, str, tuple[str, .
         (computation_of(function), *split_function(function), parts, [state.get_field_index(f.name) for f in parts])
         for _, function, parts in outputs_of(state)
     ]
+
+
+def merge_states(states: pa.RecordBatch, groups: GroupIds, num_groups: int) -> pa.RecordBatch:
+    """Return one state for the states of each group, as ``Aggregator.merge`` does; a group without any has no rows.
+
+    The schema of the states is all that is needed, so ``merge`` by functions of a user is not possible.
+    """
+    by_group = _groups(groups, num_groups)
+    columns: list[pa.Array] = []
+    for name, function, parts in outputs_of(states.schema):
+        by = name if parts[0].name.endswith(LISTS_BY_ORDER) else None
+        output = Output(name, function, None, by, None)
+        state = [plain(states.column(states.schema.get_field_index(f.name))) for f in parts]
+        try:
+            columns += computation_of(function).merge(output, by_group, state)
+        except builtin_aggregates.SumOverflow as error:
+            raise _overflow(parts[0]) from error
+    return pa.RecordBatch.from_arrays(columns, names=states.schema.names)
 
 
 def _groups(ids: GroupIds, num_groups: int) -> Groups:

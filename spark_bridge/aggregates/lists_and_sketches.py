@@ -23,6 +23,8 @@ from spark_bridge.aggregates.row_groups import lexical_order, normalized, order_
 
 _ITEMS, _PAIRS = "items", "pairs"
 """The state column of lists of values, and of lists of values with their order."""
+LISTS_BY_ORDER = f".{_PAIRS}"
+"""Ends the name of the state column of lists of values with their order."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from backends.encoding.columns import from_spark_type, normalized_type
-from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.operator_schema import HORIZONS, OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
+from spark_bridge.aggregates.rolling import Rolling, declared_rolling, piece_fields
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window
 from spark_bridge.operators import columns
@@ -32,8 +33,9 @@ from spark_bridge.operators.map_in_arrow import (
     partition_count,
     with_ticks,
 )
+from spark_bridge.operators.rolling_task import RollingLogic
 from spark_bridge.operators.session_task import SessionLogic
-from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, session_schema
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, rolling_schema, session_schema
 from spark_bridge.task.state_task import StateTask
 
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
@@ -180,6 +182,8 @@ def aggregate(
     num_partitions: int | None = None,
     partial_aggregation: bool | None = None,
     index: str | Sequence[str] = (),
+    event_time: str | None = None,
+    exact_windows: bool = False,
     **aggregations: AggregateFunction,
 ) -> DataFrame:
     """Keep running aggregates of a stream by key; the state is in the state store.
@@ -208,6 +212,12 @@ def aggregate(
     - ``index``: the column or columns, outputs or keys, by whose values ``find``, ``where=`` and SQL look rows up. Each
       has an index, which changes in the same commit as the rows. It costs time and space, see "Find keys by another
       column".
+    - ``event_time``: the column that horizons are of, which must have a watermark. Only with
+      ``S.count().rolling(...)`` and the like, which then all outputs must have. The result has this column, with the
+      time of the key's newest row, as of which all horizons are. Late rows count as long as a horizon has their time.
+      The watermark expires a key that no horizon has rows of.
+    - ``exact_windows``: horizons begin exactly, not at a multiple of their hop. The state of a key then grows with its
+      rows in the longest horizon, and is written whole every few rows of the key.
     - every other keyword names an output column and gives its function, such as ``n=S.count()``.
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
@@ -222,15 +232,24 @@ def aggregate(
         partial_aggregation = partial_aggregation is not False
     partitions = partition_count(df, num_partitions, key_groups)
     marked = columns.watermark_columns(df.schema)
+    rolling = _rolling(df, aggregations, event_time, exact_windows, output_mode)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
     aggregator = Aggregator(outputs)
     _check_keys(df, keys, aggregator)
 
     if output_mode == "append" and marked:
         df = with_ticks(df, operator)
-    rows = _windowed(df, keys, aggregator)
+    rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
     try:
-        declared = _declared(rows, keys, aggregator, output_mode, indexed)
+        if rolling is None:
+            declared = _declared(rows, keys, aggregator, output_mode, indexed)
+        elif indexed:
+            raise InvalidOperatorError(
+                f"index={index!r} with horizons: their values change with time, and no index can have them. Leave "
+                "index= out, or add an aggregate of the same rows without horizons, and index that one."
+            )
+        else:
+            declared = _declared_rolling(rows, keys, aggregator, rolling, str(event_time))
         spec = OperatorSpec(
             operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
         )
@@ -239,17 +258,16 @@ def aggregate(
 
     prepared, stored, logic = rows, declared.stored, declared.logic
     if partial_aggregation:
-        if isinstance(logic, SessionLogic):
+        if not isinstance(logic, AggregateLogic):
             raise InvalidOperatorError(
-                "partial_aggregation=True does not go with session windows: which rows are late is known only where "
-                "the state is, and a late row may join two sessions. Leave it out."
+                "partial_aggregation=True does not go with session windows or horizons: which rows are late is known "
+                "only where the state is. Leave it out."
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
-    output = T.StructType(
-        [*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(pa.schema(aggregator.result_fields)).fields]
-    )
+    results = declared.results if declared.results is not None else pa.schema(aggregator.result_fields)
+    output = T.StructType([*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(results).fields])
     routing = KeyRouting(stored, partitions, key_groups)
     return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
 
@@ -277,15 +295,17 @@ class _Keys:
 class _Declared:
     """The state of the operator: its kind, its schema, the key columns in stored order, and the logic of its tasks.
 
-    ``lag_ms`` is how far behind the watermark of the query rows may be.
+    ``lag_ms`` is how far behind the watermark of the query rows may be. ``results`` are the columns of the output after
+    the keys, by default the results of the aggregator.
     """
 
     kind: str
     schema: OperatorSchema
     stored: list[str]
-    logic: AggregateLogic | SessionLogic
+    logic: AggregateLogic | SessionLogic | RollingLogic
     uses_time: bool
     lag_ms: int
+    results: pa.Schema | None = None
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
@@ -383,15 +403,81 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
         raise InvalidOperatorError("by= has a session window alone; sessions need another key, whose rows they are.")
 
 
-def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
+def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence[str]) -> DataFrame:
     """Return the needed columns, and the window of each row: a row for each window that contains it."""
     rows, by_name = columns_by_name(df)
     if keys.is_global:
         return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(by_name[name].alias(name) for name in aggregator.inputs))
-    inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
+    inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs, *more])]
     if keys.window is None:
         return rows.select(*inputs)
     return rows.select(columns.window_column(keys.window, by_name[keys.window.time_column]), *inputs)
+
+
+def _rolling(
+    df: DataFrame,
+    aggregations: dict[str, AggregateFunction],
+    event_time: str | None,
+    exact: bool,
+    output_mode: str,
+) -> Rolling | None:
+    """Return the horizons of the outputs, None if no output has one."""
+    plain = [name for name, function in aggregations.items() if not function.horizons]
+    if len(plain) == len(aggregations):
+        if event_time is not None or exact:
+            raise InvalidOperatorError(
+                "event_time= and exact_windows= are for horizons, and no output has one: give S.count().rolling("
+                "'10 minutes'), or leave them out."
+            )
+        return None
+    if plain:
+        raise InvalidOperatorError(
+            f"Of the outputs, {', '.join(plain)} have no horizon and others have one: give all of them .rolling(...), "
+            "or make two operators."
+        )
+    if output_mode != "update":
+        raise InvalidOperatorError(
+            f"output_mode={output_mode!r}: a horizon has no end at which it could be emitted. Horizons are emitted in "
+            '"update" mode: a row for each key that a batch touches.'
+        )
+    if event_time is None or event_time not in columns.watermark_columns(df.schema):
+        marked = [n for n in columns.watermark_columns(df.schema) if isinstance(df.schema[n].dataType, T.TimestampType)]
+        which = f"event_time={marked[0]!r}" if marked else "event_time='ts', and df.withWatermark('ts', '1 hour')"
+        raise InvalidOperatorError(
+            f"event_time={event_time!r}: horizons need the event time of rows, and a watermark on it, which expires "
+            f"old rows: give {which}."
+        )
+    if not isinstance(df.schema[event_time].dataType, T.TimestampType):
+        raise InvalidOperatorError(
+            f"event_time={event_time!r} has type {df.schema[event_time].dataType.simpleString()}; it must be a "
+            "timestamp."
+        )
+    return declared_rolling({name: function.horizons for name, function in aggregations.items()}, exact=exact)
+
+
+def _declared_rolling(
+    rows: DataFrame, keys: _Keys, aggregator: Aggregator, rolling: Rolling, event_time: str
+) -> _Declared:
+    if keys.window is not None or keys.is_global:
+        raise InvalidOperatorError(
+            "Horizons are of keys, and by= has a window or no key: give the key columns, whose last rows are "
+            "aggregated."
+        )
+    types = {name: columns.arrow_type(rows.schema[name].dataType) for name in (*keys.names, event_time)}
+    by_key = pa.schema([pa.field(n, types[n]) for n in keys.names])
+    results = pa.schema([pa.field(event_time, types[event_time]), *rolling.fields(aggregator.state_schema)])
+    names = [*keys.names, *results.names]
+    twice = [n for i, n in enumerate(names) if n in names[:i]]
+    if twice:
+        raise InvalidOperatorError(
+            f"The output would have two columns {twice[0]!r}: horizons are named <output>_<horizon>, and the event "
+            "time is a column too. Rename the output or the key."
+        )
+    pieces = piece_fields(types[event_time], aggregator.state_schema)
+    schema = rolling_schema(by_key, keys.names, pieces, {HORIZONS: rolling.to_text()}, aggregator.zeros)
+    logic = RollingLogic(schema, aggregator, rolling, pa.schema([*by_key, *results]), event_time)
+    lag_ms = columns.watermark_lag_ms(rows.schema, columns.event_time_of(rows.schema, [event_time]))
+    return _Declared("rolling_aggregate", schema, list(keys.names), logic, True, lag_ms, results)
 
 
 def _declared(

@@ -62,7 +62,10 @@ class ClientConnection:
     closed. A ``deadline`` is a time of ``time.monotonic``.
     """
 
-    __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "pool", "used_at", "welcome")
+    __slots__ = (
+        *("_armed", "_buffer", "_end", "_sock", "_start", "_view"),
+        *("address", "clock_offset_us", "pool", "used_at", "welcome"),
+    )
     pool: _Pool
 
     def __init__(self, address: str, token: str, tls: ssl.SSLContext | None, deadline: float) -> None:
@@ -74,8 +77,10 @@ class ClientConnection:
         self._armed = 0.0
         self._sock = _connected(address, tls, deadline)
         try:
+            began = time.time_ns()
             self.send(Hello(PROTOCOL, token), b"", deadline)
             reply, _ = self.receive(deadline)
+            ended = time.time_ns()
         except ClosedByPeerError as error:
             # In TLS 1.3 a host refuses a client's certificate only after the handshake.
             refused = refusal(address, error.__context__) if isinstance(error.__context__, ssl.SSLError) else None
@@ -86,6 +91,7 @@ class ClientConnection:
         if not isinstance(reply, Welcome):
             self._fail(ConnectionClosedError(f"{address} answered the first frame by a {type(reply).__name__}."))
         self.welcome: Welcome = reply
+        self.clock_offset_us = reply.now_us - (began + ended) // 2000 if reply.now_us else 0
 
     def send(self, header: Request, body: FrameBody, deadline: float) -> None:
         self._arm(deadline)
@@ -331,6 +337,7 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         lag_ms = getattr(frame[0], "lag_ms", None)
         if lag_ms is not None:
             self._connections.lag_ms = lag_ms
+            self._connections.version = frame[0].version  # type: ignore[union-attr]
         return frame
 
     def _release(self) -> None:
@@ -408,19 +415,26 @@ class KvConnections:
     """Connections by address (``ip:port``), made when needed, for any number of threads, and for processes that fork.
 
     ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
-    ``time.monotonic``. ``lag_ms`` is the lag in the last answer, 0 for none. Every method raises the host's own error,
-    ``HostUnavailableError`` if no host answers in time, ``ConnectionClosedError`` if the connection breaks, and
-    ``AccessDeniedError``.
+    ``time.monotonic``. ``lag_ms`` is the lag in the last answer, 0 for none, and ``version`` its version.
+    ``clock_offset_us`` is how far the clock of the host that was connected last is ahead of this process. Every method
+    raises the host's own error, ``HostUnavailableError`` if no host answers in time, ``ConnectionClosedError`` if the
+    connection breaks, and ``AccessDeniedError``.
     """
 
     def __init__(self, token: str, tls: ssl.SSLContext | None = None, timeout: float = 30.0) -> None:
         self.timeout = timeout
         self.lag_ms = 0
+        self.version = 0
+        self.clock_offset_us = 0
         self._token = token
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
         self._pid = os.getpid()
         self._is_closed = False
+
+    def now_us(self) -> int:
+        """Return the clock of the host that was connected last, in microseconds since 1970."""
+        return time.time_ns() // 1000 + self.clock_offset_us
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -488,6 +502,7 @@ class KvConnections:
     def _opened(self, pool: _Pool, address: str, deadline: float) -> ClientConnection:
         try:
             connection = ClientConnection(address, self._token, self._tls, deadline)
+            self.clock_offset_us = connection.clock_offset_us
         except BaseException:
             pool.forget_one()
             raise

@@ -58,11 +58,14 @@ class At(Struct, frozen=True, array_like=True):
     - ``latest``: the version that each partition has committed last.
     - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
       memory.
+
+    ``moment`` is the time, in microseconds since 1970, as of which rolling aggregates are; None is the host's clock.
     """
 
     isolation: Isolation = "completed"
     version: Natural = 0
     held_only: bool = False
+    moment: int | None = None
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
@@ -212,12 +215,13 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """The answer to ``Hello``: who answers, and the limits on a request."""
+    """The answer to ``Hello``: who answers, the limits on a request, and the host's clock in us since 1970."""
 
     protocol: int
     host_id: str
     max_request_bytes: int
     max_keys: int
+    now_us: int = 0
 
 
 class LocateReply(Struct, frozen=True, array_like=True, tag="located"):

@@ -126,6 +126,7 @@ def read_state(
     version: int | None = None,
     *,
     as_of: str | datetime | None = None,
+    at: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -141,7 +142,7 @@ def read_state(
     """
     place = state_place(spark, checkpoint_location, state_location, storage_options)
     return _data_frame(
-        spark, state_source(place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+        spark, state_source(place, operator, state, version, as_of=as_of, at=at, collect=not flatten, raw=state_columns)
     )
 
 
@@ -244,6 +245,7 @@ def state_batches(
     version: int | None = None,
     *,
     as_of: str | datetime | None = None,
+    at: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -253,7 +255,8 @@ def state_batches(
 
     ``state`` is the variable, by default the only one or the operator's own rows; timers are ``"timers"``. ``version``
     is by default the last completed one; version N+1 is the state after batch N. ``as_of`` selects the version that
-    was the last completed one at a time: a datetime, or an ISO 8601 string; without a zone it is UTC.
+    was the last completed one at a time: a datetime, or an ISO 8601 string; without a zone it is UTC. Rolling
+    aggregates are as of ``at``, by default that time, or now.
 
     The key's columns come first, then the columns of the variable. A value has its fields. A list has the
     fields of an element, one row per element in their order. A map has the columns of the user's key and of the value,
@@ -269,7 +272,9 @@ def state_batches(
     ``MissingFileError``; ``DamagedFileError``; ``InvalidStateStoreArgument`` naming operators and variables.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
-    source = partial(state_source, place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+    source = partial(
+        state_source, place, operator, state, version, as_of=as_of, at=at, collect=not flatten, raw=state_columns
+    )
     return _reader(source, is_newest=version is None and as_of is None)
 
 
@@ -280,6 +285,7 @@ def state_table(
     version: int | None = None,
     *,
     as_of: str | datetime | None = None,
+    at: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -288,7 +294,9 @@ def state_table(
     """Return all rows of ``state_batches`` as one table."""
 
     place = find_state(checkpoint_location, state_location, storage_options)
-    source = partial(state_source, place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+    source = partial(
+        state_source, place, operator, state, version, as_of=as_of, at=at, collect=not flatten, raw=state_columns
+    )
     is_newest = version is None and as_of is None
     return _again(lambda: _reader(source, is_newest=is_newest).read_all(), is_newest=is_newest)
 

@@ -23,6 +23,7 @@ NAMES = (
     "readRegisteredTimers",
     "batchId",
     "version",
+    "at",
     "flattenCollectionTypes",
     "stateColumns",
     "stateLocation",
@@ -34,7 +35,7 @@ NAMES = (
     "maxVersionsPerTrigger",
 )
 _ALSO = {"operatorname": "operator"}
-_OF_ROWS = ("batchId", "version", "snapshotStartBatchId")
+_OF_ROWS = ("batchId", "version", "at", "snapshotStartBatchId")
 OF_CHANGES = ("changeStartBatchId", "changeEndBatchId")
 OF_STREAMS = ("startingVersion", "maxVersionsPerTrigger")
 REQUIRED, CONFLICT, INVALID, UNAVAILABLE = (
@@ -55,6 +56,7 @@ class SourceOptions:
     - ``operator``, ``stateVarName``: as ``operator`` and ``state`` of ``state_batches``; ``readRegisteredTimers``
       means ``stateVarName`` "timers".
     - ``batchId`` or ``version`` (the batch's number plus one): for a table of rows, by default the last completed one.
+    - ``at``: the time that rolling aggregates are of, in ISO 8601, by default now.
     - ``flattenCollectionTypes`` (true), ``stateColumns`` (false): see ``state_batches``.
     - ``stateLocation``: ``spark.statestore.location`` of the query's session, if it was set.
     - ``storage.NAME``: a setting of the storage, as in ``storage_options``.
@@ -77,6 +79,7 @@ class SourceOptions:
     last_batch: int | None = None
     starting: str | int = STATE
     most_versions: int | None = None
+    at: str | None = None
     given: frozenset[str] = field(default=frozenset())
 
     @classmethod
@@ -126,6 +129,7 @@ class SourceOptions:
             _number(texts, "changeEndBatchId"),
             starting if starting in (STATE, EARLIEST, LATEST) else _number(texts, "startingVersion") or 0,
             most,
+            texts.get("at"),
             frozenset(texts),
         )
 
@@ -217,7 +221,7 @@ def _explained(options: SourceOptions) -> Iterator[None]:
 
 def _rows_of(options: SourceOptions) -> StateSource:
     place, operator, state, raw = options.place, options.operator, options.state, options.state_columns
-    source = state_source(place, operator, state, options.version, collect=not options.flatten, raw=raw)
+    source = state_source(place, operator, state, options.version, collect=not options.flatten, raw=raw, at=options.at)
     if options.snapshot is None:
         return source
     if options.snapshot >= source.reading.version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
 from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, normalized_condition, pairs_of, scalar_of
+from spark_bridge.state_format.layouts import ROLLING
 from spark_bridge.state_format.partition_rows import partition_rows, scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -76,14 +78,16 @@ class StateSource:
 
         Raises ``VersionNotFoundError`` if a version has been removed.
         """
-        changes = VariableChanges(self.rows)
         if self.form == "changes":
-            yield from changes.changes(self.reading.place, piece, self.open_storage)
+            yield from VariableChanges(self.rows).changes(self.reading.place, piece, self.open_storage)
             return
         with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
             if self._selection is None:
-                for batch in scan_partition(self.rows, state, piece.partition):
-                    yield batch if self.form == "rows" else changes.as_inserts(self.reading.version, batch)
+                batches = scan_partition(self.rows, state, piece.partition)
+                if self.form == "inserts":
+                    changes = VariableChanges(self.rows)
+                    batches = (changes.as_inserts(self.reading.version, batch) for batch in batches)
+                yield from batches
                 return
             view = PartitionView(piece.partition, state.reads, self.reading.version, None)
             pairs = pairs_of(view, self.rows, self._key_groups(piece), self._selection.bounds)
@@ -146,8 +150,11 @@ def state_source(
     collect: bool = False,
     raw: bool = False,
     inserts: bool = False,
+    at: str | datetime | None = None,
 ) -> StateSource:
     """Return the source of ``state_batches``; see there. ``inserts``: the rows begin a feed of changes."""
+    moment = at if at is not None else as_of
+    moment_us = time.time_ns() // 1000 if moment is None else ms_of(moment) * 1000
     versions = StateVersions.look(place)
     if as_of is not None:
         if version is not None:
@@ -155,7 +162,12 @@ def state_source(
         version = VersionTimes.of(versions).version_at(ms_of(as_of))
     reading = versions.reading(operator, version)
     variable = _variable(reading, state)
-    rows = VariableRows(reading.schema, variable, collect, raw)
+    rows = VariableRows(reading.schema, variable, collect, raw, moment=moment_us)
+    if at is not None and rows.kind != ROLLING:
+        raise InvalidStateStoreArgument(
+            f"Operator {operator!r} has no rolling aggregates, and at= is the time that those are of: leave it out. "
+            "as_of= selects a version by its time."
+        )
     return StateSource(reading, rows, "inserts" if inserts else "rows")
 
 

@@ -10,6 +10,9 @@ rows           ``default``                           the state columns of an ``a
                                     first
 sessions       ``default``                           ``sessions`` (an array, ascending), ``__due``
 ..             ``sessions.-ends``   ``__due`` first  ``present``
+rolling        ``default``                           ``recent`` and ``older`` (arrays of pieces), ``__due``
+..             ``default.-tiles``                   ``tiles`` (an array of pieces), ``__merged_at``
+..             ``default.-due``     ``__due`` first  ``present``
 deduplicated   ``default``                           ``present``, or ``__expires_at`` where keys expire
 ..             ``default.-expiry``  ``__expires_at`` ``present``
                                     first
@@ -70,6 +73,8 @@ TIMERS_BY_EXPIRY = ".-expiry"
 """The part of the timers that has all timers by the time when they fire."""
 ENDS_FAMILY = "sessions.-ends"
 """The family of ``aggregate`` with session windows that has the keys by the time when they are due."""
+TILES_FAMILY, DUE_FAMILY = "default.-tiles", "default.-due"
+"""The families of ``aggregate`` with horizons: the older pieces of keys, and the keys by the time when they are due."""
 EXPIRY_FAMILY = "default.-expiry"
 """The family of ``deduplicate`` that has the keys by the time when they expire."""
 
@@ -112,6 +117,12 @@ PRESENT = pa.schema([pa.field("present", pa.bool_())])
 
 SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
+ROLLING, RECENT, OLDER, TILES, MERGED_AT = "rolling", "recent", "older", "tiles", "__merged_at"
+"""The kind of state of rolling aggregates; the columns of a key's newest pieces, of the merged older ones
+for each horizon, and of the older pieces; the watermark by which these were merged.
+"""
+ROLLED_FAMILY = "default.-rolled"
+"""The name under which clients look up the results of rolling aggregates. Hosts compute them: nothing is stored."""
 DUE = "__due"
 """A time before which no session of the key ends, or no row of the chunk can be removed."""
 NO_TIME = (1 << 63) - 1
@@ -181,6 +192,27 @@ def session_schema(
         ENDS_FAMILY: StateSchema(pa.schema([pa.field(DUE, time), *keys]), PRESENT),
     }
     return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), tuple(keys.names))
+
+
+def rolling_schema(
+    keys: pa.Schema,
+    key_columns: tuple[str, ...],
+    pieces: Sequence[pa.Field],
+    settings: Mapping[str, str],
+    zeros: tuple[str, ...] = (),
+) -> OperatorSchema:
+    """Return the schema of ``aggregate`` with horizons; ``pieces`` are the columns of ``rolling.piece_fields``.
+
+    A due time is one before which a key does not expire, as with sessions.
+    """
+    time, kind = pieces[0].type, _list_of(pa.struct(list(pieces)))
+    due = pa.field(DUE, time)
+    families = {
+        DEFAULT_FAMILY: StateSchema(keys, pa.schema([pa.field(RECENT, kind), pa.field(OLDER, kind), due]), zeros=zeros),
+        TILES_FAMILY: StateSchema(keys, pa.schema([pa.field(TILES, kind), pa.field(MERGED_AT, time)]), zeros=zeros),
+        DUE_FAMILY: StateSchema(pa.schema([due, *keys]), PRESENT),
+    }
+    return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), key_columns, settings)
 
 
 def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa.DataType | None) -> OperatorSchema:
@@ -322,6 +354,13 @@ def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
 # are in all partitions. A client that asks ``KeyRows`` for all windows of keys therefore asks every owner. The client
 # sends the keys without the column of the window, under any key group: a host does not look at the key group. Session
 # windows are not part of the key.
+
+
+def rows_kind(variable: StateVariable) -> str:
+    """Return the kind of an operator's rows: ``SESSIONS``, ``ROLLING``, or ``ROWS`` for all others."""
+    if ENDS_FAMILY in variable.families:
+        return SESSIONS
+    return ROLLING if TILES_FAMILY in variable.families else ROWS
 
 
 def window_place(variable: StateVariable) -> int | None:

@@ -28,7 +28,7 @@ from backends.encoding.columns import (
 from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from spark_bridge.state_format import stored_rows
-from spark_bridge.state_format.layouts import KEY_GROUP, MAP
+from spark_bridge.state_format.layouts import KEY_GROUP, MAP, ROLLING
 
 if TYPE_CHECKING:
     from backends.partition.partition_state import PartitionState
@@ -77,6 +77,9 @@ def _in_order(
     """Yield rows of key, inner and value columns, and the key group."""
     streams = [_sorted_parts(rows, family, pairs[family]) for family in rows.families]
     for step in stored_rows.in_step(streams):
+        if rows.kind == ROLLING:
+            yield _rolled(rows, *step)
+            continue
         parts = [
             _decoded(rows, family, stored_rows.without_order(rows, family, part.keys), part.values)
             for family, part in zip(rows.families, step, strict=True)
@@ -84,6 +87,17 @@ def _in_order(
         batch = _interleaved(rows, [part.keys for part in step], parts)
         if batch.num_rows:
             yield batch
+
+
+def _rolled(rows: stored_rows.VariableRows, recent: SortedPairs, tiles: SortedPairs) -> pa.RecordBatch:
+    """Return the rows of keys with horizons, the key group after the other columns."""
+    of_tiles = tiles.values.take(pc.index_in(recent.keys, value_set=tiles.keys)) if len(tiles) else None
+    values = pa.nulls(len(recent), pa.binary()) if of_tiles is None else of_tiles
+    decoded = rows.decode_rolling(recent.keys, recent.values, values)
+    groups = pa.array(stored_rows.key_groups_of(recent.keys), pa.int32())
+    return pa.RecordBatch.from_arrays(
+        [*decoded.columns, groups], names=[str(i) for i in range(len(decoded.columns) + 1)]
+    )
 
 
 def _sorted_parts(

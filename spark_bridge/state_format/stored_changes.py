@@ -23,8 +23,9 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading import stored_files
 from coordinator_actor.reading.stored_files import ChangedPairs
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
+from spark_bridge.exceptions import RequestError
 from spark_bridge.state_format import stored_rows
-from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, with_distinct_names
+from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, ROLLING, with_distinct_names
 from spark_bridge.state_format.partition_rows import numbered
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
@@ -118,9 +119,16 @@ class _Side:
 
 @dataclass(frozen=True)
 class VariableChanges:
-    """Makes the changes of one state variable."""
+    """Makes the changes of one state variable. Raises ``RequestError`` for rolling aggregates."""
 
     rows: stored_rows.VariableRows
+
+    def __post_init__(self) -> None:
+        if self.rows.kind == ROLLING:
+            raise RequestError(
+                "Rolling aggregates change with time and not only with rows: there is no feed of their changes. Write "
+                "the rows that the operator emits to a sink, which has a row for each key that a batch touches."
+            )
 
     @property
     def _has_values(self) -> bool:

@@ -7,7 +7,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,11 +25,12 @@ from backends.encoding.columns import (
     list_parts,
 )
 from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encode_keys
-from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
+from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
+from spark_bridge.aggregates.rolling import Moment, Rolling, answers_as_of
 from spark_bridge.state_format import layouts
 
 _NEVER = np.iinfo(np.int64).max
@@ -62,7 +63,8 @@ class VariableRows:
 
     With ``collect`` there is one row per key, which has all rows of a list or map in an array or map. With ``raw`` the
     rows of an aggregate have its state columns instead of its results. With ``alive_at`` (ms since 1970), expired
-    values are left out; if ``collect`` is set as well, the column of the TTL is left out.
+    values are left out; if ``collect`` is set as well, the column of the TTL is left out. The results of rolling
+    aggregates are as of ``moment`` (microseconds since 1970), or of each key's newest row.
     """
 
     schema: OperatorSchema
@@ -70,13 +72,14 @@ class VariableRows:
     collect: bool = False
     raw: bool = False
     alive_at: int | None = None
+    moment: Moment = field(default=None, compare=False)
 
     # -- families and columns ------------------------------------------------------------------
 
     @property
     def kind(self) -> str:
-        """Return the kind of the variable; ``SESSIONS`` for the rows of an aggregate with session windows."""
-        return layouts.SESSIONS if layouts.ENDS_FAMILY in self.variable.families else self.variable.kind
+        """Return the kind of the variable; of an aggregate with session windows or horizons, of these."""
+        return layouts.rows_kind(self.variable) if self.variable.kind == layouts.ROWS else self.variable.kind
 
     @cached_property
     def main(self) -> str:
@@ -87,7 +90,9 @@ class VariableRows:
 
     @cached_property
     def second(self) -> str | None:
-        """Return the family of a list's chunks, or of the entries of large maps; None for other kinds."""
+        """Return the family of a list's chunks, the entries of large maps, or tiles; None for other kinds."""
+        if self.kind == layouts.ROLLING:
+            return layouts.TILES_FAMILY
         part = {layouts.LIST: layouts.CHUNKS, layouts.MAP: layouts.ENTRIES}.get(self.kind)
         return None if part is None else layouts.family_of(self.variable, part)[0]
 
@@ -123,6 +128,9 @@ class VariableRows:
             return pa.schema([])
         if self.kind == layouts.SESSIONS:
             return pa.schema([f for f in self._session if f.name not in (layouts.START, layouts.END)])
+        if self.kind == layouts.ROLLING:
+            piece = self._stored[self.main].value.field(layouts.RECENT).type.value_type
+            return pa.schema([piece.field(i) for i in range(2, piece.num_fields)])
         if self.kind == layouts.LIST:
             element = self._stored[self.second or ""].value.field(layouts.ELEMENTS).type.value_type
             return pa.schema([element.field(i) for i in range(element.num_fields)])
@@ -136,8 +144,16 @@ class VariableRows:
     @cached_property
     def value(self) -> pa.Schema:
         """Return the columns of a value, that of the TTL last; no two have the same name."""
-        if self._has_results:
-            fields = [f.with_type(nullable(f.type)) for f in result_fields(self.stored_value)]
+        if self.kind == layouts.ROLLING and self.raw:
+            fields = [
+                self._stored[family].value.field(name)
+                for family, name in ((self.main, layouts.RECENT), (layouts.TILES_FAMILY, layouts.TILES))
+            ]
+        elif self._has_results:
+            of_state = (
+                result_fields(self.stored_value) if self.rolling is None else self.rolling.fields(self.stored_value)
+            )
+            fields = [f.with_type(nullable(f.type)) for f in of_state]
         else:
             fields = [f for f in self.stored_value if f.name != layouts.TTL_COLUMN]
         is_shown = self.has_ttl and not (self.collect and self.alive_at is not None)
@@ -151,6 +167,11 @@ class VariableRows:
     @cached_property
     def _has_results(self) -> bool:
         return self.variable.kind == layouts.ROWS and not self.raw and is_aggregate_state(self.stored_value)
+
+    @cached_property
+    def rolling(self) -> Rolling | None:
+        """Return the horizons of rolling aggregates; None for other kinds."""
+        return Rolling.of_text(self.schema.settings[HORIZONS]) if self.kind == layouts.ROLLING else None
 
     @cached_property
     def key_order(self) -> list[int]:
@@ -221,6 +242,24 @@ class VariableRows:
         if not self.stored_value.names:
             return DecodedRows(np.arange(len(keys)), key_columns)
         return DecodedRows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
+
+    def decode_rolling(self, keys: pa.BinaryArray, values: pa.BinaryArray, tiles: pa.BinaryArray) -> DecodedRows:
+        """Return the rows of keys with horizons, from their values in both families; those of tiles may be null."""
+        return DecodedRows(np.arange(len(keys)), [*decode_keys(keys, self.key).columns, *self.rolled(values, tiles)])
+
+    def rolled(self, values: pa.BinaryArray, tiles: pa.BinaryArray) -> list[pa.Array]:
+        """Return the columns of ``value`` for the values of both families, as of ``moment``."""
+        assert self.rolling is not None
+        recent = self._stored[self.main].decode_values(values)
+        older = self._stored[layouts.TILES_FAMILY].decode_values(tiles)
+        pieces, tiles, merged_at = (
+            rows.column(rows.schema.get_field_index(name))
+            for rows, name in ((recent, layouts.RECENT), (older, layouts.TILES), (older, layouts.MERGED_AT))
+        )
+        answers = [pieces, tiles]
+        if not self.raw:
+            answers = answers_as_of(self.rolling, pieces, tiles, merged_at, self.moment)
+        return [c.cast(kind) for c, kind in zip(answers, self.value.types, strict=True)]
 
     def _of_list(self, elements: pa.StructArray) -> list[pa.Array]:
         return self._values(elements.flatten(), elements.type)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 
 from backends.encoding import user_values
 from backends.encoding.key_groups import key_groups
@@ -508,8 +509,28 @@ COMPLETED = At()
 ISOLATIONS = ("completed", "latest")
 
 
-def requested_version(isolation: str, version: int | None) -> At:
-    """Return the version that a call asks for. Raises ``RequestError`` for one that there cannot be."""
+def requested_version(isolation: str, version: int | None, moment: Any = None) -> At:
+    """Return the version that a call asks for, and the time of its rolling aggregates (None: now).
+
+    Raises ``RequestError`` for a version or a time that there cannot be.
+    """
+    at = _version_of(isolation, version)
+    return at if moment is None else replace(at, moment=_microseconds(moment))
+
+
+def _microseconds(moment: Any) -> int:
+    if isinstance(moment, dt.datetime | np.datetime64):
+        us = (
+            np.datetime64(moment.astimezone(dt.timezone.utc).replace(tzinfo=None))
+            if (isinstance(moment, dt.datetime) and moment.tzinfo is not None)
+            else np.datetime64(moment)
+        )
+        if not np.isnat(us):
+            return int(us.astype("datetime64[us]").astype(np.int64))
+    raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone.")
+
+
+def _version_of(isolation: str, version: int | None) -> At:
     if version is not None:
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise RequestError(f"version={version!r} is not a version; versions are numbers from 0 on.")

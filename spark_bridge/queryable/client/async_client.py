@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import inspect
 import ssl
 import threading
@@ -441,6 +442,20 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.lag_seconds``."""
         return self._client.lag_seconds
 
+    def now(self) -> dt.datetime:
+        """See ``QueryableStateClient.now``."""
+        return self._client.now()
+
+    @property
+    def answered_at(self) -> dt.datetime | None:
+        """See ``QueryableStateClient.answered_at``."""
+        return self._client.answered_at
+
+    @property
+    def answered_version(self) -> int:
+        """See ``QueryableStateClient.answered_version``."""
+        return self._client.answered_version
+
     def __init__(self, client: QueryableStateClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
@@ -474,10 +489,11 @@ class AsyncQueryableStateClient:
         window: Any = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
     ) -> Any:
         """See ``QueryableStateClient.get``."""
-        if window is not None or version is not None:
+        if window is not None or version is not None or at is not None:
             return await self._run(
                 self._client.get,
                 operator,
@@ -487,6 +503,7 @@ class AsyncQueryableStateClient:
                 window=window,
                 isolation=isolation,
                 version=version,
+                at=at,
                 timeout=timeout,
             )
         group = (operator, query, state, isolation)
@@ -551,11 +568,12 @@ class AsyncQueryableStateClient:
         *,
         query_params: Any = None,
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
     ) -> pa.Table:
         """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
-        options = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        options = {"query_params": query_params, "version": version, "at": at, "timeout": timeout, "limits": limits}
         return await self._run(lambda: self._client.sql(query, **options).arrow())
 
     def sql_rows(
@@ -564,6 +582,7 @@ class AsyncQueryableStateClient:
         *,
         query_params: Any = None,
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
         in_own_process: bool = False,
@@ -573,7 +592,7 @@ class AsyncQueryableStateClient:
         ``in_own_process`` runs the statement in a child process whose memory the operating system limits, so that
         statements of other people cannot take the memory of this process. Their parameters are JSON values.
         """
-        options = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        options = {"query_params": query_params, "version": version, "at": at, "timeout": timeout, "limits": limits}
         if not in_own_process:
             return AsyncSqlRows(lambda: self._client.sql(query, **options))
         from spark_bridge.queryable.sql.statement_process import ProcessStatement

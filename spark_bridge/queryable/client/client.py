@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from spark_bridge.queryable.client.discovery import (
 from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff
+from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
@@ -71,7 +73,11 @@ class QueryableStateClient:
     version that each host committed last, partition by partition, before Spark commits. ``version=`` is a version that
     is still retained.
 
-    **Time.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
+    **Rolling aggregates** are as of ``at=``, a datetime (in UTC if it has no zone), by default now by the clock of the
+    host that the client is connected to. Rows after that time do not count. ``answered_at`` has the time of the last
+    answer. ``StateTimeError`` says that the version no longer has the tiles for that time.
+
+    **Waiting.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
     ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
     failure, or ``QueryEndedError`` for a query that has not come back. A client that has never read an ended query
     raises ``QueryEndedError`` at once.
@@ -86,6 +92,7 @@ class QueryableStateClient:
         self._connections = connections
         self._router = router
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
+        self._answered_at: int | None = None
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
 
     @property
@@ -107,6 +114,24 @@ class QueryableStateClient:
         answers of a running query's own hosts have no lag.
         """
         return self._connections.lag_ms / 1000
+
+    def now(self) -> dt.datetime:
+        """Return the clock of the host that the client was connected to last: the default of ``at=``."""
+        return _datetime(self._connections.now_us())
+
+    @property
+    def answered_at(self) -> dt.datetime | None:
+        """The time that the rolling aggregates of the last answer are of; None before the first one.
+
+        All hosts that gave parts of the answer were asked as of this time. With its version, ``at=`` of this time gives
+        the same answer again.
+        """
+        return None if self._answered_at is None else _datetime(self._answered_at)
+
+    @property
+    def answered_version(self) -> int:
+        """The version of the last answer that came from a host; 0 before the first one."""
+        return self._connections.version
 
     @classmethod
     def connect(
@@ -167,6 +192,7 @@ class QueryableStateClient:
         window: Any = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
     ) -> Any:
         """Return the state of one key, or None if it has none.
@@ -183,7 +209,7 @@ class QueryableStateClient:
             client.get("per_minute", 42, window=datetime(2024, 3, 9, 23))   # {'n': 3}
         """
         begun, failure = time.monotonic(), None
-        if window is None and version is None and isolation == "completed":
+        if window is None and version is None and at is None and isolation == "completed":
             fast = self._fast.get((operator, query, state))
             if fast is not None and begun - fast.target.located_at < REFRESH_SECONDS:
                 encoded = fast.encode(key)
@@ -196,14 +222,14 @@ class QueryableStateClient:
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
-        at = arguments.requested_version(isolation, version)
+        asked = arguments.requested_version(isolation, version, at)
 
         def ask(target: KnownOperator, deadline: float) -> Any:
             view = target.view(state)
             if view.kind in (VALUE, ROWS):
                 fast = _FastLookup(target, view.family, view.codec.encode_one, view.decode_one)
                 self._fast[operator, query, state] = fast
-            return KeyLookups(self._router, target, view, at, deadline).one(key, window)
+            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).one(key, window)
 
         return self._access.answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
@@ -215,6 +241,7 @@ class QueryableStateClient:
         state: str | None = None,
         *,
         isolation: str = "completed",
+        at: Any = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Return the state of each of several keys as ``get`` does, all of one version.
@@ -222,10 +249,11 @@ class QueryableStateClient:
         A value that cannot be a key gets the error itself. For the keys of different callers
         (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
         """
-        at = arguments.requested_version(isolation, None)
+        asked = arguments.requested_version(isolation, None, at)
 
         def ask(target: KnownOperator, deadline: float) -> list[Any]:
-            return KeyLookups(self._router, target, target.view(state), at, deadline).each(keys)
+            view = target.view(state)
+            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).each(keys)
 
         return self._access.answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -239,6 +267,7 @@ class QueryableStateClient:
         window: Any = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
         as_: str = "arrow",
     ) -> Any:
@@ -257,11 +286,12 @@ class QueryableStateClient:
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
         check_form(as_)
-        at = arguments.requested_version(isolation, version)
+        asked = arguments.requested_version(isolation, version, at)
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> pa.Table:
-            return KeyLookups(self._router, target, target.view(state), at, deadline).table(all_keys, window)
+            view = target.view(state)
+            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).table(all_keys, window)
 
         what = f"get_many of {len(all_keys)} keys of {operator!r}"
         return formed(self._access.answer(what, (operator, query), timeout, ask), as_)
@@ -276,13 +306,14 @@ class QueryableStateClient:
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
     ) -> StateScan:
         """Return the rows that some keys have, in the columns of ``scan`` and like a scan. An absent key has no row.
 
         ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
         """
-        at = arguments.requested_version(isolation, version)
+        asked = arguments.requested_version(isolation, version, at)
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
@@ -293,8 +324,9 @@ class QueryableStateClient:
             location = target.location
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
-            request = KeyRowsRequest(location.run_id, location.operator.name, state, at, wanted)
-            answer = KeyLookups(self._router, target, view, at, deadline).key_rows(request, encoded)
+            version_and_time = self._as_of(view, asked)
+            request = KeyRowsRequest(location.run_id, location.operator.name, state, version_and_time, wanted)
+            answer = KeyLookups(self._router, target, view, version_and_time, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
@@ -316,6 +348,7 @@ class QueryableStateClient:
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
     ) -> StateScan:
         """Return the rows of a state variable as a stream.
@@ -331,11 +364,11 @@ class QueryableStateClient:
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
-        at = arguments.requested_version(isolation, version)
+        asked = arguments.requested_version(isolation, version, at)
         arguments.check_limit(limit)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
-            request = self._scan_request(target, state, prefix, start, end, limit, columns, where, at)
+            request = self._scan_request(target, state, prefix, start, end, limit, columns, where, asked)
 
             def relocate(error: Exception) -> Any:
                 self._access.moved((operator, query), error)
@@ -385,8 +418,15 @@ class QueryableStateClient:
             timeout=timeout,
         )
 
-    @staticmethod
+    def _as_of(self, view: StateView, asked: At) -> At:
+        """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
+        at = view.as_of(asked, self._connections.now_us)
+        if at.moment is not None:
+            self._answered_at = at.moment
+        return at
+
     def _scan_request(
+        self,
         target: KnownOperator,
         state: str | None,
         prefix: Any,
@@ -395,7 +435,7 @@ class QueryableStateClient:
         limit: int | None,
         columns: Sequence[str] | None,
         where: Sequence[arguments.WhereCondition] | None,
-        at: At,
+        asked: At,
     ) -> ScanRequest:
         view = target.view(state)
         (first, behind), conditions = arguments.key_range(view.codec, view.window, prefix, start, end)
@@ -403,7 +443,7 @@ class QueryableStateClient:
             target.location.run_id,
             target.location.operator.name,
             state,
-            at,
+            self._as_of(view, asked),
             first,
             behind,
             None if columns is None else list(columns),
@@ -423,13 +463,14 @@ class QueryableStateClient:
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
     ) -> int:
         """Return the number of rows of ``scan``."""
-        at = arguments.requested_version(isolation, version)
+        asked = arguments.requested_version(isolation, version, at)
 
         def ask(target: KnownOperator, deadline: float) -> int:
-            request = self._scan_request(target, state, prefix, start, end, None, None, where, at)
+            request = self._scan_request(target, state, prefix, start, end, None, None, where, asked)
             return self._router.count(target.location, request, deadline)[1]
 
         return self._access.answer(f"count({operator!r})", (operator, query), timeout, ask)
@@ -484,10 +525,13 @@ class QueryableStateClient:
         query_params: Any = None,
         connection: Any = None,
         version: int | None = None,
+        at: Any = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
     ) -> StateRelation:
         """Return the rows that a SQL statement makes of the state of running queries, at ``version`` or the newest.
+
+        All rolling aggregates in it are as of ``at``.
 
         It needs DuckDB: install ``ray-statestore[sql]``.
 
@@ -503,6 +547,7 @@ class QueryableStateClient:
             query_params=query_params,
             connection=connection,
             version=version,
+            at=at,
             timeout=timeout,
             limits=limits,
         )
@@ -548,3 +593,7 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _datetime(us: int) -> dt.datetime:
+    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)

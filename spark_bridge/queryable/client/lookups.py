@@ -19,7 +19,7 @@ from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.state_views import ONE_ROW, StateView
 from spark_bridge.queryable.protocol import At, KeyRowsRequest, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import KEYS_PER_REQUEST, PinnedVersion, StateRouter, shifted_positions
-from spark_bridge.state_format.layouts import ROWS, SESSIONS, VALUE, WINDOWS
+from spark_bridge.state_format.layouts import ROLLING, ROWS, SESSIONS, VALUE, WINDOWS
 
 # Windows as users name them: in the key, or separately as ``window=``, by start and end or by the start alone.
 
@@ -228,7 +228,7 @@ class KeyLookups:
 
     def each(self, keys: Sequence[Any]) -> list[Any]:
         """Return the result of ``one`` for each key; for a value that cannot be a key, the error itself."""
-        if self.view.kind in (VALUE, ROWS):
+        if self.view.kind in (VALUE, ROWS, ROLLING):
             return self._values_of_each(keys)
         try:
             if self.view.kind != WINDOWS or not any(has_window(self.view, key) for key in keys):
@@ -315,9 +315,12 @@ class KeyLookups:
         batches = [shifted_positions(batch, None, begin) for begin, answer in answers for batch in answer.batches]
         return StateAnswer(last.version, last.schema, iter(batches))
 
-    def values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
-        """Return values of stored keys at one version: parts, each with the position of its first key."""
-        location, family = self.target.location, self.view.family
+    def values(self, keys: pa.BinaryArray, family: str | None = None) -> list[tuple[int, pa.BinaryArray]]:
+        """Return values of stored keys at one version: parts, each with the position of its first key.
+
+        ``family`` is by default that of the view's values.
+        """
+        location, family = self.target.location, self.view.family if family is None else family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
 
     def _in_parts(

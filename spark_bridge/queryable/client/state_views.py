@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,12 +18,14 @@ from backends.encoding.schema import StateSchema, nullable
 from backends.encoding.single_rows import ValueDecoder
 from backends.encoding.user_values import python_value
 from spark_bridge.aggregates.aggregator import result_fields, results
-from spark_bridge.exceptions import UnknownKvStateIdError
+from spark_bridge.exceptions import RequestError, UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
+from spark_bridge.queryable.protocol import At
 from spark_bridge.state_format import layouts
+from spark_bridge.state_format.stored_rows import VariableRows
 
-ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS)
+ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS, layouts.ROLLING)
 """The kinds that have one stored value per key, which a client decodes itself."""
 ALL_ROWS_COLUMNS = {
     layouts.LIST: layouts.LIST_VALUE,
@@ -38,23 +41,43 @@ ALL_ROWS_COLUMNS = {
 class StateView:
     """One state variable of one operator.
 
-    ``kind`` is that of the variable, or ``WINDOWS`` or ``SESSIONS`` for an aggregate by these. Make one with
-    ``state_view``. ``codec`` encodes a key (of windows: with the window).
+    ``kind`` is that of the variable, or ``WINDOWS``, ``SESSIONS`` or ``ROLLING`` for an aggregate by these. Make one
+    with ``state_view``. ``codec`` encodes a key (of windows: with the window).
     """
 
     operator: str
     variable: StateVariable
     kind: str
     codec: KeyCodec
+    operator_schema: OperatorSchema
+
+    def as_of(self, at: At, now_us: Callable[[], int]) -> At:
+        """Return ``at`` with the moment of rolling aggregates, by default now.
+
+        Raises ``RequestError`` for a moment if there are no rolling aggregates.
+        """
+        if self.kind != layouts.ROLLING:
+            if at.moment is not None:
+                raise RequestError(
+                    f"Operator {self.operator!r} has no rolling aggregates, and at= is the time that those are of: "
+                    "leave it out. version= reads an older state."
+                )
+            return at
+        return at if at.moment is not None else msgspec.structs.replace(at, moment=now_us())
 
     @cached_property
     def family(self) -> str:
         """The column family of single values."""
+        if self.kind == layouts.ROLLING:
+            return layouts.ROLLED_FAMILY
         return DEFAULT_FAMILY if self.variable.kind == layouts.ROWS else layouts.family_of(self.variable)[0]
 
     @cached_property
     def schema(self) -> StateSchema:
-        """The schema of ``family``."""
+        """The schema of ``family``. Hosts compute the values of rolling aggregates, whose columns are the results."""
+        if self.kind == layouts.ROLLING:
+            rows = VariableRows(self.operator_schema, self.variable)
+            return StateSchema(rows.key, rows.value)
         return self.variable.families[self.family]
 
     @cached_property
@@ -80,7 +103,7 @@ class StateView:
     @cached_property
     def is_aggregate(self) -> bool:
         """Whether the stored value is the state of aggregate functions, which has results."""
-        if self.variable.kind != layouts.ROWS:
+        if self.variable.kind != layouts.ROWS or self.kind == layouts.ROLLING:
             return False
         try:
             return bool(result_fields(self.schema.value))
@@ -285,16 +308,15 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
     (variable,) = named
     stored, kind = _stored_key(variable)
     codec = KeyCodec(operator, stored, names_in_order(stored, schema.key_columns), key_groups)
-    return StateView(operator, variable, kind, codec)
+    return StateView(operator, variable, kind, codec, schema)
 
 
 def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
     """Return the columns of the key as they are stored, and the kind."""
     if variable.kind == layouts.ROWS:
         stored = variable.families[DEFAULT_FAMILY].key
-        if layouts.ENDS_FAMILY in variable.families:
-            return stored, layouts.SESSIONS
-        return stored, layouts.ROWS if layouts.window_place(variable) is None else layouts.WINDOWS
+        kind = layouts.rows_kind(variable)
+        return stored, layouts.WINDOWS if kind == layouts.ROWS and layouts.window_place(variable) is not None else kind
     if variable.kind == TIMERS:
         return layouts.family_of(variable, layouts.TIMERS_BY_KEY)[1].key, TIMERS
     return layouts.family_of(variable)[1].key, variable.kind

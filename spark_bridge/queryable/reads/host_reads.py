@@ -23,6 +23,7 @@ from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, Comple
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
+from spark_bridge.state_format.layouts import ROLLED_FAMILY
 
 T = TypeVar("T")
 
@@ -79,6 +80,8 @@ class HostReads(PartitionedReads):
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         plan = self._plan(request.run_id, request.operator)
         family = request.column_family
+        if family == ROLLED_FAMILY:
+            return super().lookup_one(request, key)
         plan.require_family(family)
         partition = plan.partition_of(key)
         at = request.at

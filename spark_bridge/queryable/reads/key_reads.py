@@ -18,6 +18,7 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys, encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.sorted_pairs import key_order
+from backends.encoding.values import encode_values
 from backends.exceptions import SchemaMismatchError
 from backends.formats.changelog import Changes
 from backends.host_memory import BoundedDict
@@ -27,7 +28,16 @@ from spark_bridge.queryable.protocol import raise_if_cancelled, reserve_memory
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.scans import POSITION
-from spark_bridge.state_format.layouts import EXPIRIES, IS_LARGE, LIST, NUM_CHUNKS, TIMERS_BY_KEY, family_of
+from spark_bridge.state_format.layouts import (
+    EXPIRIES,
+    IS_LARGE,
+    LIST,
+    NUM_CHUNKS,
+    ROLLING,
+    TILES_FAMILY,
+    TIMERS_BY_KEY,
+    family_of,
+)
 from spark_bridge.state_format.stored_rows import DecodedRows, Positions, VariableRows, key_groups_of, prefix_range
 
 READ_KEYS = 1 << 14
@@ -47,13 +57,14 @@ class FoundPairs:
     """Stored pairs that were found in one partition, and the positions of their keys, ascending.
 
     ``more`` has, by position, the pairs that are too long to be stored with the key: chunks of lists, entries of
-    large maps.
+    large maps. ``tiles`` are the values of tiles that keys with horizons have besides, else nulls.
     """
 
     positions: Positions
     keys: pa.BinaryArray
     values: pa.BinaryArray
     more: dict[int, Iterator[pa.RecordBatch]]
+    tiles: pa.BinaryArray
 
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
@@ -105,7 +116,24 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
     is_there = pc.is_valid(values)
     keys, values = keys.filter(is_there), values.filter(is_there)
     positions = positions[np.asarray(is_there)]
-    return FoundPairs(positions, keys, values, _more(view, rows, keys, values, positions))
+    if rows.kind == ROLLING:
+        return FoundPairs(positions, keys, values, {}, _sorted_values(view, keys, TILES_FAMILY))
+    more = _more(view, rows, keys, values, positions)
+    return FoundPairs(positions, keys, values, more, pa.nulls(len(keys), pa.binary()))
+
+
+def rolled_values(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the results of keys with horizons as one stored value each, null for an absent key."""
+    values = values_of(view, keys, rows.main)
+    is_there = values.is_valid()
+    if values.null_count:
+        keys, values = keys.filter(is_there), values.filter(is_there)
+    columns = rows.rolled(values, values_of(view, keys, TILES_FAMILY))
+    encoded = encode_values(pa.RecordBatch.from_arrays(columns, schema=rows.value))
+    if len(keys) == len(is_there):
+        return encoded
+    places = np.where(is_there, np.cumsum(is_there) - 1, -1)
+    return encoded.take(pa.array(places, mask=places < 0))
 
 
 def _family(rows: VariableRows) -> str:
@@ -152,6 +180,7 @@ def rows_of_keys(
     positions = np.concatenate([f.positions for f in groups]) if groups else np.zeros(0, np.int64)
     keys = joined_arrays([f.keys for f in groups])
     values = joined_arrays([f.values for f in groups])
+    tiles = joined_arrays([f.tiles for f in groups])
     more = {position: pairs for f in groups for position, pairs in f.more.items()}
     if by_window:
         # Without their key groups, the stored keys of one grouping key are in the order of their windows.
@@ -159,7 +188,8 @@ def rows_of_keys(
         order = np.lexsort((_ranks(ids), positions))
     else:
         order = np.argsort(positions, kind="stable")
-    positions, keys, values = positions[order], keys.take(pa.array(order)), values.take(pa.array(order))
+    positions, places = positions[order], pa.array(order)
+    keys, values, tiles = keys.take(places), values.take(places), tiles.take(places)
     begin = 0
     is_long = np.isin(positions, list(more)) if more else np.zeros(len(positions), np.bool_)
     while begin < len(positions):
@@ -170,7 +200,7 @@ def rows_of_keys(
             long = np.flatnonzero(is_long[begin:])
             end = min(begin + DECODED_ROWS, begin + int(long[0]) if len(long) else len(positions))
         part = slice(begin, end)
-        yield _decoded(plan, rows, rows.main, keys[part], values[part], positions[part])
+        yield _decoded(plan, rows, rows.main, keys[part], values[part], positions[part], tiles[part])
         begin = end
 
 
@@ -198,8 +228,12 @@ def _decoded(
     keys: pa.BinaryArray,
     values: pa.BinaryArray,
     positions: Positions,
+    tiles: pa.BinaryArray | None = None,
 ) -> pa.RecordBatch:
-    decoded = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
+    if rows.kind == ROLLING:
+        decoded = rows.decode_rolling(keys, values, tiles)
+    else:
+        decoded = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
     groups = key_groups_of(keys)[decoded.pair]
     n = len(rows.key)
     columns = [
@@ -367,12 +401,13 @@ class WindowedKeys:
             pairs.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
         if not pairs:
             nothing = pa.array([], pa.binary())
-            return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
+            return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {}, nothing)
         return FoundPairs(
             np.concatenate([f.positions for f in pairs]),
             joined_arrays([f.keys for f in pairs]),
             joined_arrays([f.values for f in pairs]),
             {},
+            joined_arrays([f.tiles for f in pairs]),
         )
 
     def _candidates(

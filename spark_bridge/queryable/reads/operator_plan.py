@@ -23,7 +23,7 @@ from coordinator_actor.messages import OperatorLocation, OperatorSpec, QueryRegi
 from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.host.host import Host
-from spark_bridge.state_format.layouts import window_place
+from spark_bridge.state_format.layouts import ROLLED_FAMILY, ROLLING, TILES_FAMILY, window_place
 from spark_bridge.state_format.stored_rows import VariableRows
 
 
@@ -101,13 +101,20 @@ class OperatorPlan:
             f"Operator {self.operator!r} has no state variable {name!r}; there are {self._variable_names()}."
         )
 
-    def rows(self, variable: StateVariable, alive_at: int, *, collect: bool = False) -> VariableRows:
-        """Return how rows of a variable are made, without rows that have expired at ``alive_at`` (ms since 1970)."""
+    def rows(
+        self, variable: StateVariable, alive_at: int, moment: int | None, *, collect: bool = False
+    ) -> VariableRows:
+        """Return how rows of a variable are made, without rows that have expired at ``alive_at`` (ms since 1970).
+
+        Rolling aggregates are as of ``moment``, in microseconds; None means ``alive_at``.
+        """
         cached = self._rows.get((variable.name, collect))
         if cached is None:
             cached = self._rows[variable.name, collect] = VariableRows(
                 self.schema, variable, collect, alive_at=alive_at
             )
+        if cached.kind == ROLLING:
+            return replace(cached, moment=alive_at * 1000 if moment is None else moment)
         return replace(cached, alive_at=alive_at) if cached.has_ttl else cached
 
     @cached_property
@@ -116,7 +123,7 @@ class OperatorPlan:
 
     def require_family(self, family: str) -> None:
         """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""
-        if family not in self.families:
+        if family not in self.families and (family != ROLLED_FAMILY or TILES_FAMILY not in self.families):
             raise UnknownKvStateIdError(
                 f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: "
                 f"{self._variable_names()}."

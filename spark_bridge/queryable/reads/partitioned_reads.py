@@ -18,7 +18,7 @@ from spark_bridge.queryable.reads import key_reads, scans
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.index_reads import IndexLookup
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
-from spark_bridge.state_format.layouts import window_place
+from spark_bridge.state_format.layouts import ROLLED_FAMILY, window_place
 from spark_bridge.state_format.partition_rows import partition_rows
 
 T = TypeVar("T")
@@ -73,7 +73,13 @@ class PartitionedReads(ABC):
             runs = _key_runs(of_keys.take(order), plan.spec.num_partitions) or {}
         parts = {partition: keys[begin:end] for partition, (begin, end) in runs.items()}
 
+        rolled = None
+        if request.column_family == ROLLED_FAMILY:
+            rolled = plan.rows(plan.variable(None), self._now_ms(), request.at.moment)
+
         def values_of(view: PartitionView) -> pa.BinaryArray:
+            if rolled is not None:
+                return key_reads.rolled_values(view, rolled, parts[view.partition])
             return key_reads.values_of(view, parts[view.partition], request.column_family)
 
         with ExitStack() as keep:
@@ -85,7 +91,7 @@ class PartitionedReads(ABC):
         reading = self._reading(request.run_id, request.operator, request.at)
         plan = reading.plan
         variable = plan.variable(request.state)
-        rows = plan.rows(variable, self._now_ms())
+        rows = plan.rows(variable, self._now_ms(), request.at.moment)
         selection = scans.RowSelection.of(rows, request.columns, (), with_position=True)
         window = window_place(variable)
         of_keys = plan.partitions_of(plan.groups_of(keys))
@@ -115,7 +121,7 @@ class PartitionedReads(ABC):
     def scan(self, request: ScanRequest) -> StateAnswer:
         reading = self._reading(request.run_id, request.operator, request.at)
         plan = reading.plan
-        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
+        rows = plan.rows(plan.variable(request.state), self._now_ms(), request.at.moment, collect=request.collect)
         selection = scans.RowSelection.of(rows, request.columns, request.where)
         bounds = scans.KeyBounds(request.start, request.end)
         index = IndexLookup.of(rows, request.where, request.limit) if bounds.is_open else None
@@ -151,7 +157,7 @@ class PartitionedReads(ABC):
     def count(self, request: ScanRequest) -> tuple[int, int]:
         reading = self._reading(request.run_id, request.operator, request.at)
         plan = reading.plan
-        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
+        rows = plan.rows(plan.variable(request.state), self._now_ms(), request.at.moment, collect=request.collect)
         if request.where or not scans.has_row_per_pair(rows):
             answer = self.scan(request)
             return answer.version, sum(batch.num_rows for batch in answer.batches)

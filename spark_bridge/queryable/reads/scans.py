@@ -21,7 +21,7 @@ from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol import Comparison, raise_if_cancelled
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import without_prefix
-from spark_bridge.state_format.layouts import ROWS, VALUE
+from spark_bridge.state_format.layouts import ROLLING, ROWS, VALUE
 from spark_bridge.state_format.stored_rows import VariableRows
 
 # Streams of row batches: limited, gathered from small batches, and released wherever they end.
@@ -189,7 +189,7 @@ def has_row_per_pair(rows: VariableRows) -> bool:
 
     Then rows can be counted without reading values.
     """
-    return rows.kind in (ROWS, VALUE, TIMERS) and not rows.has_ttl
+    return rows.kind in (ROWS, ROLLING, VALUE, TIMERS) and not rows.has_ttl
 
 
 # The rows and columns of an answer: comparisons and projection, on whole columns.

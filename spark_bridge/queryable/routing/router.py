@@ -120,7 +120,7 @@ class SeenVersions:
     def floor(self, run_id: str, at: protocol.At) -> protocol.At:
         """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen."""
         seen = self._versions.get(run_id, 0)
-        return at if at.version >= seen else protocol.At("completed", seen)
+        return at if at.version >= seen else protocol.At("completed", seen, moment=at.moment)
 
 
 _instances: WeakSet[SeenVersions] = WeakSet()
@@ -176,7 +176,7 @@ class VersionAlignment:
             versions = [version for version, _ in answers]
             low, high = min(versions), max(versions)
             while is_completed and low != high:
-                answers = self._aligned(requests, answers, at.version, deadline)
+                answers = self._aligned(requests, answers, at, deadline)
                 versions = [version for version, _ in answers]
                 low, high = min(versions), max(versions)
         except exceptions.StateVersionError as error:
@@ -190,23 +190,22 @@ class VersionAlignment:
         return low, [answer for _, answer in answers]
 
     def _aligned(
-        self, requests: Sequence[ScatteredRequest[T]], answers: list[tuple[int, T]], floor: int, deadline: float
+        self, requests: Sequence[ScatteredRequest[T]], answers: list[tuple[int, T]], floor: protocol.At, deadline: float
     ) -> list[tuple[int, T]]:
         """Ask some hosts again, so that all answers are of one version, or at least nearer to one version."""
         versions = [version for version, _ in answers]
         low, high = min(versions), max(versions)
-        if low >= floor:
+        if low >= floor.version:
             ahead = [i for i, version in enumerate(versions) if version > low]
             try:
-                again = self._hosts.answers(
-                    [requests[i] for i in ahead], protocol.At("version", low, held_only=True), deadline
-                )
+                lowest = replace(floor, isolation="version", version=low, held_only=True)
+                again = self._hosts.answers([requests[i] for i in ahead], lowest, deadline)
             except exceptions.StateVersionError:
                 pass  # the slowest host is further behind than the other hosts hold versions
             else:
                 return _replaced(answers, ahead, again)
         behind = [i for i, version in enumerate(versions) if version < high]
-        again = self._hosts.answers([requests[i] for i in behind], protocol.At("completed", high), deadline)
+        again = self._hosts.answers([requests[i] for i in behind], replace(floor, version=high), deadline)
         return _replaced(answers, behind, again)
 
 
@@ -246,7 +245,7 @@ class PinnedVersion:
     def answered(self, version: int) -> None:
         """Note the version of a chunk's answer."""
         if self.at.isolation == "completed":
-            self.at = protocol.At("version", version, held_only=True)
+            self.at = replace(self._asked, isolation="version", version=version, held_only=True)
 
     def restarts(self, error: exceptions.StateVersionError) -> bool:
         """Return whether all chunks are read again after a chunk has failed; else that chunk is.
@@ -256,7 +255,7 @@ class PinnedVersion:
         if self._asked.isolation != "completed" or not self.at.held_only:
             raise retryable(self._asked, error) from error
         if not self._restarts:
-            self.at = protocol.At("version", self.at.version)
+            self.at = replace(self.at, held_only=False)
             return False
         self._restarts -= 1
         self.at = self._asked
@@ -467,7 +466,7 @@ class StateRouter:
             request = replace(request, at=self.seen.floor(location.run_id, asked))
             if len(shares) > 1:
                 version = self._completed_now(location, request, shares, deadline)
-                request = replace(request, at=protocol.At("version", version))
+                request = replace(request, at=replace(asked, isolation="version", version=version))
         plan = ScanPlan(
             request=request,
             location=location,

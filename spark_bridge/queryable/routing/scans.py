@@ -200,7 +200,9 @@ class ScanResumption:
         plan = self.plan
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
-        request = replace(plan.request, at=protocol.At("version", self.version), partitions=[partition])
+        request = replace(
+            plan.request, at=replace(plan.request.at, isolation="version", version=self.version), partitions=[partition]
+        )
         if location.run_id != plan.location.run_id:
             request = replace(request, run_id=location.run_id, previous_run=plan.location.run_id)
         source = scan_source(plan.open_stream(address, request, deadline))

@@ -122,7 +122,13 @@ class ServerConnection:
             return False
         limits = self._limits
         self._handler.send(
-            protocol.Welcome(protocol.PROTOCOL, self._server.host_id, limits.max_request_bytes, limits.max_keys)
+            protocol.Welcome(
+                protocol.PROTOCOL,
+                self._server.host_id,
+                limits.max_request_bytes,
+                limits.max_keys,
+                time.time_ns() // 1000,
+            )
         )
         self._observe("", "hello", started)
         return True

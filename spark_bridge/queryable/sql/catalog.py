@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import pyarrow.dataset as pads
 
 from backends.encoding.operator_schema import TIMERS
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, push_down
+from spark_bridge.state_format.layouts import ROLLING
 
 _IDENTIFIER = r'(?:"(?:[^"]|"")+"|[^\W\d][\w$]*)'
 _LEXEMES = re.compile(
@@ -44,6 +46,7 @@ class CatalogTable:
     """One state variable of one operator of a running query. ``key`` are the grouping key's columns, without a window.
 
     ``is_only``: the operator has no other state variable. ``has_ranges``: its keys are stored in the order of ``key``.
+    ``is_rolling``: its rows are as of a time.
     """
 
     query: str | None
@@ -54,6 +57,7 @@ class CatalogTable:
     key: tuple[str, ...]
     is_only: bool
     has_ranges: bool = True
+    is_rolling: bool = False
 
     @property
     def names(self) -> list[tuple[str, ...]]:
@@ -99,6 +103,7 @@ def catalog_tables(operator: Mapping[str, Any]) -> list[CatalogTable]:
             is_only=len(states) == 1,
             # Windows and timers are stored by time first.
             has_ranges="window" not in state and state["kind"] != TIMERS,
+            is_rolling=state["kind"] == ROLLING,
         )
         for state in states
     ]
@@ -166,6 +171,9 @@ class SqlClient(Protocol):
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of the running queries."""
 
+    def now(self) -> dt.datetime:
+        """Return the time as of which rolling aggregates are by default."""
+
     @property
     def scan(self) -> Callable[..., VersionedRows]:
         """The method that returns the rows of a state variable."""
@@ -181,13 +189,17 @@ class SqlClient(Protocol):
 class StatementSnapshot:
     """The state as one statement sees it: everything of a query is read at one version.
 
-    The first rows that are read fix that version, unless ``version`` does.
+    The first rows that are read fix that version, unless ``version`` does, and the time of rolling aggregates, unless
+    ``at`` does.
     """
 
-    def __init__(self, client: SqlClient, timeout: float | None = None, version: int | None = None) -> None:
+    def __init__(
+        self, client: SqlClient, timeout: float | None = None, version: int | None = None, at: Any = None
+    ) -> None:
         self._client = client
         self._timeout = timeout
         self._version = version
+        self._at = at
         self._lock = threading.Lock()
         self.versions: dict[str, int] = {}
         """The version by query id. ``_lock`` guards the choice of a version."""
@@ -216,6 +228,10 @@ class StatementSnapshot:
         self, table: CatalogTable, pushdown: ScanPushdown, limit: int | None, version: int | None
     ) -> VersionedRows:
         asked = {"columns": pushdown.columns, "query": table.query_id, "version": version, "timeout": self._timeout}
+        if table.is_rolling:
+            # All tables of a statement are as of one time.
+            self._at = self._client.now() if self._at is None else self._at
+            asked["at"] = self._at
         if pushdown.keys is not None:
             return self._client.key_rows(table.operator, pushdown.keys, table.state, **asked)
         bounds = pushdown.prefix, pushdown.start, pushdown.end

@@ -363,6 +363,7 @@ def sql(
     query_params: Sequence[Any] | Mapping[str, Any] | None = None,
     connection: duckdb.DuckDBPyConnection | None = None,
     version: int | None = None,
+    at: Any = None,
     timeout: float | None = None,
     limits: SqlLimits | None = None,
 ) -> StateRelation:
@@ -377,7 +378,8 @@ def sql(
     - each of these as one quoted name with dots.
 
     All tables of a query are read at one version: ``version``, which needs a statement over one query, or that of the
-    first rows. Rows are fetched when the result is read, and again each time.
+    first rows. All rolling aggregates are as of ``at``, a datetime, or of the time when the first rows were asked for.
+    Rows are fetched when the result is read, and again each time.
 
     ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection``, the statement must be a
     single read; it runs on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of
@@ -394,7 +396,7 @@ def sql(
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.
     may_share = connection is not None or statement_kind(duckdb, statement) == "SELECT"
     all_tables = catalog(client.operators())
-    snapshot = StatementSnapshot(client, timeout, version)
+    snapshot = StatementSnapshot(client, timeout, version, at)
     tables: dict[tuple[str, ...], StateDataset] = {}
     queries: dict[str, str] = {}  # a table of each query, by its id
     unclear: list[str] = []

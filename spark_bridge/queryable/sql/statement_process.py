@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime as dt
 import json
 import os
 import shutil
@@ -71,6 +72,7 @@ class ProcessStatement:
         *,
         query_params: Sequence[Any] | Mapping[str, Any] | None = None,
         version: int | None = None,
+        at: dt.datetime | None = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class ProcessStatement:
                     "statement": statement,
                     "query_params": query_params,
                     "version": version,
+                    "at": (client.now() if at is None else at).isoformat(),
                     "limits": asdict(self.limits),
                     "operators": client.operators(),
                 }
@@ -290,6 +293,8 @@ def _ending_rows(statement: ProcessStatement, rows: VersionedRows) -> Iterator[p
 def _opened(statement: ProcessStatement, request: Any) -> VersionedRows:
     """Begin the scan that a process asks for."""
     asked = json.loads(request.readline())
+    if "at" in asked:
+        asked["at"] = dt.datetime.fromisoformat(asked["at"])
     with pa.ipc.open_stream(request) as reader:
         keys = reader.read_next_batch()
     where, operator, state, is_lookup = (asked.pop(name) for name in ("where", "operator", "state", "is_lookup"))
@@ -430,6 +435,7 @@ def _run(request: dict[str, Any], limits: SqlLimits, scans: socket.socket, file:
             request["statement"],
             query_params=request["query_params"],
             version=request["version"],
+            at=request["at"],
             limits=limits,
         )
         schema, batches = relation.record_batches(request["batch_size"])
@@ -478,6 +484,9 @@ class _ParentClient:
 
     def operators(self) -> list[dict[str, Any]]:
         return self._operators
+
+    def now(self) -> dt.datetime:
+        raise AssertionError("a statement in its own process has a time")
 
     def scan(
         self, operator: str, state: str | None, *bounds: Any, where: Sequence[Comparison], **asked: Any

@@ -76,6 +76,10 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ),
         ({"by": ["k", S.window("t", "1 hour")], "n": S.count(), "index": "window"}, "is struct.*can have no index"),
         ({"by": ["k", S.session_window("t", "1 hour")], "n": S.count(), "index": "n"}, "no index can have them"),
+        (
+            {"by": "k", "n": S.count().rolling("1 hour"), "event_time": "t", "index": "k"},
+            "horizons: their values change with time",
+        ),
     ],
 )
 def test_errors_in_the_dataframe_are_raised_while_building_it(

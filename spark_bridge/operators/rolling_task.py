@@ -1,0 +1,356 @@
+"""The work of ``aggregate`` with horizons in a state task: newest rows and tiles of older ones per key.
+
+A key has two rows of state. One has its newest pieces, and for each horizon the merged state of the older ones, so that
+a batch emits all horizons without reading the tiles. The other row has the tiles. It is read when a horizon loses a
+tile, and written when the key has many newest pieces. A third column family has the keys by a
+time before which they do not expire; as with sessions, that time is corrected when the watermark gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import Integers, Mask, fixed_array, list_parts
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.sorted_pairs import key_order
+from coordinator_actor.messages import BatchTimes
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, states_as_of, time_order
+from spark_bridge.aggregates.row_groups import group_rows, plain
+from spark_bridge.operators.aggregate_task import GroupedBatch
+from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, OLDER, RECENT, TILES, TILES_FAMILY, is_present
+from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
+from spark_bridge.task import keyed_rows
+from spark_bridge.task.executor import StepTimer
+from spark_bridge.task.external_sort import Limits
+from spark_bridge.task.state_task import EventTime
+from spark_bridge.task.task_store import StateAccess
+
+ROLLING_KEYS_PER_STEP = 1 << 14
+"""Keys whose pieces are read and written at once, to begin with."""
+EVERY_PIECE = 1 << 62
+MAX_TIME = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How many pieces of a key stay apart. More are exact as of more moments, and take more time and memory.
+
+    - ``of_batch``: the newest times among the rows of a batch. The others are merged by tile.
+    - ``recent``: a key with more newest pieces moves all but ``kept`` to its tiles.
+    - ``after_watermark``: the pieces after the watermark stay apart among the tiles if a key has at most this many.
+    """
+
+    of_batch: int
+    recent: int
+    kept: int
+    after_watermark: int
+
+
+FEW_ROWS = 1 << 15
+FINE, COARSE = Detail(32, 16, 8, 32), Detail(0, 3, 1, 0)
+"""The detail of a task with at most ``FEW_ROWS`` rows, and of one with more."""
+
+
+@dataclass(frozen=True)
+class RollingLogic:
+    """Running aggregates over the last time of each key.
+
+    ``schema`` is of ``rolling_schema``, ``time`` names the event time of the rows. Each batch emits a row for each key
+    that it touches, as of the time of the key's newest row. ``output`` has the keys, that time, and the results.
+    """
+
+    schema: OperatorSchema
+    aggregator: Aggregator
+    rolling: Rolling
+    output: pa.Schema
+    time: str
+    limits: Limits | None = None
+
+    @property
+    def keys(self) -> pa.Schema:
+        return self.schema.families[DEFAULT_FAMILY].key
+
+    @cached_property
+    def columns(self) -> pa.Schema:
+        """Return the columns of pieces in a task: times in microseconds."""
+        times = [pa.field(name, pa.int64()) for name in ("first", "last")]
+        return pa.schema([*times, *self.aggregator.state_schema])
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Make pieces of the rows, merge them into those of their keys, commit, and yield the results."""
+        logic = replace(self, aggregator=self.aggregator.counting())
+        work = _RollingBatch(logic, store, timer)
+        nothing = keyed_rows.empty(self.columns)
+        with keyed_rows.RowReducer(self.keys, store.num_key_groups, nothing, work.reduced, self.limits) as reducer:
+            for rows in keyed_rows.parts_of(batches, timer, "aggregate_ms"):
+                work.add(rows, reducer)
+            work.add_due_keys(reducer)
+            with keyed_rows.Spool(self.output) as spool:
+                work.merge(reducer, spool)
+                timer.step("merge_ms")
+                store.commit(work.figures(), timer.milliseconds)
+                yield from spool.batches()
+
+
+class _RollingBatch(GroupedBatch):
+    """One micro-batch of one partition."""
+
+    def __init__(self, logic: RollingLogic, store: StateAccess, timer: StepTimer) -> None:
+        super().__init__(logic.aggregator, self._by_key, store, timer, None)
+        self._logic = logic
+        self._rolling = logic.rolling
+        self._detail = FINE
+        self._watermark = store.times.watermark_ms * 1000
+        self._expired = int(self._rolling.longest.start(np.array([self._watermark]))[0])
+        """Rows up to this time (in microseconds) are in no horizon as of the watermark or later: they are late."""
+
+    # -- rows to pieces ------------------------------------------------------------------------
+
+    def add(self, rows: pa.RecordBatch, reducer: keyed_rows.RowReducer) -> None:
+        """Make pieces of the rows that are in a horizon. The others are late, as are rows without a time."""
+        times = plain(rows.column(self._logic.time)).cast(pa.int64())
+        in_time = pc.greater(times, self._expired).fill_null(False)
+        kept = rows if pc.all(in_time).as_py() else rows.filter(in_time)
+        self._late += rows.num_rows - kept.num_rows
+        super().add(kept, reducer)
+
+    def _by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> keyed_rows.KeyedRows:
+        logic = self._logic
+        by_key = group_rows(rows, logic.keys, num_key_groups)
+        times = np.asarray(plain(rows.column(logic.time)).cast(pa.int64()))
+        if rows.num_rows > FEW_ROWS:
+            self._detail = COARSE
+        if self._detail.of_batch:
+            order = time_order(by_key.ids, times)
+            groups = np.empty(len(order), np.int64)
+            groups[order] = self._rolling.groups(by_key.ids[order], times[order], self._detail.of_batch)
+            num = int(groups[order[-1]]) + 1
+        else:
+            groups, num = self._rolling.tiles_of_rows(by_key.ids, times)
+        ids, first, last = np.empty(num, np.int64), np.full(num, MAX_TIME), np.full(num, -MAX_TIME)
+        ids[groups] = by_key.ids
+        np.minimum.at(first, groups, times)
+        np.maximum.at(last, groups, times)
+        states = logic.aggregator.partial(groups, num, rows)
+        return keyed_rows.KeyedRows(by_key.keys, ids, self._piece_rows(Pieces(ids, first, last, states)))
+
+    def _piece_rows(self, pieces: Pieces) -> pa.RecordBatch:
+        return pa.RecordBatch.from_arrays(pieces.columns(pa.int64()).columns, schema=self._logic.columns)
+
+    def reduced(
+        self, ids: keyed_rows.Ids, num_keys: int, rows: pa.RecordBatch
+    ) -> tuple[keyed_rows.Ids, pa.RecordBatch]:
+        """Return fewer pieces of the same keys; see ``keyed_rows.Reduce``."""
+        pieces = Pieces.of_rows(ids, rows)
+        pieces = self._merged(pieces.take(time_order(pieces.ids, pieces.last)), self._detail.of_batch)
+        return pieces.ids, self._piece_rows(pieces)
+
+    def _merged(self, pieces: Pieces, kept: Integers | int, reference: Integers | None = None) -> Pieces:
+        """Merge pieces of one tile, but for the newest ``kept`` ones of each key. Pieces of one time become one."""
+        groups = self._rolling.groups(pieces.ids, pieces.last, kept, reference)
+        if len(groups) and groups[-1] < len(groups) - 1:
+            # The functions that count what their limits drop are those of the operator.
+            begins = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+            states = self._logic.aggregator.merge(groups, len(begins), pieces.states)
+            first, last = np.minimum.reduceat(pieces.first, begins), np.maximum.reduceat(pieces.last, begins)
+            return Pieces(pieces.ids[begins], first, last, states)
+        return pieces
+
+    def add_due_keys(self, reducer: keyed_rows.RowReducer) -> None:
+        """Add the keys that may have expired, so that ``merge`` visits them."""
+        times: BatchTimes = self._store.times
+        if times.watermark_ms <= times.late_watermark_ms:
+            return  # the last batch has removed the keys that this watermark expires
+        ranges = EventTime(DUE).done_ranges(self._store.key_groups, times.watermark_ms)
+        nothing = keyed_rows.empty(self._logic.columns)
+        for pairs in keyed_rows.scanned(self._store, ranges, DUE_FAMILY):
+            keys = without_expiry(pairs.column(0))
+            reducer.add(keyed_rows.KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), nothing))
+
+    # -- pieces into state ---------------------------------------------------------------------
+
+    def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
+        """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
+        size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
+        self._in_steps(reducer, size, lambda step: self._merge_step(step, spool), None)
+
+    def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
+        """Merge the new pieces of some keys; return the bytes that they and the stored values take."""
+        num_keys, rolling = len(new.keys), self._rolling
+        self._timer.step("merge_ms")
+        stored = self._store.get_many(new.keys)
+        self._timer.step("get_ms")
+        rows = self._schema.decode_values(stored)
+        recent, older, due = (rows.column(rows.schema.get_field_index(name)) for name in (RECENT, OLDER, DUE))
+        recent = Pieces.of_lists(recent)
+        detail = self._detail
+        apart = EVERY_PIECE if detail is FINE else detail.kept
+        pieces = self._merged(Pieces.concatenated(recent, Pieces.of_rows(new.ids, new.rows)), apart)
+        ends = np.searchsorted(pieces.ids, np.arange(num_keys), "right")
+        newest = pieces.last[ends - 1]
+        is_expired = newest <= self._expired
+        counts = np.bincount(pieces.ids, minlength=num_keys)
+        starts = np.stack([h.start(newest) for h in rolling.horizons], axis=1)
+
+        merged = Pieces.of_lists(older)
+        has_tiles, is_stale = self._stale(older, starts, num_keys)
+        moves = (counts > detail.recent) & ~is_expired
+        visits = np.flatnonzero((moves | is_stale) & ~is_expired)
+        if len(visits):
+            rank = (ends - 1)[pieces.ids] - np.arange(len(pieces.ids))
+            is_moving = moves[pieces.ids] & (rank >= detail.kept)
+            # As of its newest row a key is emitted, and clients ask as of the watermark or later.
+            reference = np.minimum(newest, self._watermark)
+            refreshed = self._refresh(new.keys, visits, reference, pieces.take(is_moving), moves, starts)
+            pieces = pieces.take(~is_moving)
+            is_kept = np.ones(num_keys, np.bool_)
+            is_kept[visits] = False
+            merged = Pieces.concatenated(merged.take(is_kept[merged.ids]), refreshed, by_time=False)
+
+        touched = np.zeros(num_keys, np.bool_)
+        touched[new.ids] = True
+        self._updated += int(np.count_nonzero(touched))
+        self._stage(new.keys, np.asarray(stored.is_valid()), is_expired, pieces, merged, due, newest)
+        if is_expired.any():
+            gone = is_expired & has_tiles
+            self._store.stage(new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), TILES_FAMILY)
+        self._emit(new.keys, touched & ~is_expired, pieces, merged, newest, spool)
+        return int(stored.nbytes + new.rows.nbytes)
+
+    def _stale(self, older: pa.Array, starts: Integers, num_keys: int) -> tuple[Mask, Mask]:
+        """Return which keys have tiles, and for which keys the merged states of horizons are of other tiles now.
+
+        In ``older``, the first time of a horizon's state is the start that the horizon had then.
+        """
+        elements, offsets = list_parts(older)
+        lengths = np.diff(offsets)
+        has_tiles = lengths > 0
+        num_horizons = starts.shape[1]
+        fits = lengths == num_horizons
+        is_stale = has_tiles & ~fits
+        begins = np.asarray(elements.field(0).cast(pa.int64()))
+        places = offsets[:-1][fits][:, None] + np.arange(num_horizons)
+        is_stale[fits] = (begins[places] != starts[fits]).any(axis=1)
+        return has_tiles, is_stale
+
+    def _refresh(
+        self, keys: pa.BinaryArray, visits: Integers, reference: Integers, moving: Pieces, moves: Mask, starts: Integers
+    ) -> Pieces:
+        """Move pieces to the tiles of keys, and return the merged state of the tiles for each horizon of ``visits``."""
+        schema = self._store.schema.families[TILES_FAMILY]
+        number = np.full(len(keys), -1, np.int64)
+        number[visits] = np.arange(len(visits))
+        visited = keys.take(pa.array(visits))
+        self._timer.step("merge_ms")
+        stored = self._store.get_many(visited, TILES_FAMILY)
+        self._timer.step("get_ms")
+        rows = schema.decode_values(stored)
+        tiles = Pieces.of_lists(rows.column(rows.schema.get_field_index(TILES)))
+        if len(moving.ids):
+            tiles = Pieces.concatenated(tiles, replace(moving, ids=number[moving.ids]))
+            is_moved = moves[visits]
+            of_moved = is_moved[tiles.ids]
+            reference = reference[visits]
+            is_needed = tiles.last > self._rolling.longest.start(reference)[tiles.ids]
+            merged = self._merged(tiles.take(of_moved & is_needed), self._kept(tiles, len(visits)), reference)
+            tiles = Pieces.concatenated(tiles.take(~of_moved), merged) if not of_moved.all() else merged
+            values = self._tile_rows(merged, len(visits), reference).filter(pa.array(is_moved))
+            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(values), TILES_FAMILY)
+        num_horizons, of_visits = starts.shape[1], starts[visits]
+        num_states = len(visits) * num_horizons
+        places = [np.flatnonzero(tiles.last > of_visits[:, i][tiles.ids]) for i in range(num_horizons)]
+        groups = np.concatenate([tiles.ids[chosen] * num_horizons + i for i, chosen in enumerate(places)])
+        chosen_states = tiles.states.take(pa.array(np.concatenate(places)))
+        states = self._logic.aggregator.merge(groups, num_states, chosen_states)
+        begins = of_visits.reshape(-1)
+        return Pieces(np.repeat(visits, num_horizons), begins, begins, states)
+
+    def _kept(self, tiles: Pieces, num_keys: int) -> Integers:
+        """Return how many of a key's pieces in tiles stay apart: those after the watermark, unless there are many."""
+        after = np.bincount(tiles.ids[tiles.last > self._watermark], minlength=num_keys)
+        return np.where(after + self._detail.kept > self._detail.after_watermark, 0, after)
+
+    def _tile_rows(self, tiles: Pieces, num_keys: int, reference: Integers) -> pa.RecordBatch:
+        value = self._logic.schema.families[TILES_FAMILY].value
+        lists = tiles.lists(num_keys, value.field(0).type)
+        merged_at = fixed_array(reference, None, value.field(1).type)
+        return pa.RecordBatch.from_arrays([lists, merged_at], schema=value)
+
+    def _stage(
+        self,
+        keys: pa.BinaryArray,
+        present: Mask,
+        is_expired: Mask,
+        pieces: Pieces,
+        merged: Pieces,
+        due: pa.Array,
+        newest: Integers,
+    ) -> None:
+        """Stage the newest pieces of keys, the merged states of their tiles, and when they are due."""
+        num_keys, longest = len(keys), self._rolling.longest
+        value = self._logic.schema.families[DEFAULT_FAMILY].value
+        was_due = np.asarray(due.is_valid())
+        old_due = due.cast(pa.int64()).fill_null(0).to_numpy()
+        stays = ~is_expired
+        holds = stays & was_due & (old_due > self._watermark)
+        new_due = np.where(holds, old_due, newest + longest.us + longest.hop)
+        columns = [
+            pieces.lists(num_keys, value.field(0).type),
+            merged.lists(num_keys, value.field(1).type),
+            fixed_array(new_due, None, value.field(2).type),
+        ]
+        values = self._schema.encode_values(pa.RecordBatch.from_arrays(columns, schema=value))
+        changed = pa.array(stays | present)
+        or_removed = values if stays.all() else pc.if_else(pa.array(stays), values, pa.scalar(None, pa.binary()))
+        self._store.stage(keys.filter(changed), or_removed.filter(changed))
+        self._removed += int(np.count_nonzero(is_expired & present))
+        self._stage_due(keys, was_due & ~holds, old_due, present=False)
+        self._stage_due(keys, stays & ~holds, new_due, present=True)
+
+    def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Integers, *, present: bool) -> None:
+        """Stage the chosen keys by their due times, or the removal of such keys."""
+        if not chosen.any():
+            return
+        by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
+        schema = self._logic.schema.families[DUE_FAMILY]
+        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
+        self._store.stage(by_due, values, DUE_FAMILY)
+
+    def _emit(
+        self,
+        keys: pa.BinaryArray,
+        chosen: Mask,
+        pieces: Pieces,
+        merged: Pieces,
+        newest: Integers,
+        spool: keyed_rows.Spool,
+    ) -> None:
+        """Put the results of the chosen keys as of their newest rows into the spool."""
+        if not chosen.any():
+            return
+        logic, num_keys = self._logic, int(np.count_nonzero(chosen))
+        number = np.cumsum(chosen) - 1
+        horizons = len(self._rolling.horizons)
+        if num_keys < len(keys):
+            pieces, merged = pieces.take(chosen[pieces.ids]), merged.take(chosen[merged.ids])
+        of_horizon = np.tile(np.arange(horizons), len(merged.ids) // horizons)
+        more = replace(merged, ids=number[merged.ids] + of_horizon * num_keys)
+        moments = newest[chosen]
+        states = states_as_of(self._rolling, replace(pieces, ids=number[pieces.ids]), moments, more)
+        key_columns = decode_keys(keys.filter(pa.array(chosen)), logic.keys)
+        columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))
+        columns[logic.time] = pa.array(moments).cast(logic.output.field(logic.time).type)
+        names = [f.name for f in self._rolling.fields(logic.aggregator.state_schema)]
+        columns.update(zip(names, results_of(self._rolling, states, num_keys), strict=True))
+        spool.add(pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output))

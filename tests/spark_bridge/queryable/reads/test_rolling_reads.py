@@ -1,0 +1,201 @@
+"""Answers of rolling aggregates as of random moments, through every interface of clients and of stored state."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_bridge.aggregates.rolling import SECOND, Rolling
+from spark_bridge.exceptions import RequestError, StateTimeError
+from spark_bridge.operators import rolling_task
+from spark_bridge.state_data.checkpoint_client import CheckpointClient
+from spark_bridge.state_data.frames import state_changes_table, state_table
+from tests.spark_bridge.operators.operator_runs import batch_of
+from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
+from tests.spark_bridge.queryable.client_world import served
+from tests.spark_bridge.state_flows import Query
+
+HORIZONS = ("30 seconds", "10 minutes", "1 hour")
+
+
+def time_of(us: int) -> dt.datetime:
+    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)
+
+
+class Stream:
+    """A query of rolling aggregates, batch by batch, with the rows of each key."""
+
+    def __init__(self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1") -> None:
+        self.rng = random.Random(seed)
+        self.logic, self.rolling = rolling_operator(HORIZONS)
+        self.query = Query(root, self.logic.schema, "rolling_aggregate", n, backend, run)
+        (root / "ck" / "metadata").write_text('{"id":"q"}')
+        self.rows: dict[str, list[tuple[int, float]]] = {}
+        self.clock = 1_000_000.0
+        self.watermark = 0
+        self.newest = 0
+
+    def batch(self, num: int | None = None) -> None:
+        """A batch with some late rows; the watermark is a minute behind."""
+        self.clock += self.rng.choice((1, 20, 300, 3000))
+        new = random_rows(self.rng, self.clock, num or self.rng.choice((2, 20)), self.rng.choice((2, 200)))
+        self.watermark = max(self.watermark, (self.newest - 60) * 1000) if self.newest else 0
+        bound = int(self.rolling.longest.start(np.array([self.watermark * 1000]))[0])
+        for key, at, value in new:
+            if at * SECOND > bound:
+                self.rows.setdefault(key, []).append((int(at * SECOND), value))
+                self.newest = max(self.newest, int(at))
+        self.rows = {key: rows for key, rows in self.rows.items() if max(t for t, _ in rows) > bound}
+        self.query.process(self.logic, ["k"], batch_of(ROWS, new), self.watermark)
+
+    def moment(self) -> int:
+        """A moment at or after the watermark, in us."""
+        late = self.rng.choice((0, 0, 1, 30, 600, 5000))
+        return max(self.watermark * 1000, int((self.clock - self.rng.random() * 70) * SECOND)) + late * SECOND
+
+
+def expected(rolling: Rolling, rows: dict[str, list[tuple[int, float]]], moment: int) -> dict[str, dict[str, Any]]:
+    """The results of all keys."""
+    return {key: model(rolling, of_key, moment) for key, of_key in rows.items()}
+
+
+def without_key(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("k", "key_group", "partition_id")}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_interface_gives_the_models_answer(tmp_path: Path, seed: int) -> None:
+    """get, get_many, get_each, key_rows, scan, count, SQL, a checkpoint, and tables of state: one answer."""
+    stream = Stream(tmp_path, seed, backend=("file", "rocksdb")[seed % 2])
+    keys = [f"k{i}" for i in range(9)]
+    with served(stream.query) as client:
+        for _ in range(12):
+            stream.batch()
+            stream.query.host.heartbeat()
+            moment = stream.moment()
+            at = time_of(moment)
+            answers = expected(stream.rolling, stream.rows, moment)
+            assert {k: client.get("op", k, at=at) for k in keys} == {k: answers.get(k) for k in keys}
+            assert client.answered_at == at
+            assert client.answered_version == stream.query.version
+            table = client.get_many("op", keys, at=at).to_pylist()
+            absent = dict.fromkeys(next(iter(answers.values()), {}))
+            assert [without_key(row) for row in table] == [answers.get(k, absent) for k in keys] or not answers
+            assert client.get_each("op", keys, at=at) == [answers.get(k) for k in keys]
+            rows = client.key_rows("op", keys, at=at).to_pylist()
+            assert {row["k"]: without_key(row) for row in rows} == answers
+            scanned = client.scan("op", at=at).to_pylist()
+            assert {row["k"]: without_key(row) for row in scanned} == answers
+            busy = client.scan("op", where=[("n_10m", ">", 0)], at=at).to_pylist()
+            assert {row["k"] for row in busy} == {k for k, a in answers.items() if a["n_10m"] > 0}
+            assert client.count("op", at=at) == len(answers)
+            relation = client.sql("select k, n_10m, total_1h from op where k <> 'k7' order by k", at=at)
+            assert relation.fetchall() == [
+                (k, a["n_10m"], a["total_1h"]) for k, a in sorted(answers.items()) if k != "k7"
+            ]
+        ms = moment // 1000 * 1000 + 1000
+        stored = state_table(stream.query.location, "op", at=time_of(ms)).to_pylist()
+        assert {row["k"]: without_key(row) for row in stored} == expected(stream.rolling, stream.rows, ms)
+        checkpoint = CheckpointClient.open(stream.query.location)
+        assert {k: checkpoint.get("op", k, at=time_of(ms)) for k in stream.rows} == expected(
+            stream.rolling, stream.rows, ms
+        )
+        checkpoint.close()
+    stream.query.close()
+
+
+def test_a_version_and_a_time_give_the_same_answer_again(tmp_path: Path) -> None:
+    """What clients have recorded by version and time is what storage answers for these, bit by bit."""
+    stream = Stream(tmp_path, 7)
+    recorded: list[tuple[str, int, dt.datetime, Any]] = []
+    with served(stream.query) as client:
+        for _ in range(15):
+            stream.batch()
+            stream.query.host.heartbeat()
+            for key in stream.rows:
+                answer = client.get("op", key, at=time_of(stream.moment()))
+                recorded.append((key, client.answered_version, client.answered_at, answer))
+        assert len({version for _, version, _, _ in recorded}) == 15
+        for key, version, at, answer in stream.rng.sample(recorded, 40):
+            assert client.get("op", key, version=version, at=at) == answer
+        checkpoint = CheckpointClient.open(stream.query.location)
+        for key, version, at, answer in stream.rng.sample(recorded, 15):
+            assert checkpoint.get("op", key, version=version, at=at) == answer
+        checkpoint.close()
+    stream.query.close()
+
+
+def test_the_default_time_is_the_hosts_clock(tmp_path: Path) -> None:
+    """Without ``at`` the answer is as of now: long after the last event, counts are zero, and sums too."""
+    stream = Stream(tmp_path, 3)
+    stream.batch(20)
+    with served(stream.query) as client:
+        key = next(iter(stream.rows))
+        before = dt.datetime.now(dt.timezone.utc)
+        answer = client.get("op", key)
+        assert before - dt.timedelta(seconds=1) < client.answered_at < dt.datetime.now(dt.timezone.utc)
+        assert (answer["n_1h"], answer["total_1h"], answer["least_1h"]) == (0, 0.0, None)
+        assert client.get("op", "never seen") is None
+        assert abs((client.now() - dt.datetime.now(dt.timezone.utc)).total_seconds()) < 1
+    stream.query.close()
+
+
+def test_times_that_cannot_be_answered_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time before the tiles, or inside one, is an error that names a time that can be answered."""
+    monkeypatch.setattr(rolling_task, "FEW_ROWS", 0)
+    stream = Stream(tmp_path, 5)
+    rows = [("a", 1_000_000 + i, 1.0) for i in range(200)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), 0)
+    rows = [("a", 1_003_000 + i / 8, 1.0) for i in range(200)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), 1_000_100_000)
+    with served(stream.query) as client:
+        with pytest.raises(StateTimeError, match=r"older than the retained tiles.*Ask as of that time") as raised:
+            client.get("op", "a", at=time_of(1_000_050 * SECOND))
+        watermark = str(raised.value).partition("watermark ")[2].partition("Z")[0]
+        assert client.get("op", "a", at=dt.datetime.fromisoformat(watermark))["n_1h"] == 101
+        inside = 1_003_010 * SECOND + 300_000
+        with pytest.raises(StateTimeError, match="merged in one tile") as raised:
+            client.get("op", "a", at=time_of(inside))
+        later = str(raised.value).partition("as of ")[2].partition("Z")[0]
+        assert client.get("op", "a", at=dt.datetime.fromisoformat(later))["n_30s"] == 89
+        assert client.get("op", "a", at=time_of(1_003_010 * SECOND))["n_30s"] == 81
+        with pytest.raises(RequestError, match="is not a time"):
+            client.get("op", "a", at="yesterday")
+    stream.query.close()
+
+
+def test_there_is_no_feed_of_changes(tmp_path: Path) -> None:
+    """Watches and tables of changes are refused, with the sink as the way out."""
+    stream = Stream(tmp_path, 5)
+    stream.batch(5)
+    with served(stream.query) as client, pytest.raises(RequestError, match="Write the rows that the operator emits"):
+        next(iter(client.watch("op", from_version=0)))
+    with pytest.raises(RequestError, match="no feed"):
+        state_changes_table(stream.query.location, "op", from_version=0)
+    stream.query.close()
+
+
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_another_layout_keeps_the_answers(tmp_path: Path, backend: str) -> None:
+    """A restart with more partitions has all three families of each key in the partition of the key."""
+    stream = Stream(tmp_path, 11, backend=backend)
+    for _ in range(10):
+        stream.batch(40)
+    rows, clock, watermark, newest = stream.rows, stream.clock, stream.watermark, stream.newest
+    stream.query.stop()
+    stream = Stream(tmp_path, 12, n=5, backend=backend, run="run2")
+    stream.rows, stream.clock, stream.watermark, stream.newest = rows, clock, watermark, newest
+    with served(stream.query) as client:
+        for _ in range(5):
+            stream.batch(20)
+            stream.query.host.heartbeat()
+            moment = stream.moment()
+            scanned = client.scan("op", at=time_of(moment)).to_pylist()
+            answers = expected(stream.rolling, stream.rows, moment)
+            assert {row["k"]: without_key(row) for row in scanned} == answers
+    stream.query.close()
