@@ -196,7 +196,7 @@ class StateStoreCoordinator:
         self._namespace = namespace
         self._name = name
         store = ClusterStore(namespace, name)
-        tokens = AccessTokens(store.secret(token), store, time.time)
+        tokens = AccessTokens(store.secret(token), store, time.time, namespace)
         queries = QueryThreads()
         nodes = NodeWatch()
         self._requests = RequestCounts()

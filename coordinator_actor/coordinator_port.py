@@ -20,7 +20,7 @@ from msgspec import structs
 from backends.background_loop import FailingLoop
 from backends.conf import StateStoreProviderId
 from backends.formats.manifest import Lineage, PartitionEntry
-from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import (
     Acknowledge,
@@ -474,12 +474,14 @@ class CoordinatorPort:
         """Return the version of the messages that this coordinator speaks (``WIRE_VERSION``)."""
 
     @message(Group.QUERIES, "name")
-    def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
+    def issue_token(
+        self, name: str, expires_in: float | None = None, *, admin: bool = False, scope: Scope = ALL
+    ) -> str:
         """Issue a token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
 
-        It is read-only; with ``admin`` it may act on the page.
+        It is read-only; with ``admin`` it may act on the page. It is for all of the cluster, or for the ``scope``.
 
-        Raises ``InvalidRequestError`` if a valid token has that name, or for an invalid name or time.
+        Raises ``InvalidRequestError`` if a valid token has that name, or for an invalid name, time or scope.
         """
 
     @message(Group.QUERIES)

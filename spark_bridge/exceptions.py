@@ -112,6 +112,10 @@ class AccessDeniedError(QueryableStateError):
     """The token is missing, wrong or revoked, or does not allow this."""
 
 
+class OutOfScopeError(AccessDeniedError):
+    """The token is valid, but the request is outside of its scope."""
+
+
 class TlsError(QueryableStateError):
     """TLS is on at one side only, files are missing or do not fit together, or a certificate is refused."""
 

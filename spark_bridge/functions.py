@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_bridge.aggregates.lists_and_sketches import MAX_PRECISION, MIN_PRECISION, precision_of
+from spark_bridge.aggregates.lists_and_sketches import BILLION, MAX_PRECISION, MILLION, MIN_PRECISION, precision_of
 from spark_bridge.exceptions import InvalidOperatorError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "mean",
     "merge",
     "min",
+    "percentile_approx",
     "session_window",
     "stddev",
     "stddev_pop",
@@ -299,6 +300,30 @@ def approx_count_distinct(column: str, rsd: float = 0.05) -> AggregateFunction:
     if not MIN_PRECISION <= precision <= MAX_PRECISION:
         raise InvalidOperatorError(f"approx_count_distinct: rsd={rsd!r} is out of range; it must be 0.0022 to 0.39.")
     return AggregateFunction("approx_count_distinct", column, arguments=(str(precision),))
+
+
+def percentile_approx(column: str, percentage: float | Sequence[float], accuracy: float = 0.01) -> AggregateFunction:
+    """Estimate percentiles of the non-null values, by DDSketch. Result: double, or an array of doubles for several.
+
+    ``percentage`` is 0 to 1, as in Spark. ``accuracy`` is the greatest relative error of a result, 0.0001 to 0.1; of
+    Spark's function of this name it is the inverse of the error of the rank. The state of a key takes 12 bytes for each
+    bucket in use: at 1 %, values between 1 and a million have at most 691. The result is null without values. Raises
+    ``InvalidOperatorError``. After Masson, Rim and Lee, "DDSketch" (2019), whose results do not depend on the order of
+    merging.
+    """
+    percentages = list(percentage) if isinstance(percentage, Sequence) else [percentage]
+    wrong = [p for p in percentages if not isinstance(p, int | float) or not 0 <= p <= 1]
+    if wrong or not percentages:
+        raise InvalidOperatorError(
+            f"percentile_approx: percentage={percentage!r} must be numbers from 0 to 1, such as 0.99."
+        )
+    if not isinstance(accuracy, int | float) or not 0.0001 <= accuracy <= 0.1:
+        raise InvalidOperatorError(
+            f"percentile_approx: accuracy={accuracy!r} is out of range; it is the relative error, 0.0001 to 0.1."
+        )
+    form = "array" if isinstance(percentage, Sequence) else "one"
+    scaled = (str(round(float(p) * BILLION)) for p in percentages)
+    return AggregateFunction("percentile_approx", column, arguments=(str(round(accuracy * MILLION)), form, *scaled))
 
 
 def merge(

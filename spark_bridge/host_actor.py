@@ -222,7 +222,7 @@ class StateStoreHost:
         self._queries = KvStateClientProxy(
             lambda: self._reads,
             self._locator,
-            ClusterTokens(token, lambda: self._host.revoked_tokens),
+            ClusterTokens(token, lambda: self._host.revoked_tokens, namespace=namespace),
             connections_to_hosts(token, None if tls is None else tls.client_context()),
             ip=self._node_ip,
             port=query_port,

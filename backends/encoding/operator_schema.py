@@ -249,6 +249,22 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str =
     )
 
 
+def horizons_since(stored: str, declared: str, complete_from: int) -> str:
+    """Return the declared setting ``HORIZONS`` of a restarted query, with the times from which horizons are complete.
+
+    A setting is JSON: for each output its name and its horizons, each with name, microseconds, hop, and the time from
+    which it is complete (0: always), in microseconds since 1970. Rows from before ``complete_from`` may have been
+    removed, since no horizon of ``stored`` had them.
+    """
+    before = sorted((us, since) for _, horizons in json.loads(stored) for _, us, _, since in horizons)
+
+    def since(us: int) -> int:
+        return next((earlier for length, earlier in before if length >= us), complete_from)
+
+    outputs = json.loads(declared)
+    return json.dumps([[o, [[name, us, hop, since(us)] for name, us, hop, _ in hs]] for o, hs in outputs])
+
+
 def _evolved_rows(
     stored: OperatorSchema | None, declared: OperatorSchema, *, may_change_outputs: bool
 ) -> OperatorSchema:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
 from backends.conf import DEFAULT_FAMILY
-from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.encoding.operator_schema import HORIZONS, OperatorSchema, evolved, horizons_since
 from backends.encoding.schema import StateSchema, columns_in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
@@ -135,7 +137,20 @@ def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> Oper
     schema_id = base.operators[spec.name].schema_id
     if schema_id == declared.id:
         return declared
-    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared, spec.kind)
+    stored = OperatorSchema.from_json(run.manifests.schema(schema_id))
+    schema = evolved(stored, declared, spec.kind)
+    if HORIZONS not in schema.settings:
+        return schema
+    since = horizons_since(stored.settings[HORIZONS], schema.settings[HORIZONS], _oldest_us(run, stored))
+    return replace(schema, settings={**schema.settings, HORIZONS: since})
+
+
+def _oldest_us(run: QueryState, stored: OperatorSchema) -> int:
+    """Return the event time up to which the query may have removed rows of its horizons, in microseconds."""
+    longest = max(us for _, horizons in json.loads(stored.settings[HORIZONS]) for _, us, _, _ in horizons)
+    last = run.commits.last_begun()
+    watermark_ms = 0 if last is None else run.commits.times(last).watermark_ms
+    return max(0, watermark_ms * 1000 - int(longest))
 
 
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:

@@ -33,7 +33,14 @@ from spark_bridge.aggregates.computation import (
     split_state_column,
     user_result,
 )
-from spark_bridge.aggregates.lists_and_sketches import LISTS, LISTS_BY_ORDER, SKETCH, ListTooLarge, counts_dropped
+from spark_bridge.aggregates.lists_and_sketches import (
+    LISTS,
+    LISTS_BY_ORDER,
+    QUANTILES,
+    SKETCH,
+    ListTooLarge,
+    counts_dropped,
+)
 from spark_bridge.aggregates.row_groups import plain
 from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
 
@@ -57,6 +64,7 @@ COMPUTATIONS: dict[str, Computation] = {
     "collect_set": LISTS,
     "top_k": LISTS,
     "approx_count_distinct": SKETCH,
+    "percentile_approx": QUANTILES,
     "merge": USER,
 }
 

@@ -220,7 +220,7 @@ def time_order(ids: Integers, times: Integers) -> npt.NDArray[np.intp]:
     return np.lexsort((times, ids))
 
 
-FIRST, LAST = "first", "last"
+FIRST_TIME, LAST_TIME = "first", "last"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Pieces:
         """Return the pieces as rows: their first and last time, of type ``time``, and their states."""
         times = [pa.array(t, pa.int64()).cast(time) for t in (self.first, self.last)]
         return pa.RecordBatch.from_arrays(
-            [*times, *self.states.columns], names=[FIRST, LAST, *self.states.schema.names]
+            [*times, *self.states.columns], names=[FIRST_TIME, LAST_TIME, *self.states.schema.names]
         )
 
     def lists(self, num_keys: int, kind: pa.DataType) -> pa.Array:
@@ -283,7 +283,7 @@ class Pieces:
 
 def piece_fields(time: pa.DataType, states: pa.Schema) -> list[pa.Field]:
     """Return the columns of a piece."""
-    return [pa.field(FIRST, time), pa.field(LAST, time), *states]
+    return [pa.field(FIRST_TIME, time), pa.field(LAST_TIME, time), *states]
 
 
 # -- answers -----------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ import typer
 from rich.table import Table
 
 from backends.storage.requests import Prices
-from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from coordinator_actor.messages import RunningOperator
 from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.grafana import config_map, dashboard, written
@@ -147,6 +148,16 @@ def issue(
     admin: Annotated[
         bool, typer.Option("--admin", help="It may also act on the page, such as trigger a savepoint.")
     ] = False,
+    namespaces: Annotated[
+        list[str] | None, typer.Option("--only-namespace", help="Only for hosts of this Ray namespace; repeatable.")
+    ] = None,
+    queries: Annotated[
+        list[str] | None, typer.Option("--query", help="Only for this query, by name or query id; repeatable.")
+    ] = None,
+    operators: Annotated[
+        list[str] | None, typer.Option("--operator", help="Only for operators of this name; repeatable.")
+    ] = None,
+    views: Annotated[list[str] | None, typer.Option("--view", help="Only for this feature view; repeatable.")] = None,
     address: sources.Address = None,
     namespace: sources.Namespace = NAMESPACE,
     coordinator: sources.CoordinatorName = COORDINATOR_NAME,
@@ -154,21 +165,42 @@ def issue(
 ) -> None:
     """Issue a token, read-only by default. It is printed alone, and cannot be shown again.
 
-    Example: statestore token issue --name dashboard --expires 30d
+    Without --query, --operator and --view it is for everything in the namespace. A token that names operators or views
+    sees those alone.
+
+    Examples: statestore token issue --name dashboard --expires 30d; statestore token issue --name fraud-model --query
+    payments --operator user_totals
     """
     expires_in = None if expires is None else seconds_of(expires)
-    more = {"admin": True} if admin else {}
+    scope = Scope(*(tuple(names or ()) for names in (namespaces, queries, operators, views)))
+    more: dict[str, Any] = {"admin": True} if admin else {}
+    unknown: list[str] = []
+    if scope != ALL:
+        more["scope"] = scope  # a coordinator of an earlier version refuses it
+        unknown = not_running(scope, _ask(address, namespace, coordinator, "operators"))
     token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
-    typer.echo(output.json_line({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
+    plain = {"name": name, "token": token, "expires_in": expires_in, "scope": msgspec.to_builtins(scope)}
+    typer.echo(output.json_line(plain) if as_json else token)
     if as_json:
         return
     ends = "until it is revoked" if expires is None else f"for {expires}"
     kind = "an administrator's" if admin else "the read-only"
+    limits = f", for {scope.in_words()} alone" if scope != ALL else ""
     output.complain(
-        f"This is {kind} token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
+        f"This is {kind} token {name!r}, valid {ends}{limits}. Keep it: it is not stored, and not shown again. Clients "
         "give it as token= or in STATESTORE_TOKEN.",
         style=None,
     )
+    if unknown:
+        output.complain(f"Not running now: {', '.join(unknown)}. If a name is misspelled, revoke the token.")
+
+
+def not_running(scope: Scope, running: Sequence[RunningOperator]) -> list[str]:
+    """Return the queries and operators of a scope that no running query has."""
+    queries = {name for of in running for name in (of.query_name, of.query_id, of.run_id)}
+    operators = {of.operator.name for of in running}
+    unknown = [f"query {name!r}" for name in scope.queries if name not in queries]
+    return [*unknown, *(f"operator {name!r}" for name in scope.operators if name not in operators)]
 
 
 @app.command("list")
@@ -178,13 +210,13 @@ def list_tokens(
     coordinator: sources.CoordinatorName = COORDINATOR_NAME,
     as_json: output.AsJson = False,
 ) -> None:
-    """List the read-only tokens that were issued: their names and ids, not the tokens themselves.
+    """List the tokens that were issued: names, ids and scopes, not the tokens themselves.
 
     Example: statestore token list --json
     """
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
     output.show(
-        lambda: [msgspec.structs.asdict(token) for token in tokens],
+        lambda: msgspec.to_builtins(tokens),
         lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
         as_json=as_json,
     )
@@ -216,13 +248,14 @@ def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
             token.name,
             token.id,
             "admin" if token.admin else "read-only",
+            token.scope.in_words() or "everything",
             _time(token.created),
             "never" if token.expires is None else _time(token.expires),
             "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired",
         )
         for token in tokens
     )
-    return output.filled(rows, "name", "id", "kind", "created", "expires", "state")
+    return output.filled(rows, "name", "id", "kind", "scope", "created", "expires", "state")
 
 
 def _time(seconds: float) -> str:
@@ -386,7 +419,7 @@ def _serve_cluster(source: sources.Source, place: _Place) -> None:
 
     namespace, coordinator = source.namespace, source.coordinator
     calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
-    tokens = CoordinatorTokens(calls.call)
+    tokens = CoordinatorTokens(calls.call, namespace=namespace)
 
     checkpoints = KnownCheckpoints()
 

@@ -41,7 +41,7 @@ from spark_bridge.task.state_task import StateTask
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
 
 
-OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
+OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop", "percentile_approx")
 WITH_ORDER = ("first", "last")
 
 

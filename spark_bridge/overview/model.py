@@ -8,7 +8,7 @@ Python's garbage collection, which holds up all threads, skips them (``gc=False`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import pairwise
 from statistics import median
@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.storage.requests import KINDS
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace
 from spark_bridge.queryable.reads.operator_plan import variables_summary
@@ -381,6 +382,45 @@ class Overview:
             asked = "A query must be named" if named is None and queries else f"No single query is named {named!r}"
             raise LookupError(f"{asked}; there are: {names}." if self.queries else "There is no query.")
         return queries[0]
+
+
+def overview_within(overview: Overview, scope: Scope) -> Overview:
+    """Return the part of an overview that a token with ``scope`` may see: its operators, and their queries.
+
+    Hosts and coordinator serve all queries, and are left out. Of a query that the token may see in part, everything
+    that is not of one operator is left out as well.
+    """
+    if scope.is_all:
+        return overview
+    queries = []
+    for query in overview.queries:
+        names = (query.name, query.query_id, query.run_id)
+        operators = tuple(o for o in query.operators if scope.allows(o.name, *names))
+        if scope.has_whole_queries and scope.allows_query(*names):
+            queries.append(query)
+        elif operators:
+            queries.append(
+                Query(
+                    query.query_id,
+                    query.run_id,
+                    query.name,
+                    query.status,
+                    "",
+                    "",
+                    query.epoch,
+                    query.completed_version,
+                    query.prepared_version,
+                    query.oldest_version,
+                    operators,
+                    readable=query.readable,
+                )
+            )
+    subjects = {f"operator {o.name} of query {q.title}" for q in queries for o in q.operators}
+    if scope.has_whole_queries:
+        subjects |= {f"query {q.title}" for q in queries}
+    coordinator = overview.coordinator and CoordinatorInfo(overview.coordinator.id, overview.coordinator.namespace)
+    faults = tuple(fault for fault in overview.faults if fault.subject in subjects)
+    return replace(overview, coordinator=coordinator, queries=tuple(queries), hosts=(), faults=faults)
 
 
 def to_plain(described: Any) -> Any:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from time import time_ns
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
@@ -77,10 +78,10 @@ class ClientConnection:
         self._armed = 0.0
         self._sock = _connected(address, tls, deadline)
         try:
-            began = time.time_ns()
+            began = time_ns()
             self.send(Hello(PROTOCOL, token), b"", deadline)
             reply, _ = self.receive(deadline)
-            ended = time.time_ns()
+            ended = time_ns()
         except ClosedByPeerError as error:
             # In TLS 1.3 a host refuses a client's certificate only after the handshake.
             refused = refusal(address, error.__context__) if isinstance(error.__context__, ssl.SSLError) else None
@@ -434,7 +435,7 @@ class KvConnections:
 
     def now_us(self) -> int:
         """Return the clock of the host that was connected last, in microseconds since 1970."""
-        return time.time_ns() // 1000 + self.clock_offset_us
+        return time_ns() // 1000 + self.clock_offset_us
 
     # -- requests ------------------------------------------------------------------------------
 

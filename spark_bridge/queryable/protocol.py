@@ -74,6 +74,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     protocol: int
     token: str
 
+    def __repr__(self) -> str:
+        return f"Hello({self.protocol})"  # the token must not reach a log
+
 
 class LocateOperatorRequest(Struct, frozen=True, array_like=True, tag="locate"):
     """Ask for the location of an operator. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""

@@ -8,6 +8,7 @@ import binascii
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from coordinator_actor.access_tokens import Scope
 from spark_bridge import exceptions
 from spark_bridge.queryable.client.async_client import AsyncSqlRows, AsyncStateScan
 from spark_bridge.queryable.client.json_values import json_bytes
@@ -80,6 +82,7 @@ STATUS: list[tuple[type[exceptions.SparkBridgeError], int]] = [
     (exceptions.UnknownKeyOrNamespaceError, 400),
     (exceptions.RequestLimitError, 413),
     (exceptions.RequestError, 400),
+    (exceptions.OutOfScopeError, 403),
     (exceptions.TooManyRequestsError, 429),
     (exceptions.QueryTimeoutError, 504),
     # The hosts refused the application's own token: the caller cannot change that.
@@ -153,11 +156,13 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, of_client)
 
 
-Scope = MutableMapping[str, Any]
+CALLER_SCOPE: ContextVar[Scope] = ContextVar("statestore_caller")
+"""The scope of the token of the request under way. Without one, as outside of ``Gate``, nothing is answered."""
+Connection = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+App = Callable[[Connection, Receive, Send], Awaitable[None]]
 
 CHALLENGE = 'Basic realm="ray-statestore, the token is the password", charset="UTF-8"'
 LAG_HEADER = b"x-statestore-lag-seconds"
@@ -190,14 +195,14 @@ class Gate:
         self._lag = lag
         self._requests = 0
 
-    def _is_of_page(self, scope: Scope) -> bool:
+    def _is_of_page(self, scope: Connection) -> bool:
         if self._page is None:
             return False
         path, base = scope["path"], scope.get("root_path", "").rstrip("/")
         own = path[len(base) :] if base and path.startswith(base) else path
         return own in ("", "/", self._page) or own.startswith(f"{self._page}/")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """Answer one connection; see ASGI."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and self._is_of_page(scope)):
             await self._app(scope, receive, send)
@@ -207,7 +212,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            self._verifier.verify(token_of_header(_header(scope, b"authorization")))
+            grant = self._verifier.verify(token_of_header(_header(scope, b"authorization")))
         except exceptions.AccessDeniedError as error:
             body = problem(401, str(error), type(error).__name__)
             await _answer(body, scope, receive, send, {"WWW-Authenticate": CHALLENGE})
@@ -220,12 +225,14 @@ class Gate:
             await _answer(problem(429, detail, "TooManyRequestsError"), scope, receive, send)
             return
         self._requests += 1
+        caller = CALLER_SCOPE.set(grant.scope)
         try:
             await self._pass_on(scope, receive, send)
         finally:
+            CALLER_SCOPE.reset(caller)
             self._requests -= 1
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, scope: Connection, receive: Receive, send: Send) -> None:
         most = self._limits.max_body_bytes
         stated = _header(scope, b"content-length")
         seconds = self._limits.body_seconds
@@ -275,13 +282,13 @@ async def _body(receive: Receive, most: int) -> bytes | None:
 
 
 async def _answer(
-    body: dict[str, Any], scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
+    body: dict[str, Any], scope: Connection, receive: Receive, send: Send, headers: dict[str, str] | None = None
 ) -> None:
     plain = {name.decode(): value.decode() for name, value in API_HEADERS}
     await response(body, {**plain, **(headers or {})})(scope, receive, send)
 
 
-def _header(scope: Scope, name: bytes) -> str:
+def _header(scope: Connection, name: bytes) -> str:
     values = [value for key, value in scope.get("headers", ()) if key.lower() == name]
     # With several headers of the name it is not clear which one counts.
     return values[0].decode("latin-1") if len(values) == 1 else ""

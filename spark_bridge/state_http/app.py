@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBearer
 
-from spark_bridge.overview.model import Overview, to_plain
+from spark_bridge.overview.model import Overview, overview_within, to_plain
 from spark_bridge.queryable.client import json_values
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.json_values import json_bytes
@@ -44,6 +44,7 @@ base64, NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Maps 
 _DOCUMENTED = {
     400: "A key, window, column or body that cannot be.",
     401: "No token, or one that is wrong, expired or revoked.",
+    403: "The token is not for that operator.",
     404: "No such operator, state variable, or nothing there for the key.",
     409: "The query has ended, or the version cannot be read.",
     413: "More than the limits allow.",
@@ -299,7 +300,7 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
     """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks until they answer."""
     (schema,), components = msgspec.json.schema_components([Overview], ref_template="#/components/schemas/{name}")
     asking = asyncio.Lock()
-    cached: tuple[float, bytes] | None = None
+    cached: tuple[float, Overview, bytes] | None = None
 
     @app.get(
         "/v1/overview",
@@ -313,8 +314,12 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
         async with asking:
             if cached is None or clock() - cached[0] >= ANSWER_REUSE_SECONDS:
                 overview_now = await asyncio.to_thread(ask)
-                cached = clock(), await asyncio.to_thread(lambda: json_bytes(to_plain(overview_now)))
-            return Response(cached[1], media_type="application/json")
+                cached = clock(), overview_now, await asyncio.to_thread(lambda: json_bytes(to_plain(overview_now)))
+            _, whole, encoded = cached
+        scope = access.CALLER_SCOPE.get()
+        if not scope.is_all:
+            encoded = await asyncio.to_thread(lambda: json_bytes(to_plain(overview_within(whole, scope))))
+        return Response(encoded, media_type="application/json")
 
     make_openapi = app.openapi
 

@@ -2,8 +2,8 @@
 
     serve run spark_bridge.state_http.serve_app:app  # on a machine of the Ray cluster
     serve deploy deploy/state-api.yaml               # with settings of your own
-    TOKEN=$(statestore token issue --name curl)  # once: the token is not shown again
-    curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
+    (umask 077; statestore token issue --name curl | sed 's/^/Authorization: Bearer /' > token.header)
+    curl -H @token.header http://127.0.0.1:8000/v1/operators
 
 The page for people is at http://127.0.0.1:8000/ui/; they sign in with such a token.
 
@@ -70,7 +70,7 @@ def build_http(settings: Settings) -> FastAPI:
     from spark_bridge.ui.live import LiveSystem
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
-    tokens = CoordinatorTokens(port.call)
+    tokens = CoordinatorTokens(port.call, namespace=settings.namespace)
     clients: list[AsyncQueryableStateClient] = []
 
     async def connect() -> AsyncQueryableStateClient:

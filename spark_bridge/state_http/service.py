@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from fastapi import Request
 
+from backends.host_memory import BoundedDict
+from coordinator_actor.access_tokens import Scope
 from spark_bridge.exceptions import (
     AccessDeniedError,
     QueryTimeoutError,
@@ -23,13 +25,27 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
+from spark_bridge.queryable.client.async_client import (
+    AsyncQueryableStateClient,
+    AsyncStateScan,
+    AsyncStateWatch,
+    scoped_async_client,
+)
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.state_http import models
-from spark_bridge.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
+from spark_bridge.state_http.access import (
+    CALLER_SCOPE,
+    BoundedReads,
+    HttpLimits,
+    MissingKeyError,
+    problem_of,
+    token_of_header,
+)
 
+MAX_SCOPES = 100
+"""Clients that are kept for tokens with scopes."""
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
 
@@ -68,15 +84,26 @@ class StateService:
         self.limits = limits
         self._connect = connect
         self._connecting: asyncio.Future[AsyncQueryableStateClient] | None = None
-        self._shapes: dict[tuple[str, str | None, str | None], tuple[float, KeyShape]] = {}
+        self._shapes: dict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = {}
+        self._scoped: BoundedDict[Scope, AsyncQueryableStateClient] = BoundedDict(MAX_SCOPES)
         self._scans = BoundedReads("scans", limits.max_scans)
 
     async def client(self) -> AsyncQueryableStateClient:
-        """Return the client, made when it is needed first: the application can start before any stream."""
+        """Return the client of the caller, which sees what the caller's token is for. Every route asks it.
+
+        It is made when it is needed first: the application can start before any stream.
+        """
+        scope = CALLER_SCOPE.get()
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
             # All requests that arrive before it ends wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
-        return await asyncio.shield(self._connecting)
+        client = await asyncio.shield(self._connecting)
+        if scope.is_all:
+            return client
+        scoped = self._scoped.get(scope)
+        if scoped is None:
+            scoped = self._scoped[scope] = scoped_async_client(client, scope)
+        return scoped
 
     def lag(self) -> float:
         """Return by how many seconds the last answer may be behind; 0.0 unless hosts follow a query and are late."""
@@ -216,7 +243,7 @@ class StateService:
 
     async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
-        asked = (operator, query, state)
+        asked = (CALLER_SCOPE.get(), operator, query, state)
         cached = self._shapes.get(asked)
         if cached is not None and time.monotonic() < cached[0]:
             return cached[1]

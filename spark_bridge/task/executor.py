@@ -9,7 +9,7 @@ import tempfile
 import time
 import zipimport
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Endpoints:
     """
 
     addresses: tuple[str, ...]
-    token: str
+    token: str = field(repr=False)
     host_files: str
     timeout: float
     tls: TlsConf | None = None

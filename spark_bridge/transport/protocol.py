@@ -130,3 +130,6 @@ class HostFile(Struct, frozen=True):
     incarnation: str
     address: str
     token: str
+
+    def __repr__(self) -> str:
+        return f"HostFile({self.host_id}, {self.address})"  # the token must not reach a log

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,7 +21,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backends.storage.requests import STANDARD, Prices
-from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, HostUnavailableError
+from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, HostUnavailableError, OutOfScopeError
+from spark_bridge.overview.model import overview_within
 from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.ui import cluster_pages, requests, state_pages
@@ -129,6 +131,10 @@ POSTED = {
 """Forms that are sent, by address."""
 ACTING = (cluster_pages.trigger, cluster_pages.check)
 """Forms that only administrators may send."""
+OF_QUERIES = (cluster_pages.savepoints_page, cluster_pages.savepoint_page, *ACTING)
+"""Pages and forms about all operators of a query; a token for some operators or views does not open them."""
+OF_CLUSTER = (cluster_pages.hosts,)
+"""Pages about all queries, which only tokens without a scope open."""
 MAX_PAGE_REQUESTS = 32
 """The most requests that are answered at once, without watches; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
@@ -224,6 +230,11 @@ class _Page:
         return endpoint
 
     async def _answer(self, request: Request, grant: Grant, view: PageView, form: Mapping[str, str]) -> Response:
+        scope = grant.scope
+        if (view in OF_CLUSTER and not scope.is_all) or (view in OF_QUERIES and not scope.has_whole_queries):
+            return PlainTextResponse(
+                f"Your token shows a part of the cluster ({scope.in_words()}), not this page.", 403
+            )
         if self._requests >= MAX_PAGE_REQUESTS:
             return PlainTextResponse(f"{MAX_PAGE_REQUESTS} requests are being answered, the limit; try again.", 429)
         self._requests += 1
@@ -239,12 +250,13 @@ class _Page:
         except LookupError as error:
             return call.render("problem.html", 404, problem=str(error.args[0]) if error.args else "There is nothing.")
         except STATESTORE_ERRORS as error:
-            return call.render("problem.html", 400, problem=str(error))
+            return call.render("problem.html", 403 if isinstance(error, OutOfScopeError) else 400, problem=str(error))
 
     def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> requests.PageCall:
+        seen = self._overviews.get()
         return requests.PageCall(
             self._system,
-            self._overviews.get(),
+            replace(seen, overview=overview_within(seen.overview, grant.scope)),
             grant,
             _base(request),
             _path(request),

@@ -313,6 +313,8 @@ def trigger(call: PageCall) -> Response:
     query = call.named_query()
     request = uuid.uuid4().hex
     path = call.given("path") or None
+    if path is not None and not call.may_name_places:
+        raise RequestError("Your token is for some queries: a savepoint goes next to the state. Leave the path out.")
     if path is not None and not path.startswith("/") and "://" not in path:
         raise RequestError(f"{path[:200]!r} is not an absolute path or URL; hosts have different working directories.")
     call.system.trigger_savepoint(request, query.run_id, path)
@@ -321,10 +323,10 @@ def trigger(call: PageCall) -> Response:
 
 
 def _directory(call: PageCall) -> str | None:
-    """Return the directory that is asked for. Only an administrator may look into any."""
+    """Return the directory that is asked for. Only an administrator of all queries may look into any."""
     directory = call.given("directory")
-    if directory and not call.grant.admin:
-        raise RequestError("Another directory than the query's own is shown to an administrator only.")
+    if directory and not call.may_name_places:
+        raise RequestError("Another directory than the query's own is shown to an administrator of all queries only.")
     return directory or None
 
 

@@ -153,7 +153,7 @@ class PageWatches:
         if table is None:
             raise RequestError("table= must name the state to watch.")
         key = key_of_call(call, table, await run_in_threadpool(variable_schema, call, table))
-        client = await run_in_threadpool(call.system.client)
+        client = await run_in_threadpool(call.client)
         seen = int(last_event) if last_event.isdecimal() and len(last_event) < 19 else None
         changes = client.watch(table.operator, [key], state=table.state, query=table.query, from_version=seen)
         headers = {"X-Accel-Buffering": "no"}

@@ -115,7 +115,7 @@ class Found:
 
 def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
     """Return the columns of a state variable's rows."""
-    rows = call.system.client().scan(
+    rows = call.client().scan(
         table.operator, table.state, limit=0, query=table.query, version=table.schema_version, timeout=PAGE_READ_SECONDS
     )
     with closing(rows):

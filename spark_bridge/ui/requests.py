@@ -24,7 +24,7 @@ from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, Reques
 from spark_bridge.overview import model
 from spark_bridge.overview.faults import COORDINATOR_PROCESS
 from spark_bridge.overview.model import CLUSTER, Fault, Overview, Query
-from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import MAX_TOKEN, Grant, TokenVerifier
 from spark_bridge.ui.charts import value
@@ -226,7 +226,7 @@ class PageCall:
     grant: Grant
     base: str
     path: str
-    secret: str
+    secret: str = field(repr=False)
     query: Mapping[str, str] = field(default_factory=dict)
     form: Mapping[str, str] = field(default_factory=dict)
     prices: Prices = STANDARD
@@ -234,8 +234,17 @@ class PageCall:
 
     @property
     def overview(self) -> Overview:
-        """Return the overview that all of the answer is made of."""
+        """Return the overview that all of the answer is made of: what the person may see."""
         return self.seen.overview
+
+    @property
+    def may_name_places(self) -> bool:
+        """Return whether the person may name a directory, which may have savepoints of any query."""
+        return self.grant.admin and self.grant.scope.is_all
+
+    def client(self) -> QueryableStateClient:
+        """Return the query client, which sees what the person may see."""
+        return scoped_client(self.system.client(), self.grant.scope)
 
     def given(self, name: str) -> str:
         """Return a parameter of the form or the address, "" if there is none."""

@@ -134,7 +134,7 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
 
 
 def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.Found:
-    rows = call.system.client().key_rows(
+    rows = call.client().key_rows(
         table.operator, [key], table.state, query=table.query, version=version, timeout=lookups.PAGE_READ_SECONDS
     )
     return lookups.take_rows(rows, MAX_KEY_ROWS)
@@ -310,7 +310,7 @@ def scan_csv(call: PageCall) -> Response:
 
 def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit: int) -> StateScan:
     version = call.number("version", -1) if call.given("version") else None
-    return call.system.client().scan(
+    return call.client().scan(
         table.operator,
         table.state,
         limit=limit,
@@ -371,7 +371,7 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
         raise RequestError(f"{MAX_STATEMENTS} statements are running, which is the limit; try again later.")
     try:
         answer = ProcessStatement(
-            call.system.client(),
+            call.client(),
             call.form["statement"],
             timeout=lookups.PAGE_READ_SECONDS,
             limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_admin, is_issued, verified_id
+from coordinator_actor.access_tokens import (
+    ALL,
+    AccessTokens,
+    IssuedToken,
+    MemoryTokenStore,
+    Scope,
+    is_admin,
+    is_issued,
+    scope_of,
+    verified_id,
+)
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 from coordinator_actor.messages import HostInfo, HostReport
+from spark_bridge.exceptions import AccessDeniedError
 from spark_bridge.queryable.server.tokens import ClusterTokens, Grant
 from tests.effort import examples
 
@@ -62,6 +74,59 @@ def test_a_token_of_an_administrator_is_recognized_by_its_signature(world: World
         verified_id(look.replace("ssr1.", "ssa1."), SECRET, (), world.now)
     assert ClusterTokens(SECRET, lambda: ()).verify(act) == Grant(tokens.list_tokens()[0].id, True, admin=True)
     assert ClusterTokens(SECRET, lambda: ()).verify(look) == Grant(tokens.list_tokens()[1].id, True, admin=False)
+
+
+def test_a_scope_is_in_the_token_and_signed(world: World, tokens: AccessTokens) -> None:
+    scope = Scope(queries=("payments",), operators=("user_totals", "karten-\u00fcbersicht"))
+    token = tokens.issue_token("model", 60, scope=scope)
+    token_id = verified_id(token, SECRET, (), world.now)
+    assert token.startswith(f"ssr2.{token_id}.1800000061.") and is_issued(token) and not is_admin(token)
+    assert scope_of(token) == scope == tokens.list_tokens()[0].scope == world.tokens().list_tokens()[0].scope
+    assert ClusterTokens(SECRET, lambda: ()).verify(token) == Grant(token_id, True, scope=scope)
+    with pytest.raises(AccessDeniedError, match="expired"):
+        ClusterTokens(SECRET, lambda: (), lambda: world.now + 61).verify(token)
+    tokens.revoke_token("model")
+    with pytest.raises(AccessDeniedError, match="revoked"):
+        ClusterTokens(SECRET, tokens.revoked).verify(token)
+    act = tokens.issue_token("act", admin=True, scope=Scope(queries=("payments",)))
+    assert act.startswith("ssa2.") and is_admin(act) and verified_id(act, SECRET, (), world.now)
+
+    wider = tokens.issue_token("wider", scope=Scope(queries=("payments", "orders")))
+    mixed = ".".join([*token.split(".")[:3], wider.split(".")[3], token.split(".")[4]])
+    for altered in (mixed, token.replace("ssr2.", "ssa2."), ".".join(token.split(".")[:3] + token.split(".")[4:])):
+        with pytest.raises(InvalidTokenError, match=r"altered|malformed"):
+            verified_id(altered, SECRET, (), world.now)
+    assert verified_id(wider, SECRET, (), world.now) and scope_of(tokens.issue_token("all")) == ALL
+
+
+def test_tokens_without_a_scope_look_as_before(world: World, tokens: AccessTokens) -> None:
+    """As an earlier version issued and saved them."""
+    secret = "a-secret"
+    signed = "ssr1.0123456789abcdef.never"
+    old = f"{signed}.{hmac.digest(secret.encode(), signed.encode(), 'sha256').hex()}"
+    assert verified_id(old, secret, (), 0.0) == "0123456789abcdef" and scope_of(old).is_all
+    world.store.content = b'[{"id":"01","name":"old","created":1.0,"expires":null,"revoked":null,"admin":true}]'
+    assert world.tokens().list_tokens() == (IssuedToken("01", "old", 1.0, admin=True),)
+    assert tokens.issue_token("new").startswith("ssr1.") and tokens.issue_token("act", admin=True).startswith("ssa1.")
+
+
+@pytest.mark.parametrize(
+    ("scope", "admin", "problem"),
+    [
+        (Scope(queries=("a", "")), False, "'' among the queries of the token is not a name; leave it out"),
+        (Scope(operators=("two\nlines",)), False, "among the operators"),
+        (Scope(views=("v", "v")), False, "The views of the token are v, v: name each only once"),
+        (Scope(operators=tuple(f"operator {i}" for i in range(200))), False, "2,048 are allowed: name fewer, or issue"),
+        (Scope(namespaces=("elsewhere",)), False, "namespace 'fraud' know tokens of this coordinator: name it too"),
+        (Scope(operators=("totals",)), True, "An administrator acts on whole queries.*limit the token by queries"),
+        (Scope(views=("v",)), True, "An administrator acts on whole queries"),
+    ],
+)
+def test_scopes_that_cannot_be(world: World, scope: Scope, admin: bool, problem: str) -> None:
+    tokens = AccessTokens(SECRET, world.store, lambda: world.now, "fraud")
+    with pytest.raises(InvalidRequestError, match=problem):
+        tokens.issue_token("a", scope=scope, admin=admin)
+    assert tokens.list_tokens() == () and world.store.content is None
 
 
 def test_a_token_ends_at_its_time(world: World, tokens: AccessTokens) -> None:
@@ -160,7 +225,7 @@ def test_times_that_cannot_be(tokens: AccessTokens, seconds: float) -> None:
 @settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 200), st.characters(exclude_categories=["Cs"]) | st.just(""))
 def test_an_altered_token_is_refused(at: int, other: str) -> None:
-    token = World().tokens().issue_token("a", 60)
+    token = World().tokens().issue_token("a", 60, scope=Scope(queries=("q",)) if at % 2 else ALL)
     at %= len(token)
     if token[at] == other:
         return

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
-from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
@@ -612,3 +613,10 @@ class AsyncQueryableStateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def scoped_async_client(client: AsyncQueryableStateClient, scope: Scope) -> AsyncQueryableStateClient:
+    """Return the asynchronous counterpart of ``scoped_client``; both clients run their calls in the same threads."""
+    scoped = AsyncQueryableStateClient(scoped_client(client._client, scope))
+    scoped._pool = client._pool
+    return scoped

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import arguments
@@ -21,6 +22,7 @@ from spark_bridge.queryable.client.discovery import (
     KnownOperator,
     NoRunningQueryError,
     ProxyDiscovery,
+    ScopedDiscovery,
     addresses_of,
     coordinator_in_cluster,
     from_environment,
@@ -33,6 +35,7 @@ from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scopes import is_in_scope
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -91,6 +94,8 @@ class QueryableStateClient:
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
         self._connections = connections
         self._router = router
+        self._discovery = discovery
+        self._scope = discovery.scope if isinstance(discovery, ScopedDiscovery) else ALL
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._answered_at: int | None = None
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
@@ -562,7 +567,7 @@ class QueryableStateClient:
             )
         except NoRunningQueryError:
             return []
-        return operators
+        return [operator for operator in operators if is_in_scope(self._scope, operator)]
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""
@@ -593,6 +598,17 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
+    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
+
+    For an application whose callers have separate tokens. It is not closed: the connections are shared.
+    """
+    if scope.is_all:
+        return client
+    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
+    return QueryableStateClient(discovery, client._connections, client._router, client.timeout)
 
 
 def _datetime(us: int) -> dt.datetime:

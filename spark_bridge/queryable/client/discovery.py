@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
+from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
@@ -20,6 +21,7 @@ from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
+from spark_bridge.queryable.routing.scopes import ScopedOperators
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -120,6 +122,31 @@ class CoordinatorDiscovery:
 
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
+
+
+class ScopedDiscovery:
+    """Finds only operators that a token with ``scope`` may read, for a client that itself may read all of them.
+
+    ``operators`` returns those of the running queries, within some seconds.
+    """
+
+    def __init__(self, scope: Scope, discovery: Discovery, operators: Callable[[float], list[dict[str, Any]]]) -> None:
+        self.scope = scope
+        self._discovery = discovery
+        self._operators = operators
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        left = max(0.0, deadline - time.monotonic())
+        ask = self._discovery.locate
+        return ScopedOperators(
+            self.scope, lambda: self._operators(left), lambda name, of: ask(name, of, deadline)
+        ).locate(operator, query)
+
+    def proxy(self) -> str:
+        return self._discovery.proxy()
+
+    def failed(self) -> None:
+        self._discovery.failed()
 
 
 class NoRunningQueryError(exceptions.QueryableStateError):

@@ -21,6 +21,7 @@ from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVaria
 from backends.host_memory import BoundedDict
 from coordinator_actor.messages import OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
 from coordinator_actor.reading.stored_versions import StatePlace
+from spark_bridge.aggregates.rolling import Horizon
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.host.host import Host
 from spark_bridge.state_format.layouts import ROLLED_FAMILY, ROLLING, TILES_FAMILY, window_place
@@ -240,9 +241,17 @@ def _described(rows: VariableRows) -> dict[str, Any]:
         described["window"] = rows.key.field(window).name
     if rows.variable.indexes:
         described["index"] = list(rows.variable.indexes)
+    if rows.rolling is not None:
+        described["horizons"] = {output: {h.name: _horizon(h) for h in hs} for output, hs in rows.rolling.outputs}
     if rows.variable.ttl_ms is not None:
         described["ttl_ms"] = rows.variable.ttl_ms
     return described
+
+
+def _horizon(horizon: Horizon) -> dict[str, Any]:
+    """Return length and hop of a horizon in seconds, and since when a longer one is complete."""
+    since = None if not horizon.since else f"{np.datetime64(horizon.since, 'us')}+00:00"
+    return {"seconds": horizon.us / 1e6, "hop_seconds": horizon.hop / 1e6, "since": since}
 
 
 def _columns(fields: pa.Schema | list[pa.Field]) -> dict[str, str]:

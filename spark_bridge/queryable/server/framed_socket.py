@@ -25,7 +25,7 @@ from spark_bridge.queryable.server.limits import AdmissionLimiter, seconds_left
 from spark_bridge.transport.tls import NO_TLS
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.tokens import TokenVerifier
+    from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 
 RECEIVE_BUFFER_BYTES = 1 << 16
 """The most bytes that one ``recv`` returns, usually whole frames. A larger frame gets its own memory."""
@@ -273,19 +273,20 @@ class ClientSession:
         self._token = ""
         self._checked_at = 0.0
 
-    def authenticate(self, token: str, now: float) -> None:
-        """Check the client's token, and keep it. Raises ``AccessDeniedError``."""
+    def authenticate(self, token: str, now: float) -> Grant:
+        """Check the client's token, and keep it; return its rights. Raises ``AccessDeniedError``."""
         self._token = token
-        self._verify(now)
+        return self._verify(now)
 
     def check_token(self, now: float) -> None:
         """Check the token again if the last check is ``TOKEN_SECONDS`` old. Raises ``AccessDeniedError``."""
         if now - self._checked_at > TOKEN_SECONDS:
             self._verify(now)
 
-    def _verify(self, now: float) -> None:
-        self._tokens.verify(self._token)
+    def _verify(self, now: float) -> Grant:
+        grant = self._tokens.verify(self._token)
         self._checked_at = now
+        return grant
 
     def check_client(self, now: float) -> None:
         """Check that the client is connected and its token valid.

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
 
 from backends.encoding.columns import content_bytes
+from coordinator_actor.access_tokens import Scope
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable import protocol
+from spark_bridge.queryable.routing.scopes import ScopedReads
 from spark_bridge.queryable.server.framed_socket import TOKEN_SECONDS, ClientGoneError, ClientSession, FramedSocket
 from spark_bridge.queryable.server.limits import (
     AdmissionControl,
@@ -239,7 +242,12 @@ class ServerContext:
 
 
 class RequestHandler:
-    """Answers the requests of one connection, one after the other, in the connection's thread."""
+    """Answers the requests of one connection, one after the other, in the connection's thread.
+
+    It answers none before ``limit_to``.
+    """
+
+    _reads: protocol.StateReads | ScopedReads
 
     def __init__(self, server: ServerContext, frames: FramedSocket, session: ClientSession) -> None:
         self._server = server
@@ -248,9 +256,17 @@ class RequestHandler:
         self._frames = frames
         self._session = session
 
+    def limit_to(self, scope: Scope) -> None:
+        """Answer from the part of the state that the client's token is for, from now on."""
+        reads, locates = self._server.reads, self._admission.locates
+        locating = partial(locates.admitted, self._limits.wait_seconds)
+        self._reads = reads if scope.is_all else ScopedReads(scope, reads, locating)
+
     def handle(self, request: protocol.Request, body: memoryview) -> None:
         """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
-        reads, wait_seconds = self._server.reads, self._limits.wait_seconds
+        reads, wait_seconds = self._reads, self._limits.wait_seconds
+        if isinstance(reads, ScopedReads):
+            reads.prepare(request)
         match request:
             case protocol.LookupRequest():
                 self._lookup(request, body)
@@ -285,14 +301,17 @@ class RequestHandler:
             case protocol.DescribeRequest():
                 admission = self._admission
                 limiter = admission.forwarded_descriptions if request.forward else admission.descriptions
+                describe = self._server.describe
+                if isinstance(reads, ScopedReads):
+                    describe = partial(reads.described, describe)
                 with limiter.admitted(wait_seconds):
-                    described = self._server.describe(request)
+                    described = describe(request)
                 self.send(protocol.DescribeReply(), msgspec.json.encode(described))
             case _:
                 raise RequestError("A Hello is only said once, at the beginning.")
 
     def _lookup(self, request: protocol.LookupRequest, body: memoryview) -> None:
-        reads, admission = self._server.reads, self._admission
+        reads, admission = self._reads, self._admission
         if body[:4] == _ONE_KEY:
             key = protocol.unpack_one(body)
             if key is None:
@@ -354,7 +373,7 @@ class RequestHandler:
         while True:
             left = seconds_left(deadline)
             slice_seconds = min(left, AWAIT_SLICE_SECONDS)
-            completed = self._server.reads.await_completed(request.run_id, request.after, slice_seconds)
+            completed = self._reads.await_completed(request.run_id, request.after, slice_seconds)
             if completed > request.after or not left:
                 return completed
             if self._server.stopping.is_set() or self._frames.is_closed_by_client():
@@ -367,7 +386,7 @@ class RequestHandler:
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
-        lag_ms = self._server.reads.lag_ms(run_id)
+        lag_ms = self._reads.lag_ms(run_id)
         sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short, lag_ms)
         try:
             for batch in slices(answer.batches):

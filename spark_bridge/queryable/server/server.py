@@ -11,10 +11,17 @@ import socket
 import ssl
 import threading
 import time
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from backends.background_loop import failing_loops
-from spark_bridge.exceptions import AccessDeniedError, RequestError, RequestLimitError, TooManyRequestsError
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    OutOfScopeError,
+    RequestError,
+    RequestLimitError,
+    TooManyRequestsError,
+)
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.server import framed_socket
 from spark_bridge.queryable.server.limits import AdmissionControl, RequestLimits, RequestStatistics, seconds_left
@@ -104,7 +111,7 @@ class ServerConnection:
                 ) from error
             if not isinstance(hello, protocol.Hello):
                 raise AccessDeniedError("A connection begins with a Hello and a token.")
-            self._session.authenticate(hello.token, started)
+            self._handler.limit_to(self._session.authenticate(hello.token, started).scope)
             if hello.protocol != protocol.PROTOCOL:
                 raise RequestError(
                     f"The client speaks protocol {hello.protocol}, this host {protocol.PROTOCOL}: use the same "
@@ -127,7 +134,7 @@ class ServerConnection:
                 self._server.host_id,
                 limits.max_request_bytes,
                 limits.max_keys,
-                time.time_ns() // 1000,
+                time_ns() // 1000,
             )
         )
         self._observe("", "hello", started)
@@ -165,7 +172,7 @@ class ServerConnection:
             raise
         except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._fail(error)
-            if isinstance(error, AccessDeniedError):
+            if isinstance(error, AccessDeniedError) and not isinstance(error, OutOfScopeError):
                 self._frames.linger()
                 return False
         finally:

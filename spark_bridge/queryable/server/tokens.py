@@ -3,7 +3,8 @@
 There are two kinds of tokens. The cluster's secret token allows everything on every port. The coordinator gives it to
 every process of the Ray cluster, because Ray's namespaces do not separate processes. Read-only tokens
 (``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port, which only reads, and
-for HTTP. Those of administrators are treated the same by both, and may act on the page.
+for HTTP. Those of administrators are treated the same by both, and may act on the page. A token with a scope is for a
+part of the namespace: ``ScopedReads`` of hosts and ``scoped_client`` of HTTP and the page limit it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coordinator_actor.access_tokens import is_admin, is_issued, verified_id
+from coordinator_actor.access_tokens import ALL, Scope, is_admin, is_issued, scope_of, verified_id
 from coordinator_actor.exceptions import InvalidTokenError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 
@@ -27,12 +28,13 @@ class Grant:
     """The rights of a token.
 
     ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for the
-    cluster's ports; ``admin`` may act on the page.
+    cluster's ports; ``admin`` may act on the page. ``scope`` is the part of the namespace that it is for.
     """
 
     name: str
     read_only: bool
     admin: bool = False
+    scope: Scope = ALL
 
 
 MAX_TOKEN = 4096
@@ -55,11 +57,17 @@ class ClusterTokens:
     """Checks the tokens of one cluster: its secret, and read-only tokens signed with the secret.
 
     ``revoked`` returns the ids of revoked tokens, None while they are not known; ``clock`` returns seconds since 1970.
+    Tokens for certain namespaces are accepted if ``namespace`` is one of them.
     """
 
     def __init__(
-        self, secret: str, revoked: Callable[[], Collection[str] | None], clock: Callable[[], float] = time.time
+        self,
+        secret: str,
+        revoked: Callable[[], Collection[str] | None],
+        clock: Callable[[], float] = time.time,
+        namespace: str = "",
     ) -> None:
+        self._namespace = namespace
         self._secret = secret
         self._encoded = secret.encode()
         self._revoked = revoked
@@ -88,7 +96,13 @@ class ClusterTokens:
             name = verified_id(token, self._secret, revoked, self._clock())
         except InvalidTokenError as error:
             raise AccessDeniedError(str(error)) from error
-        return Grant(name, read_only=True, admin=is_admin(token))
+        scope = scope_of(token)
+        if scope.namespaces and self._namespace not in scope.namespaces:
+            raise AccessDeniedError(
+                f"The token {name} is for hosts of {', '.join(scope.namespaces)}, and this is {self._namespace!r}; ask "
+                "for another one (statestore token issue)."
+            )
+        return Grant(name, read_only=True, admin=is_admin(token), scope=scope)
 
 
 # Token check of the HTTP application, by the tokens that the coordinator has issued and revoked.
@@ -105,10 +119,13 @@ STALE_SECONDS = 60.0
 class CoordinatorTokens:
     """Verifies callers' tokens (a ``TokenVerifier``), and asks the coordinator which tokens have been revoked.
 
-    ``call`` calls a method of the coordinator by name, and blocks until it returns.
+    ``call`` calls a method of the coordinator by name, and blocks until it returns. ``namespace`` is the coordinator's.
     """
 
-    def __init__(self, call: Callable[[str], Any], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, call: Callable[[str], Any], clock: Callable[[], float] = time.monotonic, namespace: str = ""
+    ) -> None:
+        self._namespace = namespace
         self._call = call
         self._clock = clock
         self._verifier: ClusterTokens | None = None
@@ -133,7 +150,7 @@ class CoordinatorTokens:
         secret: str = self._call("token")
         self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
         self._told_at = self._clock()
-        self._verifier = ClusterTokens(secret, self._known)
+        self._verifier = ClusterTokens(secret, self._known, namespace=self._namespace)
 
     def _known(self) -> frozenset[str] | None:
         return self._revoked if self._clock() - self._told_at < STALE_SECONDS else None

@@ -36,6 +36,7 @@ def test_every_command_has_an_example_and_json(name: str) -> None:
     assert "Example" in command.help and f"{name} " in f"{command.help} ", name
     options = {option for parameter in command.params for option in parameter.opts}
     assert "--json" in options or name in GO_ON
+    assert not [option for option in options if "token" in option or "secret" in option], "arguments are visible to all"
 
 
 def test_completion_can_be_shown() -> None:

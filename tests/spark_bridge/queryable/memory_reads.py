@@ -36,6 +36,7 @@ from spark_bridge.queryable.protocol import (
 )
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
+from spark_bridge.queryable.server.tokens import Grant
 from tests.patience import PATIENCE
 
 TOKEN = "right-token"
@@ -49,9 +50,10 @@ class OneToken:
 
     valid: set[str] = field(default_factory=lambda: {TOKEN})
 
-    def verify(self, token: str) -> Any:
+    def verify(self, token: str) -> Grant:
         if token not in self.valid:
             raise AccessDeniedError("This token is wrong, or was revoked.")
+        return Grant("one", read_only=True)
 
 
 class MemoryReads:

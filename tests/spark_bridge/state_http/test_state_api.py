@@ -373,7 +373,7 @@ def test_the_description(http: TestClient) -> None:
     assert refs <= set(schemas)
     for path in described["paths"].values():
         for operation in path.values():
-            assert {"200", "400", "401", "404", "409", "413", "429", "503", "504"} == set(operation["responses"])
+            assert {"200", "400", "401", "403", "404", "409", "413", "429", "503", "504"} == set(operation["responses"])
             assert operation["security"] and operation["summary"]
 
 

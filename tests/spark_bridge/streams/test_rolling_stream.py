@@ -160,11 +160,12 @@ def test_horizons_may_change_at_a_restart(make_stream: Callable[..., Stream], sp
             at = (START + pd.Timedelta(seconds=seconds)).to_pydatetime()
             return dict(client.get("rolled", 1, at=at))
 
-    run(HORIZONS, [(1, i * 10) for i in range(90)]).stop()
+    run(HORIZONS, [(1, i * 10) for i in range(80)]).stop()
+    run(HORIZONS, [(1, 800 + i * 10) for i in range(10)]).stop()
     query = run(("30 minutes", "1 hour", "1 day"), [(1, 1000)])
     assert {k: v for k, v in answer(1000).items() if k.startswith("n_")} == {"n_30m": 91, "n_1h": 91, "n_1d": 91}
     with QueryableStateClient.connect() as client:
-        (state,) = client.describe("rolled")["state"]
+        (state,) = next(o for o in client.operators() if o["operator"] == "rolled")["state"]
     assert list(state["horizons"]["n"]) == ["30m", "1h", "1d"]
     assert state["horizons"]["n"]["1h"]["since"] is None
     since = dt.datetime.fromisoformat(state["horizons"]["n"]["1d"]["since"])

@@ -297,9 +297,9 @@ class Served:
     system: LiveSystem
 
 
-def served(root: Path, **options: Any) -> Served:
+def served(root: Path, make: Callable[..., Cluster] = Cluster, **options: Any) -> Served:
     """A query of the aggregate ``totals`` by ``user``, with savepoints in the directory of its state."""
-    cluster = Cluster(root, **options)
+    cluster = make(root, **options)
     (root / "ck" / "metadata").write_text('{"id":"q"}')
     client = cluster.client()
 

@@ -26,6 +26,11 @@ def test_a_client_of_protocol_1_is_answered_as_it_was() -> None:
     with serving() as (server, _), RecordedClient(server.server_address) as client:
         for one in exchanges():
             heard = client.exchange(one.said)
+            if one.what == "hello":
+                # The host's clock comes after all that protocol 1 reads.
+                header = frame_bytes(msgspec.structs.replace(meaning(heard)[0][0], now_us=0))
+                assert meaning([header]) == meaning(one.heard)
+                continue
             assert meaning(heard) == meaning(one.heard), one.what
             if len(heard) == 1:
                 assert heard[0] == one.heard[0], one.what
