@@ -224,6 +224,11 @@ def aggregate(
     """
     indexed = _indexed_columns(index)
     _check_arguments(df, aggregations, output_mode)
+    if indexed and any(function.horizons for function in aggregations.values()):
+        raise InvalidOperatorError(
+            f"index={index!r} with horizons: their values change with time, and no index can have them. Leave index= "
+            "out, or add an aggregate of the same rows without horizons, and index that one."
+        )
     keys = _keys_of(by)
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
@@ -243,11 +248,6 @@ def aggregate(
     try:
         if rolling is None:
             declared = _declared(rows, keys, aggregator, output_mode, indexed)
-        elif indexed:
-            raise InvalidOperatorError(
-                f"index={index!r} with horizons: their values change with time, and no index can have them. Leave "
-                "index= out, or add an aggregate of the same rows without horizons, and index that one."
-            )
         else:
             declared = _declared_rolling(rows, keys, aggregator, rolling, str(event_time))
         spec = OperatorSpec(
