@@ -36,7 +36,7 @@ from spark_bridge.aggregates.computation import (
 from spark_bridge.aggregates.lists_and_sketches import (
     LISTS,
     LISTS_BY_ORDER,
-    QUANTILES,
+    PERCENTILES,
     SKETCH,
     ListTooLarge,
     counts_dropped,
@@ -64,7 +64,7 @@ COMPUTATIONS: dict[str, Computation] = {
     "collect_set": LISTS,
     "top_k": LISTS,
     "approx_count_distinct": SKETCH,
-    "percentile_approx": QUANTILES,
+    "percentile_approx": PERCENTILES,
     "merge": USER,
 }
 

@@ -505,7 +505,7 @@ def _quantile_result(arguments: computation.FunctionArguments, sketches: pa.Arra
     return columns.list_array(flat, offsets, np.asarray(answers[0].is_null()), list_type(pa.float64(), None))
 
 
-QUANTILES = computation.Computation(
+PERCENTILES = computation.Computation(
     parts=lambda _: [("buckets", pa.binary())],
     of_rows=lambda output, groups, rows: [
         quantile_sketches_of_rows(

@@ -206,9 +206,11 @@ def rolling_schema(
     A due time is one before which a key does not expire, as with sessions.
     """
     time, kind = pieces[0].type, _list_of(pa.struct(list(pieces)))
-    due = pa.field(DUE, time)
+    older, due = _list_of(pa.struct([pa.field(START, time), *pieces[2:]])), pa.field(DUE, time)
     families = {
-        DEFAULT_FAMILY: StateSchema(keys, pa.schema([pa.field(RECENT, kind), pa.field(OLDER, kind), due]), zeros=zeros),
+        DEFAULT_FAMILY: StateSchema(
+            keys, pa.schema([pa.field(RECENT, kind), pa.field(OLDER, older), due]), zeros=zeros
+        ),
         TILES_FAMILY: StateSchema(keys, pa.schema([pa.field(TILES, kind), pa.field(MERGED_AT, time)]), zeros=zeros),
         DUE_FAMILY: StateSchema(pa.schema([due, *keys]), PRESENT),
     }
