@@ -30,6 +30,7 @@ from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, 
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
+from spark_bridge.aggregates.computation import outputs_of
 from spark_bridge.aggregates.rolling import Moment, Rolling, answers_as_of
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.state_format import layouts
@@ -354,6 +355,27 @@ def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.Binar
 def without_expiry(keys: pa.BinaryArray) -> pa.BinaryArray:
     """Return the grouping keys that ``by_expiry`` was given."""
     return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), _sliced(keys, KEY_GROUP_BYTES + INT64_KEY_BYTES)])
+
+
+def by_value(keys: pa.BinaryArray, values: pa.Array) -> pa.BinaryArray:
+    """Return the entries of a secondary index: stored keys with the indexed value as their first column."""
+    first = columns_of_key(pa.RecordBatch.from_arrays([values], names=["value"]))
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), first, _sliced(keys, KEY_GROUP_BYTES)])
+
+
+def without_value(entries: pa.BinaryArray, index: StateSchema) -> pa.BinaryArray:
+    """Return the stored keys that ``by_value`` was given; ``index`` is the schema of the index's family."""
+    columns = decode_keys(entries, index.key)
+    return encode_keys(columns.select(range(1, columns.num_columns)), key_groups_of(entries))
+
+
+def indexed_values(column: str, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.Array:
+    """Return the values of an indexed column: a column of the key, or an output of the states of an ``aggregate``."""
+    at = keys.schema.get_field_index(column)
+    if at >= 0:
+        return keys.column(at)
+    fields = next(fields for output, _, fields in outputs_of(states.schema) if output == column)
+    return results(states.select([field.name for field in fields]))[0]
 
 
 def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:

@@ -237,6 +237,8 @@ def _described(rows: VariableRows) -> dict[str, Any]:
         described["inner"] = _columns(rows.inner)
     if window is not None:
         described["window"] = rows.key.field(window).name
+    if rows.variable.indexes:
+        described["index"] = list(rows.variable.indexes)
     if rows.rolling is not None:
         described["horizons"] = {output: {h.name: _horizon(h) for h in hs} for output, hs in rows.rolling.outputs}
     if rows.variable.ttl_ms is not None:
