@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
+from backends.encoding.columns import Integers, binary_content, fixed_array, gather_fixed, gather_ranges
 from spark_bridge.aggregates.computation import outputs_of, split_function
-from spark_bridge.aggregates.rolling import Rolling
+from spark_bridge.aggregates.rolling import Pieces, Rolling
 from spark_bridge.exceptions import StateTimeError
 
 Piece: TypeAlias = tuple[Any, ...]
@@ -31,6 +34,7 @@ _CODES = {
     pa.timestamp("us"): "q",
     pa.timestamp("us", "UTC"): "q",
 }
+_DTYPES = {"b": "i1", "h": "i2", "i": "i4", "q": "i8", "d": "f8"}
 _MAX_INT = (1 << 63) - 1
 _FIRST_STATE = 3
 
@@ -49,9 +53,14 @@ class SingleAnswers:
         self._null_bytes = (num_parts + 7) // 8
         self._no_nulls = bytes(self._null_bytes)
         self._piece = struct.Struct(f"<{self._null_bytes}sqq{''.join(_CODES[f.type] for f in states)}")
+        fields = [("nulls", f"V{self._null_bytes}"), ("first", "<i8"), ("last", "<i8")]
+        self._piece_dtype = np.dtype([*fields, *((f.name, f"<{_DTYPES[_CODES[f.type]]}") for f in states)])
+        self._states = states
         # Schema number, null bits, a time, and the ends of the columns of other widths.
         self._recent_head = struct.Struct("<HBqII")
         self._tiles_head = struct.Struct("<HBqI")
+        head = [("number", "<u2"), ("nulls", "u1"), ("time", "<i8"), ("end", "<u4")]
+        self._recent_dtype, self._tiles_dtype = np.dtype([*head, ("end_of_older", "<u4")]), np.dtype(head)
         places = {(h.us, h.hop): i for i, h in enumerate(rolling.horizons)}
         by_output = {name: _result_of(function, parts, states) for name, function, parts in outputs_of(states)}
         self._results = [(places[h.us, h.hop], by_output[output]) for output, hs in rolling.outputs for h in hs]
@@ -93,6 +102,47 @@ class SingleAnswers:
         nulls = sum(1 << i for i, answer in enumerate(answers) if answer is None)
         plain = [0 if answer is None else answer for answer in answers] if nulls else answers
         return self._answer.pack(0, nulls.to_bytes(self._answer_nulls, "little"), *plain)
+
+    def pieces(self, recent: pa.BinaryArray, tiles: pa.BinaryArray) -> tuple[Pieces, Pieces, Integers] | None:
+        """Return the newest pieces of keys, those in tiles, and when these were merged (the least integer: no tiles).
+
+        None leaves the keys to ``StateSchema.decode_values``. Tiles may be null, newest pieces not.
+        """
+        has_tiles = np.asarray(tiles.is_valid())
+        newest = self._of_values(recent, self._numbers[0], self._recent_dtype)
+        older = self._of_values(tiles.drop_null(), self._numbers[1], self._tiles_dtype)
+        if newest is None or older is None:
+            return None
+        merged_at = np.full(len(tiles), np.iinfo(np.int64).min)
+        merged_at[has_tiles] = older[1]
+        numbers = np.flatnonzero(has_tiles)
+        return newest[0], replace(older[0], ids=numbers[older[0].ids]), merged_at
+
+    def _of_values(self, values: pa.BinaryArray, number: int, dtype: np.dtype[Any]) -> tuple[Pieces, Integers] | None:
+        """Return the pieces of the first list of each stored value, and the time in the value's head."""
+        content, offsets = binary_content(values)
+        if (np.diff(offsets) < dtype.itemsize + 4).any():
+            return None
+        heads = gather_fixed(content, offsets[:-1], dtype)
+        begins = offsets[:-1] + dtype.itemsize
+        counts = gather_fixed(content, begins, np.dtype("<u4")).astype(np.int64)
+        stops = begins + heads["end"]
+        begins = begins + 4 + 4 * counts
+        size = self._piece_dtype.itemsize
+        is_plain = (heads["number"] == number) & (heads["nulls"] == 0) & (stops - begins == counts * size)
+        if not is_plain.all():
+            return None
+        pieces = np.ascontiguousarray(gather_ranges(content, begins, stops)[0]).view(self._piece_dtype)
+        ids = np.repeat(np.arange(len(counts)), counts)
+        nulls = np.ascontiguousarray(pieces["nulls"]).view(np.uint8).reshape(-1, self._null_bytes)
+        has_nulls = bool(nulls.any())
+        states = []
+        for i, field in enumerate(self._states):
+            bit = _FIRST_STATE + i
+            mask = (nulls[:, bit // 8] >> (bit % 8) & 1).astype(np.bool_) if has_nulls else None
+            states.append(fixed_array(pieces[field.name], mask, field.type))
+        of_states = pa.RecordBatch.from_arrays(states, schema=self._states)
+        return Pieces(ids, pieces["first"], pieces["last"], of_states), heads["time"]
 
     def _pieces(self, recent: bytes, tiles: bytes | None, moment: int) -> list[Piece]:
         """Return the pieces of a key, those in tiles first."""

@@ -31,7 +31,7 @@ from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
-from spark_bridge.aggregates.rolling import Moment, Rolling, answers_as_of
+from spark_bridge.aggregates.rolling import Moment, Pieces, Rolling, answers_as_of
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.state_format import layouts
 
@@ -269,15 +269,17 @@ class VariableRows:
     def rolled(self, values: pa.BinaryArray, tiles: pa.BinaryArray) -> list[pa.Array]:
         """Return the columns of ``value`` for the values of both families, as of ``moment``."""
         assert self.rolling is not None
-        recent = self._stored[self.main].decode_values(values)
-        older = self._stored[layouts.TILES_FAMILY].decode_values(tiles)
-        pieces, tiles, merged_at = (
-            rows.column(rows.schema.get_field_index(name))
-            for rows, name in ((recent, layouts.RECENT), (older, layouts.TILES), (older, layouts.MERGED_AT))
-        )
-        answers = [pieces, tiles]
-        if not self.raw:
-            answers = answers_as_of(self.rolling, pieces, tiles, merged_at, self.moment)
+        pieces = None if self.singles is None or self.raw else self.singles.pieces(values, tiles)
+        if pieces is None:
+            recent = self._stored[self.main].decode_values(values)
+            older = self._stored[layouts.TILES_FAMILY].decode_values(tiles)
+            lists = [recent.column(layouts.RECENT), older.column(layouts.TILES)]
+            if self.raw:
+                return lists
+            never = np.iinfo(np.int64).min
+            merged_at = np.asarray(older.column(layouts.MERGED_AT).cast(pa.int64()).fill_null(never))
+            pieces = Pieces.of_lists(lists[0]), Pieces.of_lists(lists[1]), merged_at
+        answers = answers_as_of(self.rolling, *pieces, self.moment)
         return [c.cast(kind) for c, kind in zip(answers, self.value.types, strict=True)]
 
     def _of_list(self, elements: pa.StructArray) -> list[pa.Array]:

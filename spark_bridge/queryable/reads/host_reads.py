@@ -22,7 +22,7 @@ from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.key_reads import one_value, rolled_value
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
-from spark_bridge.state_format.layouts import ROLLED_FAMILY
+from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY
 
 T = TypeVar("T")
 
@@ -85,7 +85,10 @@ class HostReads(PartitionedReads):
             rolled = plan.rows(plan.variable(None), self._now_ms(), request.at.moment)
 
         def value_of(view: PartitionView) -> bytes | None:
-            return one_value(view, key, family) if rolled is None else rolled_value(view, rolled, key)
+            if rolled is None:
+                return one_value(view, key, family)
+            recent = one_value(view, key, rolled.main)
+            return None if recent is None else rolled_value(rolled, recent, one_value(view, key, TILES_FAMILY))
 
         partition = plan.partition_of(key)
         at = request.at

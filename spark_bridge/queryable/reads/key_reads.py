@@ -124,12 +124,10 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
     return FoundPairs(positions, keys, values, more, pa.nulls(len(keys), pa.binary()))
 
 
-def rolled_value(view: PartitionView, rows: VariableRows, key: bytes) -> bytes | None:
+def rolled_value(rows: VariableRows, recent: bytes | None, tiles: bytes | None) -> bytes | None:
     """Return the results of one key with horizons as a stored value; None if the key is absent."""
-    recent = one_value(view, key, rows.main)
     if recent is None:
         return None
-    tiles = one_value(view, key, TILES_FAMILY)
     if rows.singles is not None and isinstance(rows.moment, int):
         value = rows.singles.value(recent, tiles, rows.moment)
         if value is not None:
@@ -149,18 +147,18 @@ def one_value(view: PartitionView, key: bytes, family: str) -> bytes | None:
         return None
 
 
-def rolled_values(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the results of keys with horizons as one stored value each, null for an absent key."""
-    if len(keys) <= SINGLE_KEYS:
-        singles = [rolled_value(view, rows, key) for key in keys.to_pylist()]
+def rolled_values(rows: VariableRows, values: pa.BinaryArray, tiles: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the results of keys with horizons as one stored value each, by their values in both families.
+
+    An absent key has null.
+    """
+    if len(values) <= SINGLE_KEYS:
+        singles = [rolled_value(rows, *both) for both in zip(values.to_pylist(), tiles.to_pylist(), strict=True)]
         return pa.array(singles, pa.binary())
-    values = values_of(view, keys, rows.main)
     is_there = values.is_valid()
-    if values.null_count:
-        keys, values = keys.filter(is_there), values.filter(is_there)
-    columns = rows.rolled(values, values_of(view, keys, TILES_FAMILY))
+    columns = rows.rolled(values.drop_null(), tiles.filter(is_there) if values.null_count else tiles)
     encoded = encode_values(pa.RecordBatch.from_arrays(columns, schema=rows.value))
-    if len(keys) == len(is_there):
+    if not values.null_count:
         return encoded
     places = np.where(is_there, np.cumsum(is_there) - 1, -1)
     return encoded.take(pa.array(places, mask=places < 0))

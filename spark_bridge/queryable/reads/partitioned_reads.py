@@ -74,17 +74,20 @@ class PartitionedReads(ABC):
         parts = {partition: keys[begin:end] for partition, (begin, end) in runs.items()}
 
         rolled = None
+        families = [request.column_family]
         if request.column_family == ROLLED_FAMILY:
             rolled = plan.rows(plan.variable(None), self._now_ms(), request.at.moment)
+            families = rolled.families
 
-        def values_of(view: PartitionView) -> pa.BinaryArray:
-            if rolled is not None:
-                return key_reads.rolled_values(view, rolled, parts[view.partition])
-            return key_reads.values_of(view, parts[view.partition], request.column_family)
+        def values_of(view: PartitionView) -> list[pa.BinaryArray]:
+            return [key_reads.values_of(view, parts[view.partition], family) for family in families]
 
         with ExitStack() as keep:
             version, groups = reading.read(list(runs), values_of, keep)
-            values = key_reads.joined_arrays([part for group in groups for part in group])
+            of_partitions = [part for group in groups for part in group]
+            values, *more = (key_reads.joined_arrays([part[i] for part in of_partitions]) for i in range(len(families)))
+        if rolled is not None:
+            values = key_reads.rolled_values(rolled, values, *more)
         return version, values if order is None else placed([values], [order])
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
