@@ -250,7 +250,7 @@ class Pieces:
 
     @classmethod
     def concatenated(cls, first: Pieces, second: Pieces, *, by_time: bool = True) -> Pieces:
-        """Return the pieces of both, in the order of keys and, with ``by_time``, of times."""
+        """Return the pieces of both: in the order of keys and times, or with ``by_time`` False as they are."""
         columns = [pa.concat_arrays(c) for c in zip(first.states.columns, second.states.columns, strict=True)]
         both = cls(
             np.concatenate([first.ids, second.ids]),
@@ -258,7 +258,7 @@ class Pieces:
             np.concatenate([first.last, second.last]),
             pa.RecordBatch.from_arrays(columns, names=first.states.schema.names),
         )
-        return both.take(time_order(both.ids, both.last) if by_time else np.argsort(both.ids, kind="stable"))
+        return both.take(time_order(both.ids, both.last)) if by_time else both
 
     def take(self, places: npt.NDArray[Any]) -> Pieces:
         """Return the pieces at these places, or those that a mask marks."""
@@ -289,11 +289,10 @@ def piece_fields(time: pa.DataType, states: pa.Schema) -> list[pa.Field]:
 # -- answers -----------------------------------------------------------------------------------
 
 
-def states_as_of(rolling: Rolling, pieces: Pieces, moments: Integers, more: Pieces | None = None) -> pa.RecordBatch:
+def states_as_of(rolling: Rolling, pieces: Pieces, moments: Integers) -> pa.RecordBatch:
     """Return the state of each horizon of each key as of the key's moment: the first horizon of all keys, the next ...
 
-    ``more`` are further pieces, whose ids are numbers of these rows. Raises ``StateTimeError`` if rows on both sides
-    of a moment are in one piece.
+    Raises ``StateTimeError`` if rows on both sides of a moment are in one piece.
     """
     num_keys = len(moments)
     moment = moments[pieces.ids]
@@ -304,15 +303,11 @@ def states_as_of(rolling: Rolling, pieces: Pieces, moments: Integers, more: Piec
     is_past = pieces.last <= moment
     places, groups = [], []
     for i, horizon in enumerate(rolling.horizons):
-        chosen = np.flatnonzero(is_past & (pieces.last > horizon.start(moments)[pieces.ids]))
+        chosen = np.flatnonzero(is_past & (pieces.last > horizon.start(moment)))
         places.append(chosen)
         groups.append(pieces.ids[chosen] + i * num_keys)
-    states, ids = pieces.states.take(pa.array(np.concatenate(places))), np.concatenate(groups)
-    if more is not None:
-        columns = [pa.concat_arrays(c) for c in zip(more.states.columns, states.columns, strict=True)]
-        states = pa.RecordBatch.from_arrays(columns, names=states.schema.names)
-        ids = np.concatenate([more.ids, ids])
-    return merge_states(states, ids, num_keys * len(rolling.horizons))
+    states = pieces.states.take(pa.array(np.concatenate(places)))
+    return merge_states(states, np.concatenate(groups), num_keys * len(rolling.horizons))
 
 
 def results_of(rolling: Rolling, states: pa.RecordBatch, num_keys: int) -> list[pa.Array]:
@@ -334,23 +329,22 @@ Moment: TypeAlias = int | Integers | None
 
 
 def answers_as_of(
-    rolling: Rolling, recent: pa.Array, tiles: pa.Array, merged_at: pa.Array, moment: Moment
+    rolling: Rolling, recent: Pieces, tiles: Pieces, merged_at: Integers, moment: Moment
 ) -> list[pa.Array]:
-    """Return the columns of ``Rolling.fields`` of keys, by their stored columns; those of tiles are null without tiles.
+    """Return the columns of ``Rolling.fields`` of keys, by their newest pieces and those in tiles.
 
-    Raises ``StateTimeError`` if the state can no longer answer as of the moment.
+    ``merged_at`` is the time as of which the tiles of each key were merged, a very low one without tiles. Raises
+    ``StateTimeError`` if the state can no longer answer as of the moment.
     """
-    num_keys = len(recent)
-    newest_pieces = Pieces.of_lists(recent)
-    pieces = Pieces.concatenated(Pieces.of_lists(tiles), newest_pieces, by_time=False)
+    num_keys = len(merged_at)
+    pieces = Pieces.concatenated(tiles, recent, by_time=False)
     if moment is None:
         moments = np.zeros(num_keys, np.int64)
-        np.maximum.at(moments, newest_pieces.ids, newest_pieces.last)
+        np.maximum.at(moments, recent.ids, recent.last)
     else:
         moments = np.full(num_keys, moment) if isinstance(moment, int) else moment
-        merged_us = np.asarray(merged_at.cast(pa.int64()).fill_null(-MAX_HORIZON))
-        is_old = moments < merged_us
+        is_old = moments < merged_at
         if is_old.any():
             at = int(np.flatnonzero(is_old)[0])
-            raise StateTimeError.too_old(int(moments[at]), int(merged_us[at]))
+            raise StateTimeError.too_old(int(moments[at]), int(merged_at[at]))
     return results_of(rolling, states_as_of(rolling, pieces, moments), num_keys)

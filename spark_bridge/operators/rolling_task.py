@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY
-from backends.encoding.columns import Integers, Mask, fixed_array, list_parts
+from backends.encoding.columns import Integers, Mask, fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.sorted_pairs import key_order
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, states_as_of, time_order
+from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_order
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
 from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, OLDER, RECENT, TILES, TILES_FAMILY, is_present
@@ -197,14 +197,14 @@ class _RollingBatch(GroupedBatch):
         detail = self._detail
         apart = EVERY_PIECE if detail is FINE else detail.kept
         pieces = self._merged(Pieces.concatenated(recent, Pieces.of_rows(new.ids, new.rows)), apart)
-        ends = np.searchsorted(pieces.ids, np.arange(num_keys), "right")
+        ends = np.cumsum(np.bincount(pieces.ids, minlength=num_keys))
         newest = pieces.last[ends - 1]
         is_expired = newest <= self._expired
         counts = np.bincount(pieces.ids, minlength=num_keys)
         starts = np.stack([h.start(newest) for h in rolling.horizons], axis=1)
 
-        merged = Pieces.of_lists(older)
-        has_tiles, is_stale = self._stale(older, starts, num_keys)
+        merged = _OlderStates.of_lists(older)
+        has_tiles, is_stale = merged.stale(starts)
         moves = (counts > detail.recent) & ~is_expired
         visits = np.flatnonzero((moves | is_stale) & ~is_expired)
         if len(visits):
@@ -214,9 +214,7 @@ class _RollingBatch(GroupedBatch):
             reference = np.minimum(newest, self._watermark)
             refreshed = self._refresh(new.keys, visits, reference, pieces.take(is_moving), moves, starts)
             pieces = pieces.take(~is_moving)
-            is_kept = np.ones(num_keys, np.bool_)
-            is_kept[visits] = False
-            merged = Pieces.concatenated(merged.take(is_kept[merged.ids]), refreshed, by_time=False)
+            merged = merged.replaced(visits, refreshed)
 
         touched = np.zeros(num_keys, np.bool_)
         touched[new.ids] = True
@@ -225,28 +223,12 @@ class _RollingBatch(GroupedBatch):
         if is_expired.any():
             gone = is_expired & has_tiles
             self._store.stage(new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), TILES_FAMILY)
-        self._emit(new.keys, touched & ~is_expired, pieces, merged, newest, spool)
+        self._emit(new.keys, touched & ~is_expired, pieces, merged, starts, newest, spool)
         return int(stored.nbytes + new.rows.nbytes)
-
-    def _stale(self, older: pa.Array, starts: Integers, num_keys: int) -> tuple[Mask, Mask]:
-        """Return which keys have tiles, and for which keys the merged states of horizons are of other tiles now.
-
-        In ``older``, the first time of a horizon's state is the start that the horizon had then.
-        """
-        elements, offsets = list_parts(older)
-        lengths = np.diff(offsets)
-        has_tiles = lengths > 0
-        num_horizons = starts.shape[1]
-        fits = lengths == num_horizons
-        is_stale = has_tiles & ~fits
-        begins = np.asarray(elements.field(0).cast(pa.int64()))
-        places = offsets[:-1][fits][:, None] + np.arange(num_horizons)
-        is_stale[fits] = (begins[places] != starts[fits]).any(axis=1)
-        return has_tiles, is_stale
 
     def _refresh(
         self, keys: pa.BinaryArray, visits: Integers, reference: Integers, moving: Pieces, moves: Mask, starts: Integers
-    ) -> Pieces:
+    ) -> _OlderStates:
         """Move pieces to the tiles of keys, and return the merged state of the tiles for each horizon of ``visits``."""
         schema = self._store.schema.families[TILES_FAMILY]
         number = np.full(len(keys), -1, np.int64)
@@ -273,8 +255,7 @@ class _RollingBatch(GroupedBatch):
         groups = np.concatenate([tiles.ids[chosen] * num_horizons + i for i, chosen in enumerate(places)])
         chosen_states = tiles.states.take(pa.array(np.concatenate(places)))
         states = self._logic.aggregator.merge(groups, num_states, chosen_states)
-        begins = of_visits.reshape(-1)
-        return Pieces(np.repeat(visits, num_horizons), begins, begins, states)
+        return _OlderStates(np.repeat(visits, num_horizons), of_visits.reshape(-1), states)
 
     def _kept(self, tiles: Pieces, num_keys: int) -> Integers:
         """Return how many of a key's pieces in tiles stay apart: those after the watermark, unless there are many."""
@@ -293,7 +274,7 @@ class _RollingBatch(GroupedBatch):
         present: Mask,
         is_expired: Mask,
         pieces: Pieces,
-        merged: Pieces,
+        merged: _OlderStates,
         due: pa.Array,
         newest: Integers,
     ) -> None:
@@ -332,7 +313,8 @@ class _RollingBatch(GroupedBatch):
         keys: pa.BinaryArray,
         chosen: Mask,
         pieces: Pieces,
-        merged: Pieces,
+        merged: _OlderStates,
+        starts: Integers,
         newest: Integers,
         spool: keyed_rows.Spool,
     ) -> None:
@@ -340,17 +322,96 @@ class _RollingBatch(GroupedBatch):
         if not chosen.any():
             return
         logic, num_keys = self._logic, int(np.count_nonzero(chosen))
-        number = np.cumsum(chosen) - 1
-        horizons = len(self._rolling.horizons)
         if num_keys < len(keys):
-            pieces, merged = pieces.take(chosen[pieces.ids]), merged.take(chosen[merged.ids])
-        of_horizon = np.tile(np.arange(horizons), len(merged.ids) // horizons)
-        more = replace(merged, ids=number[merged.ids] + of_horizon * num_keys)
-        moments = newest[chosen]
-        states = states_as_of(self._rolling, replace(pieces, ids=number[pieces.ids]), moments, more)
+            number = np.cumsum(chosen) - 1
+            pieces = pieces.take(chosen[pieces.ids])
+            pieces = replace(pieces, ids=number[pieces.ids])
+            merged = merged.renumbered(chosen, number)
+        states = self._states(pieces, merged, starts[chosen])
         key_columns = decode_keys(keys.filter(pa.array(chosen)), logic.keys)
         columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))
-        columns[logic.time] = pa.array(moments).cast(logic.output.field(logic.time).type)
+        columns[logic.time] = pa.array(newest[chosen]).cast(logic.output.field(logic.time).type)
         names = [f.name for f in self._rolling.fields(logic.aggregator.state_schema)]
         columns.update(zip(names, results_of(self._rolling, states, num_keys), strict=True))
         spool.add(pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output))
+
+    def _states(self, pieces: Pieces, merged: _OlderStates, starts: Integers) -> pa.RecordBatch:
+        """Return the states of ``results_of`` as of the newest rows of keys, which are in every horizon."""
+        aggregator, (num_keys, num_horizons) = self._logic.aggregator, starts.shape
+        whole: pa.RecordBatch | None = None
+        parts = []
+        for i in range(num_horizons):
+            is_in = pieces.last > starts[:, i][pieces.ids]
+            if not is_in.all():
+                some = pieces.take(is_in)
+                part = aggregator.merge(some.ids, num_keys, some.states)
+            elif whole is None:
+                is_single = len(pieces.ids) == num_keys
+                part = whole = pieces.states if is_single else aggregator.merge(pieces.ids, num_keys, pieces.states)
+            else:
+                part = whole
+            older, present = merged.of_horizon(i, num_horizons, num_keys)
+            parts.append(aggregator.merge_pairs(older, present, part))
+        columns = [pa.concat_arrays(c) for c in zip(*(part.columns for part in parts), strict=True)]
+        return pa.RecordBatch.from_arrays(columns, schema=aggregator.state_schema)
+
+
+@dataclass(frozen=True)
+class _OlderStates:
+    """The merged state of a key's tiles for each horizon, key by key. ``begins`` are the starts that horizons had."""
+
+    ids: Integers
+    begins: Integers
+    states: pa.RecordBatch
+
+    @classmethod
+    def of_lists(cls, lists: pa.Array) -> _OlderStates:
+        """Return the states that stored lists have."""
+        elements, offsets = list_parts(lists)
+        ids = np.repeat(np.arange(len(lists), dtype=np.int64), np.diff(offsets))
+        begins, *states = elements.flatten()
+        names = [elements.type.field(i).name for i in range(1, elements.type.num_fields)]
+        return cls(ids, np.asarray(begins.cast(pa.int64())), pa.RecordBatch.from_arrays(states, names=names))
+
+    def lists(self, num_keys: int, kind: pa.DataType) -> pa.Array:
+        """Return the list of each key, as it is stored; ``kind`` is the type of the lists."""
+        element = kind.value_type
+        begins = pa.array(self.begins, pa.int64()).cast(element.field(0).type)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(self.ids, minlength=num_keys))])
+        structs = struct_array([begins, *self.states.columns], len(self.ids), None, element)
+        return list_array(structs, offsets, None, kind)
+
+    def stale(self, starts: Integers) -> tuple[Mask, Mask]:
+        """Return which keys have tiles, and for which keys the states are of other tiles than horizons have now."""
+        num_keys, num_horizons = starts.shape
+        counts = np.bincount(self.ids, minlength=num_keys)
+        fits = counts == num_horizons
+        is_stale = (counts > 0) & ~fits
+        if fits.any():
+            of_fitting = self.begins[fits[self.ids]].reshape(-1, num_horizons)
+            is_stale[fits] = (of_fitting != starts[fits]).any(axis=1)
+        return counts > 0, is_stale
+
+    def replaced(self, keys: Integers, states: _OlderStates) -> _OlderStates:
+        """Return the states with those of some keys replaced."""
+        is_kept = ~np.isin(self.ids, keys)
+        ids = np.concatenate([self.ids[is_kept], states.ids])
+        order = np.argsort(ids, kind="stable")
+        kept = self.states.filter(pa.array(is_kept))
+        columns = [pa.concat_arrays(c) for c in zip(kept.columns, states.states.columns, strict=True)]
+        both = pa.RecordBatch.from_arrays(columns, names=kept.schema.names)
+        begins = np.concatenate([self.begins[is_kept], states.begins])
+        return _OlderStates(ids[order], begins[order], both.take(pa.array(order)))
+
+    def renumbered(self, chosen: Mask, number: Integers) -> _OlderStates:
+        """Return the states of chosen keys, which have other numbers."""
+        is_kept = chosen[self.ids]
+        return _OlderStates(number[self.ids[is_kept]], self.begins[is_kept], self.states.filter(pa.array(is_kept)))
+
+    def of_horizon(self, i: int, num_horizons: int, num_keys: int) -> tuple[pa.RecordBatch, pa.BooleanArray]:
+        """Return the state of one horizon for each key, and which keys have one."""
+        of_keys = self.ids[::num_horizons]
+        places = np.full(num_keys, -1, np.int64)
+        places[of_keys] = np.arange(len(of_keys)) * num_horizons + i
+        present = places >= 0
+        return self.states.take(pa.array(places, mask=~present)), pa.array(present)

@@ -238,7 +238,7 @@ class Variable:
     """One state variable: the types of its columns by name, and its time to live.
 
     ``inner`` are the columns that tell the rows of one key apart: the user's key of a map, when a timer fires, the
-    bounds of a session. ``window`` names the key column that is a window.
+    bounds of a session. ``window`` names the key column that is a window, ``index`` the columns that have an index.
     """
 
     name: str
@@ -248,6 +248,7 @@ class Variable:
     inner: dict[str, str] = field(default_factory=dict)
     window: str | None = None
     ttl_ms: int | None = None
+    index: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import datetime as dt
 import decimal
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -407,6 +407,30 @@ _ALSO = {"==": "=", "<>": "!="}
 def comparisons(where: Sequence[WhereCondition] | None, types: Mapping[str, pa.DataType]) -> list[Comparison]:
     """Return conditions in the form that hosts take. ``types`` are those of the columns. Raises ``RequestError``."""
     return [_comparison(condition, types) for condition in where or ()]
+
+
+def equalities(conditions: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the conditions of ``find``: for each column a value, a list of accepted values, or None for null."""
+    where: list[tuple[Any, ...]] = []
+    for column, value in conditions.items():
+        if value is None:
+            where.append((column, "is null"))
+        elif isinstance(value, list | tuple | set | frozenset):
+            where.append((column, "in", list(value)))
+        else:
+            where.append((column, "=", value))
+    return where
+
+
+def require_index(operator: str, indexed: Collection[str], columns: Collection[str]) -> None:
+    """Raise ``RequestError`` if no condition of ``find`` is on a column that has an index."""
+    if not set(columns) & set(indexed):
+        having = f"only {', '.join(map(repr, indexed))} have one" if indexed else "none of its columns has one"
+        example = ", ".join(f"({column!r}, '=', ...)" for column in columns) or "..."
+        raise RequestError(
+            f"find({operator!r}) needs a condition on a column with an index, and {having}. "
+            f"scan({operator!r}, where=[{example}]) reads all rows; index= of aggregate declares an index."
+        )
 
 
 def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> Comparison:

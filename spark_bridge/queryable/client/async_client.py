@@ -549,6 +549,11 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
         return AsyncStateScan(partial(self._client.scan, *args, **kwargs))
 
+    @_takes(QueryableStateClient.find)
+    def find(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
+        """See ``QueryableStateClient.find``, and ``scan``."""
+        return AsyncStateScan(partial(self._client.find, *args, **kwargs))
+
     @_takes(QueryableStateClient.key_rows)
     def key_rows(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.key_rows``, and ``scan``."""

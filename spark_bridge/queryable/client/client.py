@@ -470,6 +470,46 @@ class QueryableStateClient:
 
         return self._access.answer(f"scan({operator!r})", (operator, query), timeout, ask)
 
+    def find(
+        self,
+        operator: str,
+        /,
+        *,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+        **conditions: Any,
+    ) -> StateScan:
+        """Return the rows of an aggregate with certain values in their columns, by an index, as ``scan`` does.
+
+        A condition is a value, a list of accepted values, or None for null; all must hold. At least one is of a column
+        with an index (``index=`` of ``aggregate``). Every host is asked, and reads the matching rows only. ``scan``
+        with ``where=`` uses an index in the same way, and needs none.
+
+            client.find("payments", merchant="m17").to_pylist()
+            client.find("payments", merchant=["m17", "m18"], country="de", columns=["card"])
+        """
+        where = arguments.equalities(conditions)
+
+        def check(target: KnownOperator, deadline: float) -> None:
+            arguments.require_index(operator, target.view(None).variable.indexes, conditions)
+
+        self._access.answer(f"find({operator!r})", (operator, query), timeout, check)
+        return self.scan(
+            operator,
+            None,
+            limit=limit,
+            columns=columns,
+            where=where,
+            query=query,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+        )
+
     def _as_of(self, view: StateView, asked: At) -> At:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
         at = view.as_of(asked, self._connections.now_us)

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from backends.encoding.values import encode_values
 from coordinator_actor.feature_views import Feature, FeatureView
-from spark_bridge.aggregates.rolling import SECOND, Rolling
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.computation import Output
+from spark_bridge.aggregates.rolling import SECOND, Pieces, Rolling, declared_rolling, piece_fields
 from spark_bridge.exceptions import RequestError, StateTimeError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
-from tests.spark_bridge.operators.operator_runs import batch_of
+from spark_bridge.state_format.layouts import TILES_FAMILY, rolling_schema
+from spark_bridge.state_format.stored_rows import VariableRows
+from tests.spark_bridge.operators.operator_runs import TS, batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
@@ -230,3 +236,56 @@ def test_another_layout_keeps_the_answers(tmp_path: Path, backend: str) -> None:
             answers = expected(stream.rolling, stream.rows, moment)
             assert {row["k"]: without_key(row) for row in scanned} == answers
     stream.query.close()
+
+
+def special_values(rng: random.Random, kind: pa.DataType, num: int) -> list[Any]:
+    """Values of a type with nulls, negative zeros, and numbers of very different sizes."""
+    if pa.types.is_floating(kind):
+        return [rng.choice([None, -0.0, 0.0, 1e-300, rng.random(), -rng.random() * 1e9, 1e300]) for _ in range(num)]
+    return [rng.choice([None, rng.randrange(-100, 100)]) for _ in range(num)]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.float64()])
+@pytest.mark.parametrize("seed", range(5))
+def test_single_keys_have_the_bytes_of_the_columns(kind: pa.DataType, seed: int) -> None:
+    """Each function of plain numbers, over rows with nulls: the two ways to an answer agree bit by bit."""
+    rng = random.Random(seed)
+    functions = ("count", "sum", "mean", "min", "max", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
+    outputs = [Output(f, f, "v", None, kind) for f in functions]
+    outputs += [Output(f, f, "v", "ts", kind, TS) for f in ("first", "last")]
+    rolling = declared_rolling({o.name: HORIZONS for o in outputs}, exact=False)
+    aggregator = Aggregator(outputs)
+    fields = piece_fields(TS, aggregator.state_schema)
+    keys = pa.schema([pa.field("k", pa.string())])
+    schema = rolling_schema(keys, ("k",), fields, {"rolling": rolling.to_text()}, aggregator.zeros)
+    rows = VariableRows(schema, schema.variables[0])
+    answered = 0
+    for _ in range(40):
+        stored = []
+        for family, name in (("default", "recent"), (TILES_FAMILY, "tiles")):
+            num = rng.randrange(1, 12)
+            times = sorted(rng.sample(range(10_000), num))
+            us = pa.array([t * SECOND for t in times], pa.int64()).cast(TS)
+            groups = np.arange(num)
+            of_rows = pa.record_batch({"v": pa.array(special_values(rng, kind, num), kind), "ts": us})
+            pieces = Pieces(np.zeros(num, np.int64), np.asarray(us.cast("int64")), np.asarray(us.cast("int64")),
+                            aggregator.partial(groups, num, of_rows))  # fmt: skip
+            value = schema.families[family].value
+            columns = [pa.nulls(1, f.type) for f in value]
+            columns[value.get_field_index(name)] = pieces.lists(1, value.field(name).type)
+            if family == "default":
+                columns[value.get_field_index("older")] = pa.array([[]], value.field("older").type)
+            columns[-1] = pa.array([5 * SECOND], pa.int64()).cast(TS)
+            stored.append(schema.families[family].encode_values(pa.RecordBatch.from_arrays(columns, schema=value)))
+        moment = rng.choice((times[-1], rng.randrange(5, 12_000))) * SECOND
+        at = rows.as_of(0, moment)
+        columns = [pa.RecordBatch.from_arrays(at.rolled(*stored), schema=at.value)]
+        assert at.singles is not None
+        single = at.singles.value(stored[0][0].as_py(), stored[1][0].as_py(), moment)
+        if single is not None:
+            answered += 1
+            assert single == encode_values(columns[0])[0].as_py(), columns[0].to_pylist()
+        object.__setattr__(at, "singles", None)
+        again = pa.RecordBatch.from_arrays(at.rolled(*stored), schema=at.value)
+        assert encode_values(again) == encode_values(columns[0])
+    assert answered > 10
