@@ -24,7 +24,7 @@ from spark_bridge.state_format import layouts
 
 
 Row: TypeAlias = Mapping[str, Any]
-Result: TypeAlias = Callable[[Row], Any]
+SingleResult: TypeAlias = Callable[[Row], Any]
 
 AS_STORED = ("count", "count_if", "sum", "min", "max", "first", "last")
 """The functions whose result is the first column of their state."""
@@ -39,7 +39,7 @@ class _Unsure(Exception):
 class SingleResults:
     """Turns single states of one schema into results, exactly as the column-wise code does."""
 
-    def __init__(self, outputs: Mapping[str, Result]) -> None:
+    def __init__(self, outputs: Mapping[str, SingleResult]) -> None:
         self._outputs = list(outputs.items())
 
     @classmethod
@@ -48,7 +48,7 @@ class SingleResults:
 
         None for functions other than counts, sums, means, extremes, first, last, moments.
         """
-        outputs: dict[str, Result] = {}
+        outputs: dict[str, SingleResult] = {}
         for name, function, parts in outputs_of(state):
             result = _result_of(function, [part.name for part in parts])
             if result is None:
@@ -64,7 +64,7 @@ class SingleResults:
             return None
 
 
-def _result_of(function: str, columns: list[str]) -> Result | None:
+def _result_of(function: str, columns: list[str]) -> SingleResult | None:
     name, arguments = split_function(function)
     if name in AS_STORED:
         return itemgetter(columns[0])
@@ -75,7 +75,7 @@ def _result_of(function: str, columns: list[str]) -> Result | None:
     return None
 
 
-def _mean(total_column: str, count_column: str) -> Result:
+def _mean(total_column: str, count_column: str) -> SingleResult:
     def mean(row: Row) -> float | None:
         total, count = row[total_column], row[count_column]
         if count is not None and abs(count) > EXACT_IN_DOUBLE:
@@ -85,7 +85,7 @@ def _mean(total_column: str, count_column: str) -> Result:
     return mean
 
 
-def _moment(function: str, count_column: str, _: str, squares_column: str) -> Result:
+def _moment(function: str, count_column: str, _: str, squares_column: str) -> SingleResult:
     fewer = 1 if function.endswith("samp") else 0
     is_root = function.startswith("stddev")
 
