@@ -22,9 +22,9 @@ from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.aggregates.rolling import Pieces, Rolling
 from spark_bridge.exceptions import StateTimeError
 
-Piece: TypeAlias = tuple[Any, ...]
+_Piece: TypeAlias = tuple[Any, ...]
 """Null bits, first and last time, and the state columns of a piece."""
-Result: TypeAlias = Callable[[list[Piece]], Any]
+_Result: TypeAlias = Callable[[list[_Piece]], Any]
 _CODES = {
     pa.int8(): "b",
     pa.int16(): "h",
@@ -144,9 +144,9 @@ class SingleAnswers:
         of_states = pa.RecordBatch.from_arrays(states, schema=self._states)
         return Pieces(ids, pieces["first"], pieces["last"], of_states), heads["time"]
 
-    def _pieces(self, recent: bytes, tiles: bytes | None, moment: int) -> list[Piece]:
+    def _pieces(self, recent: bytes, tiles: bytes | None, moment: int) -> list[_Piece]:
         """Return the pieces of a key, those in tiles first."""
-        pieces: list[Piece] = []
+        pieces: list[_Piece] = []
         if tiles is not None:
             number, nulls, merged_at, end = self._tiles_head.unpack_from(tiles)
             if number != self._numbers[1] or nulls:
@@ -165,7 +165,7 @@ class SingleAnswers:
                 raise StateTimeError.in_tile(moment, piece[1], piece[2])
         return pieces
 
-    def _listed(self, value: bytes, begin: int, end: int) -> list[Piece]:
+    def _listed(self, value: bytes, begin: int, end: int) -> list[_Piece]:
         """Return the pieces of a stored list: their number, their lengths, and they themselves."""
         count = int.from_bytes(value[begin : begin + 4], "little")
         begin += 4 + 4 * count
@@ -176,13 +176,13 @@ class SingleAnswers:
             return [self._with_nulls(piece) for piece in pieces]
         return pieces
 
-    def _with_nulls(self, piece: Piece) -> Piece:
+    def _with_nulls(self, piece: _Piece) -> _Piece:
         """Return a piece with None for the state columns that are null."""
         nulls = int.from_bytes(piece[0], "little") >> 1
         return (piece[0], *(None if nulls >> i & 1 else value for i, value in enumerate(piece[1:])))
 
 
-def _result_of(function: str, parts: Sequence[pa.Field], states: pa.Schema) -> Result:
+def _result_of(function: str, parts: Sequence[pa.Field], states: pa.Schema) -> _Result:
     """Return the function that computes a result from pieces. Raises ``_Unsure`` for other functions."""
     name, arguments = split_function(function)
     places = [_FIRST_STATE + states.get_field_index(part.name) for part in parts]
@@ -207,25 +207,25 @@ def _result_of(function: str, parts: Sequence[pa.Field], states: pa.Schema) -> R
     raise _Unsure
 
 
-def _float_sum(pieces: list[Piece], at: int) -> float:
+def _float_sum(pieces: list[_Piece], at: int) -> float:
     # As numpy adds them, one after the other: Python's sum is more exact, and so has other last digits.
     total: float = reduce(add, [piece[at] or 0.0 for piece in pieces], 0.0)
     return total
 
 
-def _integer_sum(pieces: list[Piece], at: int) -> int:
+def _integer_sum(pieces: list[_Piece], at: int) -> int:
     total = sum([piece[at] or 0 for piece in pieces])
     if not -_MAX_INT <= total <= _MAX_INT:
         raise _Unsure
     return total
 
 
-def _mean(pieces: list[Piece], total_at: int, count_at: int) -> float | None:
+def _mean(pieces: list[_Piece], total_at: int, count_at: int) -> float | None:
     count = sum([piece[count_at] for piece in pieces])
     return _float_sum(pieces, total_at) / count if count else None
 
 
-def _extreme(pieces: list[Piece], at: int, choose: Callable[[list[Any]], Any]) -> Any:
+def _extreme(pieces: list[_Piece], at: int, choose: Callable[[list[Any]], Any]) -> Any:
     values = [piece[at] for piece in pieces if piece[at] is not None]
     if not values:
         return None
@@ -237,7 +237,7 @@ def _extreme(pieces: list[Piece], at: int, choose: Callable[[list[Any]], Any]) -
     return extreme
 
 
-def _ordered(pieces: list[Piece], value_at: int, by_at: int, *, greatest: bool) -> Any:
+def _ordered(pieces: list[_Piece], value_at: int, by_at: int, *, greatest: bool) -> Any:
     ordered = [(piece[by_at], piece[value_at]) for piece in pieces if piece[by_at] is not None]
     if not ordered:
         return None
@@ -249,7 +249,7 @@ def _ordered(pieces: list[Piece], value_at: int, by_at: int, *, greatest: bool) 
     return values[0]
 
 
-def _moment(pieces: list[Piece], at: int, name: str) -> float | None:
+def _moment(pieces: list[_Piece], at: int, name: str) -> float | None:
     """Return a variance or deviation, by the formula of ``builtin_aggregates.merged_moments``."""
     states = [(float(piece[at]), piece[at + 1], piece[at + 2]) for piece in pieces if piece[at]]
     count = reduce(add, [n for n, _, _ in states], 0.0)

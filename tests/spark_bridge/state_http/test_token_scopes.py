@@ -284,12 +284,21 @@ def test_each_read_checks_the_scope_by_itself(cluster: TwoQueries, name: str) ->
 
 # -- the client and SQL --------------------------------------------------------------------------
 
+
+def found(client: Any, operator: str, query: str) -> int:
+    """The rows that ``find`` would read, if the operator had an index: it has none, which only its readers may know."""
+    with pytest.raises(RequestError, match="none of its columns has one"):
+        client.find(operator, n=1, query=query)
+    return int(client.count(operator, query=query))
+
+
 CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "get": lambda c, o, q: c.get(o, KEY, q),
     "get_each": lambda c, o, q: c.get_each(o, [KEY, 8], q),
     "get_many": lambda c, o, q: c.get_many(o, [KEY, 8], q),
     "key_rows": lambda c, o, q: c.key_rows(o, [KEY], query=q).to_arrow(),
     "scan": lambda c, o, q: c.scan(o, query=q).to_arrow(),
+    "find": lambda c, o, q: found(c, o, q),
     "count": lambda c, o, q: c.count(o, query=q),
     "diff": lambda c, o, q: c.diff(o, 1, 2, query=q).to_arrow() if q == "payments" else c.count(o, query=q),
     "watch": lambda c, o, q: next(c.watch(o, query=q, from_version=1)) if q == "payments" else c.count(o, query=q),
