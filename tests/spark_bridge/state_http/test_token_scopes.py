@@ -298,7 +298,7 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "get_many": lambda c, o, q: c.get_many(o, [KEY, 8], q),
     "key_rows": lambda c, o, q: c.key_rows(o, [KEY], query=q).to_arrow(),
     "scan": lambda c, o, q: c.scan(o, query=q).to_arrow(),
-    "find": lambda c, o, q: found(c, o, q),
+    "find": found,
     "count": lambda c, o, q: c.count(o, query=q),
     "diff": lambda c, o, q: c.diff(o, 1, 2, query=q).to_arrow() if q == "payments" else c.count(o, query=q),
     "watch": lambda c, o, q: next(c.watch(o, query=q, from_version=1)) if q == "payments" else c.count(o, query=q),
