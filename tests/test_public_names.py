@@ -169,6 +169,7 @@ MISSING = {
     "Polars frame of SQL": ("polars", "answer.pl()", "polars"),
     "SQL": ("duckdb", "import_duckdb()", "sql"),
     "HTTP": ("fastapi", "import_module('spark_bridge.state_http.app')", "serve"),
+    "Feast": ("feast", "import_module('ray_statestore.feast')", "feast"),
     "page over HTTP": ("jinja2", "import_module('spark_bridge.state_http.app')", "ui"),
 }
 """What a program may do without having imported an optional package: package, call, and the extra that brings it."""

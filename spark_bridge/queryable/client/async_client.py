@@ -534,6 +534,11 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.features``."""
         return await self._run(self._client.features, *args, **kwargs)
 
+    @_takes(QueryableStateClient.features_of_views)
+    async def features_of_views(self, *args: Any, **kwargs: Any) -> list[FeatureRows]:
+        """See ``QueryableStateClient.features_of_views``."""
+        return await self._run(self._client.features_of_views, *args, **kwargs)
+
     @_takes(QueryableStateClient.entity_schema)
     async def entity_schema(self, *args: Any, **kwargs: Any) -> pa.Schema:
         """See ``QueryableStateClient.entity_schema``."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
@@ -29,7 +30,14 @@ from spark_bridge.queryable.client.discovery import (
     coordinator_in_cluster,
     from_environment,
 )
-from spark_bridge.queryable.client.features import FeatureRows, described_view, moment_of, versions_of
+from spark_bridge.queryable.client.features import (
+    FeatureRows,
+    at_one_version,
+    datetime_of,
+    described_view,
+    moment_of,
+    versions_of,
+)
 from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff
@@ -44,6 +52,7 @@ from spark_bridge.queryable.protocol import (
     KeyRowsRequest,
     OperatorsRequest,
     ScanRequest,
+    ViewLocation,
     features_of,
 )
 from spark_bridge.queryable.routing.router import StateRouter
@@ -134,7 +143,7 @@ class QueryableStateClient:
 
     def now(self) -> dt.datetime:
         """Return the clock of the host that the client was connected to last: the default of ``at=``."""
-        return _datetime(self._connections.now_us())
+        return datetime_of(self._connections.now_us())
 
     @property
     def answered_at(self) -> dt.datetime | None:
@@ -143,7 +152,7 @@ class QueryableStateClient:
         All hosts that gave parts of the answer were asked as of this time. With its version, ``at=`` of this time gives
         the same answer again.
         """
-        return None if self._answered_at is None else _datetime(self._answered_at)
+        return None if self._answered_at is None else datetime_of(self._answered_at)
 
     @property
     def answered_version(self) -> int:
@@ -377,25 +386,62 @@ class QueryableStateClient:
         gives nulls then, and ``UnknownFeatureViewError``. Declare a view by ``declare_feature_view``.
         """
         asked = arguments.requested_version(isolation, None, at)
+
+        def as_of(location: ViewLocation) -> At:
+            return moment_of(location, asked, self._connections.now_us)
+
+        return self._features_of(view, keys, defaults, versions, as_of, timeout)
+
+    def features_of_views(
+        self, requests: Sequence[tuple[str, Any]], *, defaults: bool = True, timeout: float | None = None
+    ) -> list[FeatureRows]:
+        """Return the features of several pairs of a view and its keys, in that order, as of one time.
+
+            cards, shops = client.features_of_views([("card_fraud", ["4711"]), ("shop_risk", [17])])
+
+        Each pair is a request like ``features``. All answers are of one version of each query: if a version has been
+        completed between the requests, the earlier ones are repeated with it. Rolling aggregates of all views are as of
+        now. ``timeout`` is for each request.
+        """
+        moment = self._connections.now_us()
+
+        def as_of(location: ViewLocation) -> At:
+            return replace(arguments.COMPLETED, moment=moment) if location.is_rolling else arguments.COMPLETED
+
+        asked = [(view, keys if hasattr(keys, "__len__") else list(keys)) for view, keys in requests]
+        answers = [self._features_of(*pair, defaults, None, as_of, timeout) for pair in asked]
+        return at_one_version(
+            answers, lambda i, versions: self._features_of(*asked[i], defaults, versions, as_of, timeout)
+        )
+
+    def _features_of(
+        self,
+        view: str,
+        keys: Any,
+        defaults: bool,
+        versions: Mapping[str, int] | None,
+        as_of: Callable[[ViewLocation], At],
+        timeout: float | None,
+    ) -> FeatureRows:
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownView, deadline: float) -> FeatureRows:
-            codec, queries = target.codec, target.location.queries
+            codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
             is_one = isinstance(all_keys, list) and len(all_keys) == 1
             encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
-            as_of = moment_of(target.location, asked, self._connections.now_us)
-            self._answered_at = self._answered_at if as_of.moment is None else as_of.moment
+            self._answered_at = self._answered_at if asked.moment is None else asked.moment
+            is_completed = asked.isolation == "completed" and versions is None
             if versions is not None:
-                of_queries = versions_of(target.location, versions, as_of)
-            elif isolation == "completed":
-                of_queries = [self._router.seen.floor(query.run_id, as_of) for query in queries]
+                of_queries = versions_of(target.location, versions, asked)
+            elif is_completed:
+                of_queries = [self._router.seen.floor(query.run_id, asked) for query in queries]
             else:
-                of_queries = [as_of] * len(queries)
+                of_queries = [asked] * len(queries)
             answer = self._ask_features(target, of_queries, defaults, encoded, deadline)
-            if isolation == "completed" and versions is None:
+            if is_completed:
                 for query, version in zip(queries, answer.versions, strict=True):
                     self._router.seen.note(query.run_id, version)
-            return FeatureRows(target, all_keys, answer)
+            return FeatureRows(target, all_keys, answer, asked.moment)
 
         what = f"features({view!r}) of {len(all_keys)} keys"
         return self._access.answer_of_view(what, view, timeout, ask)
@@ -709,7 +755,3 @@ class _ScopedClient(QueryableStateClient):
     ) -> FeatureAnswer:
         with view_errors(target.location.view.name):
             return super()._ask_features(target, at, defaults, keys, deadline)
-
-
-def _datetime(us: int) -> dt.datetime:
-    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)

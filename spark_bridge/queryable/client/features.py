@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,10 +23,11 @@ from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
 class FeatureRows:
     """Features of entities: a row per key asked, in that order."""
 
-    def __init__(self, target: KnownView, keys: Any, answer: FeatureAnswer) -> None:
+    def __init__(self, target: KnownView, keys: Any, answer: FeatureAnswer, moment: int | None) -> None:
         self._target = target
         self._asked = keys
         self._answer = answer
+        self._moment = moment
 
     @cached_property
     def keys(self) -> pa.RecordBatch:
@@ -56,6 +59,11 @@ class FeatureRows:
         seconds = [None if age is None else age / 1000 for age in self._answer.ages_ms]
         return {f.name: seconds[i] for f, i in zip(location.view.features, location.of_feature, strict=True)}
 
+    @property
+    def at(self) -> dt.datetime | None:
+        """The time that the rolling aggregates are of; None without any."""
+        return None if self._moment is None else datetime_of(self._moment)
+
     def __len__(self) -> int:
         return len(self._asked)
 
@@ -66,11 +74,26 @@ class FeatureRows:
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the columns of the entity and the features as lists of Python values, None for null."""
-        columns, names = self._answer.columns, self._target.columns.names
         keys = {name: python_values(column) for name, column in zip(self.keys.schema.names, self.keys, strict=True)}
+        return {**keys, **self.values()}
+
+    def values(self, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+        """Return features, by default all, as lists of Python values, None for null.
+
+        Raises ``RequestError`` for a name that is not a feature of the view.
+        """
+        columns, features = self._answer.columns, self._target.columns.names
+        by_name = dict(zip(features, columns, strict=True))
+        wanted = features if names is None else names
+        unknown = [name for name in wanted if name not in by_name]
+        if unknown:
+            raise RequestError(
+                f"View {self._target.location.view.name!r} has no feature {', '.join(map(repr, unknown))}; it has "
+                f"{', '.join(map(repr, features))}."
+            )
         if isinstance(columns, list):
-            return {**keys, **{name: [value] for name, value in zip(names, columns, strict=True)}}
-        return {**keys, **{name: python_values(column) for name, column in zip(names, columns, strict=True)}}
+            return {name: [by_name[name]] for name in wanted}
+        return {name: python_values(by_name[name]) for name in wanted}
 
     def to_pandas(self) -> Any:
         """Return the columns of the entity and the features as a pandas frame."""
@@ -90,6 +113,11 @@ class FeatureRows:
                 named = zip(schema.names, self._target.dtypes, columns, strict=True)
                 return {name: np.array([value], dtype) for name, dtype, value in named}
         return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
+
+
+def datetime_of(us: int) -> dt.datetime:
+    """Return the time of microseconds since 1970."""
+    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)
 
 
 def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
@@ -129,6 +157,29 @@ def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) 
             f"{location.view.name!r}: {', '.join(map(repr, titles))}."
         )
     return [replace(asked, isolation="version", version=versions[title]) for title in titles]
+
+
+def at_one_version(
+    answers: Sequence[FeatureRows], read_again: Callable[[int, dict[str, int]], FeatureRows]
+) -> list[FeatureRows]:
+    """Return answers of which each query has one version: those of an older one than another has are read again.
+
+    ``read_again`` returns the answer of this index at some versions. It has the ages of the answers that had them.
+    """
+    newest: dict[str, tuple[int, int | None]] = {}
+    for rows in answers:
+        queries = rows._target.location.queries
+        for query, version, age_ms in zip(queries, rows._answer.versions, rows._answer.ages_ms, strict=True):
+            if version > newest.get(query.run_id, (-1, None))[0]:
+                newest[query.run_id] = version, age_ms
+    same = list(answers)
+    for i, rows in enumerate(answers):
+        wanted = [newest[query.run_id] for query in rows._target.location.queries]
+        if [version for version, _ in wanted] != rows._answer.versions:
+            queries = rows._target.location.queries
+            same[i] = read_again(i, {q.title: version for q, (version, _) in zip(queries, wanted, strict=True)})
+            same[i]._answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, age_ms in wanted])
+    return same
 
 
 def described_view(location: ViewLocation) -> dict[str, Any]:

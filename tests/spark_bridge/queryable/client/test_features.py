@@ -340,6 +340,36 @@ def test_a_host_that_has_just_come_knows_the_age(cluster: FeatureCluster) -> Non
         assert ago - 1 < client.features("risk", users).ages["n"] < ago + PATIENCE
 
 
+# -- several views -----------------------------------------------------------------------------
+
+
+def test_several_views_are_of_one_version(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is completed between the two reads: the first one is repeated, and has the age of the new version."""
+    cluster.declare(replace(VIEW, name="score", features=[Feature("score", "profile")]))
+    client = cluster.client()
+    read = client._ask_features
+
+    def read_and_write(target: Any, at: Any, *arguments: Any) -> Any:
+        answer = read(target, at, *arguments)
+        if at[0].isolation == "completed" and target.location.view.name == "risk":
+            cluster.write({"totals": {1: (50, "")}, "profile": {1: (9.5, 0, True)}})
+        return answer
+
+    monkeypatch.setattr(client, "_ask_features", read_and_write)
+    for users in ([1], iter([1, 1000])):
+        before = cluster.version
+        risk, score = client.features_of_views([("risk", users), ("score", [1, 2])])
+        assert risk.versions == score.versions == {"name": before + 1}
+        assert risk.to_dict()["n"][0] == 50 and score.to_dict()["score"] == [9.5, 0.5]
+        assert risk.ages["n"] == score.ages["score"] and 0 <= risk.ages["n"] < PATIENCE
+        assert risk.at is None
+    assert client.features_of_views([]) == []
+
+
+def test_rolling_features_of_several_views_are_as_of_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
 # -- declarations ------------------------------------------------------------------------------
 
 
