@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
@@ -33,7 +33,9 @@ from spark_bridge.transport.protocol import TaskIdentity
 from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.state_flows import Query
+
+if TYPE_CHECKING:
+    from tests.spark_bridge.state_flows import Query
 
 TOKEN = "the-cluster's"
 G = 64
