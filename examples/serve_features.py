@@ -2,9 +2,9 @@
 
     python examples/serve_features.py [directory]
 
-The stream keeps mean and deviation of each user's purchases, and a feature view names them for the model. The model
-asks for the features of all users of a request at once, in the cluster in which both run. Nothing is copied to a
-feature store, and a score follows the last committed batch.
+The stream keeps number, mean and deviation of each user's purchases of the last day, and a feature view names them for
+the model. The model asks for the features of all users of a request at once, as of the moment, in the cluster in which
+both run. Nothing is copied to a feature store, and a score follows the last committed batch.
 """
 
 import json
@@ -36,9 +36,13 @@ USERS, ROWS = 1_000, 50_000
 VIEW = FeatureView(
     "unusual_purchases",
     entity="user",
-    features=[Feature("n", "spending", default=0), Feature("mean", "spending"), Feature("deviation", "spending")],
+    features=[
+        Feature("recently", "spending", column="n_10m", default=0),
+        Feature("mean", "spending", column="mean_24h"),
+        Feature("deviation", "spending", column="deviation_24h"),
+    ],
     owner="pricing@example.com",
-    description="What a user usually spends.",
+    description="How often a user has bought in the last minutes, and what the user spends on a day.",
     max_age="1 hour",
 )
 app = FastAPI(title="Unusual purchases")
@@ -73,17 +77,19 @@ class Unusual:
         rows = await self.client.features(VIEW.name, [purchase.user for purchase in purchases])
         of = rows.to_dict()
         return [
-            {"user": p.user, "amount": p.amount, "score": score_of(p.amount, mean, deviation), "purchases": n}
-            for p, n, mean, deviation in zip(purchases, of["n"], of["mean"], of["deviation"], strict=True)
+            {"user": p.user, "amount": p.amount, "score": score_of(p.amount, mean, deviation), "recently": n}
+            for p, n, mean, deviation in zip(purchases, of["recently"], of["mean"], of["deviation"], strict=True)
         ]
 
 
 def write_purchases(directory: Path, usual: float) -> None:
-    """Add a file of purchases around an amount."""
+    """Add a file of purchases of the last hour around an amount."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng()
     amount = rng.normal(usual, 5, ROWS).round(2)
-    purchases = pd.DataFrame({"user": rng.integers(0, USERS, ROWS), "amount": amount})
+    ts = pd.Timestamp.now("UTC") - pd.to_timedelta(rng.integers(0, 3_600_000, ROWS), unit="ms")
+    times = ts.astype("datetime64[us, UTC]")
+    purchases = pd.DataFrame({"user": rng.integers(0, USERS, ROWS), "amount": amount, "ts": times})
     purchases.to_parquet(directory / f"purchases-{time.time_ns()}.parquet", index=False)
 
 
@@ -103,17 +109,18 @@ def main(directory: Path) -> None:
     write_purchases(directory / "purchases", usual=50)
     spark = init_spark("features", num_executors=2, executor_cores=1, executor_memory="1g")
     try:
-        purchases = spark.readStream.schema("user long, amount double").parquet(str(directory / "purchases"))
+        purchases = spark.readStream.schema("user long, amount double, ts timestamp")
         features = aggregate(
-            purchases,
+            purchases.parquet(str(directory / "purchases")).withWatermark("ts", "1 hour"),
             by="user",
             operator="spending",
-            n=S.count(),
-            mean=S.mean("amount"),
-            deviation=S.stddev("amount"),
+            event_time="ts",
+            n=S.count().rolling("10 minutes"),
+            mean=S.mean("amount").rolling("24 hours"),
+            deviation=S.stddev("amount").rolling("24 hours"),
         )
         query = (
-            features.writeStream.outputMode("append")
+            features.writeStream.outputMode("update")
             .option("checkpointLocation", str(directory / "checkpoint"))
             .format("noop")
             .start()

@@ -101,12 +101,12 @@ class StateTimeError(QueryableStateError, ValueError):
         return cls(
             f"at={_utc(moment)} is between rows of {_utc(first)} and {_utc(last)}, which are merged in one tile. Ask "
             f"as of {_utc(last)} or later, or as of a multiple of the shortest horizon's hop. An operator with "
-            "exact_windows=True keeps every row apart. If nobody gave at=, the clock of a producer is ahead."
+            "exact_windows=True keeps every row apart. Without at=, the clock of a producer is ahead."
         )
 
     @classmethod
     def too_old(cls, moment: int, oldest: int) -> StateTimeError:
-        """Return the error for a moment before the watermark by which tiles were merged."""
+        """Return the error for a moment before the watermark of the last merge."""
         return cls(
             f"at={_utc(moment)} is older than the retained tiles, which were merged as of the watermark "
             f"{_utc(oldest)}. Ask as of that time or later, or for an older version=, which has the tiles of its time."

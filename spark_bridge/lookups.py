@@ -90,7 +90,7 @@ class LookedUpState:
         """Return the columns of ``view.value_fields`` of rows, and whether their keys have state.
 
         ``places`` are the places of the rows' keys, null for a row without a key. ``moments`` are the times of the rows
-        in microseconds, of which their rolling aggregates are.
+        in microseconds: their rolling aggregates are as of these.
         """
         view = self.view
         if view.kind != ROLLING:

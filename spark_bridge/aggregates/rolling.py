@@ -41,7 +41,7 @@ TILES_PER_HORIZON = 10
 """A horizon has at least this many tiles, so that it covers at most a tenth more than asked for."""
 MAX_HORIZON = 3660 * DAY
 MAX_HORIZONS = 16
-"""The most horizons of one operator, each of which every answer merges."""
+"""The most horizons of one operator: an answer merges all of them."""
 _UNITS = {
     **dict.fromkeys(("us", "microsecond", "microseconds"), ("us", 1)),
     **dict.fromkeys(("ms", "millisecond", "milliseconds"), ("ms", 1_000)),
@@ -333,7 +333,7 @@ def answers_as_of(
 ) -> list[pa.Array]:
     """Return the columns of ``Rolling.fields`` of keys, by their newest pieces and those in tiles.
 
-    ``merged_at`` is the time as of which the tiles of each key were merged, a very low one without tiles. Raises
+    ``merged_at`` is the watermark when the tiles of each key were merged, a very low one without tiles. Raises
     ``StateTimeError`` if the state can no longer answer as of the moment.
     """
     num_keys = len(merged_at)

@@ -108,15 +108,19 @@ class SingleAnswers:
 
         None leaves the keys to ``StateSchema.decode_values``. Tiles may be null, newest pieces not.
         """
-        has_tiles = np.asarray(tiles.is_valid())
         newest = self._of_values(recent, self._numbers[0], self._recent_dtype)
         older = self._of_values(tiles.drop_null(), self._numbers[1], self._tiles_dtype)
         if newest is None or older is None:
             return None
         merged_at = np.full(len(tiles), np.iinfo(np.int64).min)
+        has_tiles = np.flatnonzero(tiles.is_valid())
         merged_at[has_tiles] = older[1]
-        numbers = np.flatnonzero(has_tiles)
-        return newest[0], replace(older[0], ids=numbers[older[0].ids]), merged_at
+        return newest[0], replace(older[0], ids=has_tiles[older[0].ids]), merged_at
+
+    def tiles(self, values: pa.BinaryArray) -> Pieces | None:
+        """Return the pieces in the tiles of keys; values may be null. None leaves them to ``decode_values``."""
+        older = self._of_values(values.drop_null(), self._numbers[1], self._tiles_dtype)
+        return None if older is None else replace(older[0], ids=np.flatnonzero(values.is_valid())[older[0].ids])
 
     def _of_values(self, values: pa.BinaryArray, number: int, dtype: np.dtype[Any]) -> tuple[Pieces, Integers] | None:
         """Return the pieces of the first list of each stored value, and the time in the value's head."""

@@ -214,7 +214,7 @@ def aggregate(
       column".
     - ``event_time``: the column that horizons are of, which must have a watermark. Only with
       ``S.count().rolling(...)`` and the like, which then all outputs must have. The result has this column, with the
-      time of the key's newest row, as of which all horizons are. Late rows count as long as a horizon has their time.
+      time of the key's newest row; all horizons are as of it. Late rows count as long as a horizon has their time.
       The watermark expires a key that no horizon has rows of.
     - ``exact_windows``: horizons begin exactly, not at a multiple of their hop. The state of a key then grows with its
       rows in the longest horizon, and is written whole every few rows of the key.

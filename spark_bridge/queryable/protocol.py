@@ -60,7 +60,7 @@ class At(Struct, frozen=True, array_like=True):
     - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
       memory.
 
-    ``moment`` is the time, in microseconds since 1970, as of which rolling aggregates are; None is the host's clock.
+    ``moment`` is the time of rolling aggregates in microseconds since 1970; None is the host's clock.
     """
 
     isolation: Isolation = "completed"

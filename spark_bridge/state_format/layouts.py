@@ -119,7 +119,7 @@ SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
 ROLLING, RECENT, OLDER, TILES, MERGED_AT = "rolling", "recent", "older", "tiles", "__merged_at"
 """The kind of state of rolling aggregates; the columns of a key's newest pieces, of the merged older ones
-for each horizon, and of the older pieces; the watermark by which these were merged.
+for each horizon, and of the older pieces; the watermark of their last merge.
 """
 ROLLED_FAMILY = "default.-rolled"
 """The name under which clients look up the results of rolling aggregates. Hosts compute them: nothing is stored."""

@@ -172,7 +172,7 @@ class SqlClient(Protocol):
         """Return the operators of the running queries."""
 
     def now(self) -> dt.datetime:
-        """Return the time as of which rolling aggregates are by default."""
+        """Return the default time of rolling aggregates."""
 
     @property
     def scan(self) -> Callable[..., VersionedRows]:
