@@ -1,10 +1,11 @@
 """Measure the online store of Feast against Feast's own Redis store: 50 features for 1 and 100 entities, in turns.
 
 ``python -m benchmarks.feast_store``, in an environment with the extra ``feast``, ``feast[redis]`` and a
-``redis-server``, such as that of the cell "feast" of ``tests/matrix.py``. Prints a table: medians over the turns, and their range.
+``redis-server``: that of the cell "feast" of ``tests/matrix.py``. Prints a table of medians over the turns, and their
+range.
 
 One host in a process of its own answers from the state that it has in memory; Redis has the same rows, which Feast
-wrote there. Both stores are asked by one thread through the same views of Feast. Before anything is timed, all answers are
+wrote there. One thread asks both stores through the same view of Feast. Before anything is timed, all answers are
 compared.
 """
 

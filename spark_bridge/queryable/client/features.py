@@ -60,6 +60,12 @@ class FeatureRows:
         return {f.name: seconds[i] for f, i in zip(location.view.features, location.of_feature, strict=True)}
 
     @property
+    def age(self) -> float | None:
+        """The age of the oldest version that was read, in seconds; None if one is not known."""
+        known = [age for age in self._answer.ages_ms if age is not None]
+        return max(known) / 1000 if known and len(known) == len(self._answer.ages_ms) else None
+
+    @property
     def at(self) -> dt.datetime | None:
         """The time that the rolling aggregates are of; None without any."""
         return None if self._moment is None else datetime_of(self._moment)
