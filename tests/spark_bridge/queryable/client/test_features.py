@@ -366,8 +366,21 @@ def test_several_views_are_of_one_version(cluster: FeatureCluster, monkeypatch: 
     assert client.features_of_views([]) == []
 
 
-def test_rolling_features_of_several_views_are_as_of_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pass
+def test_rolling_features_of_several_views_are_as_of_one_time(
+    filled: FeatureCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = filled.client()
+    find = client._access.find_views
+
+    def rolling(request: Any, deadline: float) -> Any:
+        return [replace(location, is_rolling=location.view.name == "risk") for location in find(request, deadline)]
+
+    monkeypatch.setattr(client._access, "find_views", rolling)
+    filled.declare(replace(VIEW, name="other"))
+    one, plain, two = client.features_of_views([("risk", [1]), ("other", [1]), ("risk", [2, 3])])
+    assert one.at == two.at == client.answered_at is not None
+    assert plain.at is None
+    assert filled.c.drop_view(filled.run, "other")
 
 
 # -- declarations ------------------------------------------------------------------------------
