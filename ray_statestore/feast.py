@@ -13,6 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+import pyarrow as pa
+
 from backends.lazy_names import missing_package
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, RequestError
@@ -26,7 +29,7 @@ try:
     from feast.infra.online_stores.online_store import OnlineStore
     from feast.infra.supported_async_methods import SupportedAsyncMethods
     from feast.protos.feast.types.EntityKey_pb2 import EntityKey
-    from feast.protos.feast.types.Value_pb2 import Value
+    from feast.protos.feast.types.Value_pb2 import RepeatedValue, Value
     from feast.repo_config import FeastConfigBaseModel
     from feast.type_map import VALUE_TYPE_TO_PROTO_VALUE_MAP
     from feast.types import PrimitiveFeastType
@@ -78,6 +81,10 @@ _COLUMNS: dict[str, Callable[[list[Any]], list[Value]]] = {
     "STRING": lambda values: [NULL if v is None else Value(string_val=v) for v in values],
 }
 """The usual types of features. Python is faster with a field that is not a variable."""
+_WIRE = {"DOUBLE": (pa.float64(), 0x29, 8), "INT64": (pa.int64(), 0x20, 10)}
+"""Of numbers that numpy encodes: the type of the column, the tag of a field of ``Value``, and the width in bytes."""
+_SHIFTS = np.arange(0, 70, 7, dtype=np.uint64)
+_CONTINUED = np.array([0x80] * 9 + [0], np.uint64)
 Row = tuple[dt.datetime | None, dict[str, Value] | None]
 
 
@@ -261,22 +268,24 @@ def _plain(value: Value) -> Any:
 
 def _rows(table: FeatureView, names: Sequence[str], answer: FeatureRows, now: dt.datetime) -> list[Row]:
     """Return the answer as Feast's rows. A null is an empty ``Value``, as in Feast's own stores."""
-    values = answer.values(names)
-    types = {field.name: field.dtype for field in table.features}
-    columns, name = [], ""
+    kinds = {field.name: _kind(field.dtype) for field in table.features}
+    columns = _number_columns(answer, {name: kinds[name] for name in names}) if len(answer) > 1 else {}
+    values = answer.values([name for name in names if name not in columns])
+    name = ""
     try:
-        for name in names:
-            columns.append(_converted(_kind(types[name]), values[name]))
+        for name, column in values.items():
+            columns[name] = _converted(kinds[name], column)
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise RequestError(
-            f"Feature {name!r} of view {table.name!r} has a value that is not of Feast's type {types[name]}: {error} "
+            f"Feature {name!r} of view {table.name!r} has a value that is not of Feast's type {kinds[name]}: {error} "
             "If the stream's view has changed, run feast apply, which compares the types."
         ) from error
     time = None if answer.age is None else now - dt.timedelta(seconds=answer.age)
-    rows: list[Row] = [(time, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
-    if all(None in column for column in values.values()):
-        is_absent = [all(value is None for value in row) for row in zip(*values.values(), strict=True)]
-        rows = [(None, None) if absent else row for absent, row in zip(is_absent, rows, strict=True)]
+    rows: list[Row] = []
+    has_nulls = all(NULL in column for column in columns.values())
+    for row in zip(*(columns[name] for name in names), strict=True):
+        is_absent = has_nulls and all(value is NULL for value in row)
+        rows.append((None, None) if is_absent else (time, dict(zip(names, row, strict=True))))
     return rows
 
 
@@ -291,6 +300,36 @@ def _converted(kind: str, values: list[Any]) -> list[Value]:
     field = VALUE_TYPE_TO_PROTO_VALUE_MAP[ValueType[kind]]
     item, is_list, _ = kind.partition("_LIST")
     return [NULL if v is None else Value(**{field: _plain_value(item, bool(is_list), v)}) for v in values]
+
+
+def _number_columns(answer: FeatureRows, kinds: Mapping[str, str]) -> dict[str, list[Value]]:
+    """Return the columns of these features that have numbers without nulls."""
+    made: dict[str, list[Value]] = {}
+    for kind, (dtype, *_) in _WIRE.items():
+        columns = {
+            name: column.to_numpy()
+            for name, column in zip(answer.columns.schema.names, answer.columns.columns, strict=True)
+            if kinds.get(name) == kind and not column.null_count and column.type == dtype
+        }
+        if columns:
+            values, length = _numbers(kind, np.concatenate([*columns.values()])), len(answer)
+            made |= {name: values[i * length : (i + 1) * length] for i, name in enumerate(columns)}
+    return made
+
+
+def _numbers(kind: str, array: np.ndarray[Any, Any]) -> list[Value]:
+    """Parse the values from one message that numpy encodes, in a third of the time of as many ``Value(...)``.
+
+    An integer takes ten bytes there, as the longest one does; parsers take that.
+    """
+    _, tag, width = _WIRE[kind]
+    encoded = np.empty((len(array), 3 + width), np.uint8)
+    encoded[:, :3] = 0x0A, 1 + width, tag
+    if kind == "DOUBLE":
+        encoded[:, 3:] = array.view(np.uint8).reshape(-1, width)
+    else:
+        encoded[:, 3:] = (array.view(np.uint64)[:, None] >> _SHIFTS) & np.uint64(0x7F) | _CONTINUED
+    return list(RepeatedValue.FromString(encoded.tobytes()).val)
 
 
 def _plain_value(item: str, is_list: bool, value: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from msgspec.structs import replace
@@ -29,7 +30,7 @@ from feast.value_type import ValueType
 
 from backends.encoding.schema import StateSchema
 from coordinator_actor import feature_views
-from ray_statestore.feast import RayStatestoreOnlineStore, RayStatestoreOnlineStoreConfig, _keys, _problems
+from ray_statestore.feast import RayStatestoreOnlineStore, RayStatestoreOnlineStoreConfig, _keys, _numbers, _problems
 from spark_bridge.exceptions import RequestError, StaleFeatureError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.routing import feature_reads
 from tests.patience import PATIENCE
@@ -245,6 +246,13 @@ def test_a_bound_on_the_age_is_the_views(cluster: FeatureCluster, store: Feature
     cluster.declare(replace(VIEW, max_age="5 minutes"))
     with pytest.raises(StaleFeatureError, match=r"max_age='5 minutes'"):
         store.get_online_features(["risk:n"], [{"user": 1}])
+
+
+def test_many_numbers_are_the_values_that_single_ones_are() -> None:
+    integers = [0, 1, -1, 127, 128, 2**63 - 1, -(2**63), 2**32, -300, 99]
+    assert _numbers("INT64", np.array(integers)) == [Value(int64_val=number) for number in integers]
+    floats = [0.0, -0.0, 0.1, float("inf"), -1e308, 5e-324]
+    assert _numbers("DOUBLE", np.array(floats)) == [Value(double_val=number) for number in floats]
 
 
 def test_keys_of_several_columns_come_in_the_views_order() -> None:
