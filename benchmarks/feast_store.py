@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import select
 import shutil
 import socket
 import statistics
@@ -29,7 +30,7 @@ from typing import Any
 
 import pyarrow as pa
 
-ENTITIES, TURNS, SECONDS = 1000, 7, 1.0
+ENTITIES, TURNS, SECONDS = 1000, 25, 0.3
 KINDS = {
     "count": (pa.int64(), "Int64", 20),
     "amount": (pa.float64(), "Float64", 25),
@@ -58,7 +59,9 @@ def serve(directory: Path) -> None:
     cluster.write({"features": {user: tuple(value_of(user, name) for name in NAMES) for user in range(ENTITIES)}})
     cluster.declare(FeatureView("bench", "user", [Feature(name, "features") for name in NAMES]))
     print(cluster.hosts[0].address, flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 1.0)[0]:  # as in a cluster, hosts send heartbeats
+        cluster.world.now = time.time()
+        cluster.complete()
     cluster.close()
 
 

@@ -85,7 +85,7 @@ _WIRE = {"DOUBLE": (pa.float64(), 0x29, 8), "INT64": (pa.int64(), 0x20, 10)}
 """Of numbers that numpy encodes: the type of the column, the tag of a field of ``Value``, and the width in bytes."""
 _SHIFTS = np.arange(0, 70, 7, dtype=np.uint64)
 _CONTINUED = np.array([0x80] * 9 + [0], np.uint64)
-Row = tuple[dt.datetime | None, dict[str, Value] | None]
+FeastRow = tuple[dt.datetime | None, dict[str, Value] | None]
 
 
 class RayStatestoreOnlineStoreConfig(FeastConfigBaseModel):  # type: ignore[misc]
@@ -126,14 +126,14 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
         table: FeatureView,
         entity_keys: Sequence[EntityKey],
         requested_features: Sequence[str] | None = None,
-    ) -> list[Row]:
+    ) -> list[FeastRow]:
         """Return the time and the features of each key, in that order.
 
         The time is that of the oldest version of the view. Both are None for a key without any feature.
         """
         return self._read(config, [(table, entity_keys, requested_features)])[0]
 
-    async def online_read_async(self, *args: Any, **kwargs: Any) -> list[Row]:
+    async def online_read_async(self, *args: Any, **kwargs: Any) -> list[FeastRow]:
         """See ``online_read``."""
         return await asyncio.to_thread(self.online_read, *args, **kwargs)
 
@@ -171,7 +171,7 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
 
     def _read(
         self, config: Any, requests: Sequence[tuple[FeatureView, Sequence[EntityKey], Sequence[str] | None]]
-    ) -> list[list[Row]]:
+    ) -> list[list[FeastRow]]:
         client = self._client(config.online_store)
         asked = [(_view_of(table), _keys(client, table, entity_keys)) for table, entity_keys, _ in requests]
         answers = client.features_of_views(asked, defaults=config.online_store.defaults)
@@ -266,7 +266,7 @@ def _plain(value: Value) -> Any:
     return None if field is None else getattr(value, field)
 
 
-def _rows(table: FeatureView, names: Sequence[str], answer: FeatureRows, now: dt.datetime) -> list[Row]:
+def _rows(table: FeatureView, names: Sequence[str], answer: FeatureRows, now: dt.datetime) -> list[FeastRow]:
     """Return the answer as Feast's rows. A null is an empty ``Value``, as in Feast's own stores."""
     kinds = {field.name: _kind(field.dtype) for field in table.features}
     columns = _number_columns(answer, {name: kinds[name] for name in names}) if len(answer) > 1 else {}
@@ -281,7 +281,7 @@ def _rows(table: FeatureView, names: Sequence[str], answer: FeatureRows, now: dt
             "If the stream's view has changed, run feast apply, which compares the types."
         ) from error
     time = None if answer.age is None else now - dt.timedelta(seconds=answer.age)
-    rows: list[Row] = []
+    rows: list[FeastRow] = []
     has_nulls = all(NULL in column for column in columns.values())
     for row in zip(*(columns[name] for name in names), strict=True):
         is_absent = has_nulls and all(value is NULL for value in row)
