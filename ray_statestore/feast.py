@@ -70,7 +70,7 @@ FEATURE_TYPES = {
 }
 """The types of Feast that can hold the values of a column, by the name of its Arrow type."""
 CONVERTED: dict[str, Callable[[Any], Any]] = {"UNIX_TIMESTAMP": _seconds, "DECIMAL": str}
-"""What makes a value of Feast of a Python value, for types that need it."""
+"""Converts a Python value for a field of ``Value``, for types that need it."""
 NULL = Value()
 _PRIMITIVE = {id(dtype): dtype.to_value_type().name for dtype in PrimitiveFeastType}
 """Feast's own conversion of a type takes longer than that of a value."""

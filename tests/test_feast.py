@@ -230,13 +230,13 @@ def test_all_views_of_a_service_are_of_one_version(
     def read_and_write(target: Any, at: Any, *arguments: Any) -> Any:
         answer = read(target, at, *arguments)
         if at[0].isolation == "completed" and target.location.view.name == "risk":
-            cluster.write({"totals": {1: (cluster.version, "")}, "profile": {1: (float(cluster.version), 0)}})
+            cluster.write({"totals": {1: (100, "")}, "profile": {1: (9.5, 0)}})
         return answer
 
     monkeypatch.setattr(client, "_ask_features", read_and_write)
     answer = getattr(store, call)(store.get_feature_service("model"), [{"user": 1}, {"user": 2}])
     answer = asyncio.run(answer) if asyncio.iscoroutine(answer) else answer
-    assert answer.to_dict() == {"user": [1, 2], "n": [1, 2], "score": [1.0, 0.5]}, "both of version 2"
+    assert answer.to_dict() == {"user": [1, 2], "n": [100, 2], "score": [9.5, 0.5]}, "both of version 2"
     times = {str(t) for result in answer.proto.results[1:] for t in result.event_timestamps}
     assert len(times) == 1
 
@@ -374,6 +374,9 @@ def test_a_column_without_a_type_of_feast_is_refused(kind: str) -> None:
     assert "Feast has no type for it: convert the column in the stream." in problem
     (problem,) = _problems(client, table, {"risk": {"problem": "operator 'x' is gone"}})
     assert problem == "View 'risk' cannot be read now: operator 'x' is gone"
+    written: Any = SimpleNamespace(name="on_demand", tags={})
+    (problem,) = _problems(client, written, views)
+    assert problem == "'on_demand' is a SimpleNamespace, and Feast alone would write it: set it online=False."
 
 
 def test_apply_says_that_no_host_answers(cluster: FeatureCluster, tmp_path: Path) -> None:
