@@ -462,7 +462,11 @@ class LookedUp(Struct, frozen=True):
 
 
 class OperatorLocation(Struct, frozen=True):
-    """The location of one operator's state, for query clients. ``owners`` is one host per partition."""
+    """The location of one operator's state, for query clients. ``owners`` is one host per partition.
+
+    ``watermark_ms`` is the watermark of the batch that made the completed version, in ms since 1970: of operators with
+    rolling aggregates, and None as long as it is not known or there is none.
+    """
 
     query_id: str
     run_id: str
@@ -471,6 +475,7 @@ class OperatorLocation(Struct, frozen=True):
     key_groups: int
     completed_version: int
     owners: tuple[HostInfo, ...]
+    watermark_ms: int | None = None
 
 
 # The version of the messages between drivers, hosts, tasks and the coordinator, of one release or several.

@@ -483,6 +483,10 @@ def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
 
 COMPLETED = At()
 ISOLATIONS = ("completed", "latest")
+WATERMARK = "watermark"
+"""The ``at=`` of a call whose rolling aggregates are as of the watermark of the version that it reads."""
+AT_WATERMARK = -(1 << 63)
+"""The moment of ``WATERMARK``, until the client knows the watermark. No client sends it."""
 
 
 def requested_version(isolation: str, version: int | None, moment: Any = None) -> At:
@@ -491,6 +495,12 @@ def requested_version(isolation: str, version: int | None, moment: Any = None) -
     Raises ``RequestError`` for a version or a time that there cannot be.
     """
     at = _version_of(isolation, version)
+    if isinstance(moment, str) and moment == WATERMARK:
+        if at.isolation == "latest":
+            raise RequestError(
+                "at='watermark' needs a completed version, whose watermark is known: leave isolation='latest' out."
+            )
+        return replace(at, moment=AT_WATERMARK)
     return at if moment is None else replace(at, moment=_microseconds(moment))
 
 
@@ -503,7 +513,7 @@ def _microseconds(moment: Any) -> int:
         )
         if not np.isnat(us):
             return int(us.astype("datetime64[us]").astype(np.int64))
-    raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone.")
+    raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone, or 'watermark'.")
 
 
 def _version_of(isolation: str, version: int | None) -> At:

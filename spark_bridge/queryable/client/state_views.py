@@ -18,6 +18,7 @@ from backends.encoding.schema import StateSchema, nullable
 from backends.encoding.single_rows import ValueDecoder
 from backends.encoding.user_values import python_value
 from spark_bridge.aggregates.aggregator import result_fields, results
+from spark_bridge.aggregates.rolling import Rolling
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
@@ -64,6 +65,13 @@ class StateView:
                 )
             return at
         return at if at.moment is not None else msgspec.structs.replace(at, moment=now_us())
+
+    @cached_property
+    def rolling(self) -> Rolling:
+        """The horizons, if the kind is ``ROLLING``."""
+        rolling = VariableRows(self.operator_schema, self.variable).rolling
+        assert rolling is not None
+        return rolling
 
     @cached_property
     def family(self) -> str:

@@ -33,7 +33,7 @@ def test_batches_emit_what_the_model_has(monkeypatch: pytest.MonkeyPatch, provid
         clock += rng.choice((1, 20, 300, 3000, 40_000 if step % 9 == 8 else 60))
         new = random_rows(rng, clock, rng.choice((3, 60)), rng.choice((2, 200)))
         times = watermark.times()
-        bound = int(rolling.longest.start(np.array([times.watermark_ms * 1000]))[0])
+        bound = rolling.expired(times.watermark_ms * 1000)
         expected: dict[str, dict[str, Any]] = {}
         for key, at, value in new:
             us = int(at * SECOND)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from starlette.testclient import TestClient
 
 from spark_bridge.aggregates.rolling import SECOND, Rolling
-from spark_bridge.exceptions import RequestError, StateTimeError
+from spark_bridge.cli.main import app
+from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
+from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
+from spark_bridge.ui.app import create_ui
+from spark_bridge.ui.live import StoredSystem
+from tests.command_line import CliRunner
 from tests.spark_bridge.operators.operator_runs import batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
+from tests.spark_bridge.state_http.test_state_api_on_hosts import answering
+from tests.spark_bridge.ui.systems import ACT, Tokens
 
 HORIZONS = ("30 seconds", "10 minutes", "1 hour")
 
@@ -30,7 +40,8 @@ def time_of(us: int) -> dt.datetime:
 class Stream:
     """A query of rolling aggregates, batch by batch, with the rows of each key."""
 
-    def __init__(self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1") -> None:
+    def __init__(self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1", lag_ms: int = 60_000) -> None:
+        self.lag_ms = lag_ms
         self.rng = random.Random(seed)
         self.logic, self.rolling = rolling_operator(HORIZONS)
         self.query = Query(root, self.logic.schema, "rolling_aggregate", n, backend, run)
@@ -44,8 +55,8 @@ class Stream:
         """A batch with some late rows; the watermark is a minute behind."""
         self.clock += self.rng.choice((1, 20, 300, 3000))
         new = random_rows(self.rng, self.clock, num or self.rng.choice((2, 20)), self.rng.choice((2, 200)))
-        self.watermark = max(self.watermark, (self.newest - 60) * 1000) if self.newest else 0
-        bound = int(self.rolling.longest.start(np.array([self.watermark * 1000]))[0])
+        self.watermark = max(self.watermark, self.newest * 1000 - self.lag_ms) if self.newest else 0
+        bound = self.rolling.expired(self.watermark * 1000)
         for key, at, value in new:
             if at * SECOND > bound:
                 self.rows.setdefault(key, []).append((int(at * SECOND), value))
@@ -199,3 +210,102 @@ def test_another_layout_keeps_the_answers(tmp_path: Path, backend: str) -> None:
             answers = expected(stream.rolling, stream.rows, moment)
             assert {row["k"]: without_key(row) for row in scanned} == answers
     stream.query.close()
+
+
+def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
+    """``at="watermark"`` is as of the floored watermark of the newest version, through every method.
+
+    Watermarks are between two hops: what was merged by such a watermark can be answered as of the floored one.
+    """
+    stream = Stream(tmp_path, 21, lag_ms=59_300)
+    with served(stream.query) as client:
+        stream.batch(5)
+        stream.query.host.heartbeat()
+        with pytest.raises(StateTimeError, match="Version 1 of operator 'op' has no watermark yet"):
+            client.get("op", "k1", at="watermark")
+        for _ in range(12):
+            stream.batch(60)
+            stream.query.host.heartbeat()
+            floored = int(stream.rolling.floored(np.array([stream.watermark * 1000]))[0])
+            answers = expected(stream.rolling, stream.rows, floored)
+            keys = sorted(stream.rows)
+            assert [client.get("op", k, at="watermark") for k in keys] == [answers[k] for k in keys]
+            assert (client.answered_at, client.answered_version) == (time_of(floored), stream.query.version)
+            assert client.get_each("op", keys, at="watermark") == [answers[k] for k in keys]
+            with client.scan("op", at="watermark") as rows:
+                assert (rows.version, rows.at) == (stream.query.version, time_of(floored))
+                assert {row["k"]: without_key(row) for row in rows.to_pylist()} == answers
+            relation = client.sql("select k, n_1h from op union all select k, n_1h from op", at="watermark")
+            assert sorted(relation.fetchall()) == sorted([(k, a["n_1h"]) for k, a in answers.items()] * 2)
+            assert list(relation.times.values()) == [time_of(floored)]
+            checkpoint = CheckpointClient.open(stream.query.location)
+            assert {k: checkpoint.get("op", k, at="watermark") for k in keys[:2]} == {k: answers[k] for k in keys[:2]}
+            assert checkpoint.answered_at == time_of(floored)
+            checkpoint.close()
+        again = client.get("op", keys[0], at="watermark", version=stream.query.version)
+        assert again == answers[keys[0]]
+        client._watermarks.clear()
+        with pytest.raises(StateVersionError, match=r"watermark of version 2 .* is not known"):
+            client.get("op", keys[0], at="watermark", version=2)
+        with pytest.raises(RequestError, match="leave isolation='latest' out"):
+            client.get("op", keys[0], at="watermark", isolation="latest")
+    stream.query.close()
+
+
+def test_http_the_command_line_and_the_page_take_a_time_and_name_it(tmp_path: Path) -> None:
+    """Every route that reads takes ``at``; the answer names its time, also if nobody gave one."""
+    stream = Stream(tmp_path, 23, lag_ms=59_300)
+    for _ in range(6):
+        stream.batch(40)
+    floored = int(stream.rolling.floored(np.array([stream.watermark * 1000]))[0])
+    key = sorted(stream.rows)[0]
+    with served(stream.query) as client, answering(client) as http:
+        stream.query.host.heartbeat()
+        for at, us in (("watermark", floored), (text_of_time(floored + 90 * SECOND), floored + 90 * SECOND)):
+            answers, text = expected(stream.rolling, stream.rows, us), text_of_time(us)
+            one = http.get(f"/v1/operators/op/keys/{key}", params={"at": at}).json()
+            assert (one["value"], one["at"]) == (answers[key], text)
+            many = http.post("/v1/operators/op/lookup", json={"keys": sorted(answers), "at": at})
+            assert many.json()["at"] == text
+            assert [without_key(row) for row in many.json()["rows"]] == [answers[k] for k in sorted(answers)]
+            arrow = http.post("/v1/operators/op/lookup", json={"keys": [key], "at": at}, headers={"Accept": ARROW})
+            assert arrow.headers[TIME_HEADER] == text
+            assert without_key(pa.ipc.open_stream(arrow.content).read_all().to_pylist()[0]) == answers[key]
+            rows = http.post("/v1/operators/op/scan", json={"at": at})
+            assert rows.headers[TIME_HEADER] == text
+            scanned = map(json.loads, rows.text.splitlines())
+            assert {row["k"]: without_key(row) for row in scanned} == answers
+            selected = http.post("/v1/sql", json={"sql": "select k, n_1h from op", "at": at})
+            assert selected.headers[TIMES_HEADER] == f"q={text}"
+            assert selected.json()["times"] == {"q": text}
+            assert {row["k"]: row["n_1h"] for row in selected.json()["rows"]} == {
+                k: a["n_1h"] for k, a in answers.items()
+            }
+            run = CliRunner().invoke
+            checkpoint = ["--checkpoint", stream.query.location, "--at", at]
+            shown = json.loads(run(app, ["get", "op", key, "--json", *checkpoint]).stdout)
+            assert (shown["value"], shown["at"]) == (answers[key], text)
+            shown = json.loads(run(app, ["scan", "op", "--json", *checkpoint]).stdout)
+            assert shown["at"] == text
+            assert {row["k"]: without_key(row) for row in shown["rows"]} == answers
+            printed = run(app, ["sql", "select count(*) as n from op where n_1h > 0", *checkpoint])
+            assert f"Rolling aggregates are as of {text}." in printed.stderr
+            page = TestClient(create_ui(StoredSystem(stream.query.location), Tokens()), headers=page_token())
+            looked_up = page.get("/keys", params={"table": "q/op/default", "key.k": key, "at": at}).text
+            assert f"as of {text}" in looked_up and "Watch this key" not in looked_up
+            assert f"as of {text}" in page.get("/scan", params={"table": "q/op/default", "limit": 5, "at": at}).text
+        now = http.get(f"/v1/operators/op/keys/{key}").json()
+        assert now["value"]["n_1h"] == 0 and now["at"].startswith(str(dt.datetime.now(dt.timezone.utc).year))
+        assert "as of" in page.get("/scan", params={"table": "q/op/default", "limit": 5}).text
+        wrong = http.get(f"/v1/operators/op/keys/{key}", params={"at": "yesterday"})
+        assert wrong.status_code == 400 and "ISO 8601" in wrong.json()["detail"]
+        assert http.post("/v1/sql", json={"sql": "select * from op", "at": "+12000-01-01"}).status_code == 400
+    stream.query.close()
+
+
+def text_of_time(us: int) -> str:
+    return time_of(us).isoformat().replace("+00:00", "Z")
+
+
+def page_token() -> dict[str, str]:
+    return {"Authorization": f"Bearer {ACT}"}
