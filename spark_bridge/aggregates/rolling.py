@@ -118,6 +118,10 @@ class Rolling:
         floored: Integers = moment // hop * hop if hop else moment
         return floored
 
+    def at_watermark(self, watermark_ms: int) -> int:
+        """Return the moment in microseconds of an answer as of a watermark."""
+        return int(self.floored(np.array([watermark_ms * 1000]))[0])
+
     def expired(self, watermark: int) -> int:
         """Return the time in microseconds up to which rows are late: no horizon as of the watermark or later has
         them.
@@ -125,7 +129,7 @@ class Rolling:
         return int(self.longest.start(self.floored(np.array([watermark])))[0])
 
     def due(self, newest: Integers) -> Integers:
-        """Return the first watermark, in microseconds, by which keys are expired whose newest rows are of these times."""
+        """Return the first watermark in microseconds by which keys with newest rows of these times are expired."""
         hop, longest = self.horizons[0].hop, self.longest
         if not longest.hop:
             return newest + longest.us

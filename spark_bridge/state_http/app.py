@@ -234,9 +234,14 @@ def create_app(
             await pieces.aclose()
             return Response(status_code=499)
         versions, times = piece
-        named = {VERSIONS_HEADER: versions, TIMES_HEADER: {query: json_values.to_json(at) for query, at in times.items()}}
+        named = {
+            VERSIONS_HEADER: versions,
+            TIMES_HEADER: {query: json_values.to_json(at) for query, at in times.items()},
+        }
         headers = {
-            header: ",".join(f"{query}={value}" for query, value in sorted(of.items())) for header, of in named.items() if of
+            header: ",".join(f"{query}={value}" for query, value in sorted(of.items()))
+            for header, of in named.items()
+            if of
         }
         return StreamingResponse(pieces, media_type=media_type, headers=headers)
 

@@ -99,8 +99,8 @@ VersionField = Annotated[
 ]
 
 AT_TEXT = (
-    "The time that rolling aggregates are of, in ISO 8601, in UTC without a zone; by default now. With `watermark`, the "
-    "watermark of the last completed version, which is then read."
+    "The time that rolling aggregates are of, in ISO 8601, in UTC without a zone; by default now. With `watermark`, "
+    "the watermark of the last completed version, which is then read."
 )
 AtField = Annotated[str | None, Field(description=AT_TEXT)]
 

@@ -36,6 +36,7 @@ from spark_bridge.queryable.client.async_client import (
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.state_format.layouts import ROLLING
 from spark_bridge.state_http import models
 from spark_bridge.state_http.access import (
     CALLER_SCOPE,
@@ -45,7 +46,6 @@ from spark_bridge.state_http.access import (
     problem_of,
     token_of_header,
 )
-from spark_bridge.state_format.layouts import ROLLING
 
 MAX_SCOPES = 100
 """Clients that are kept for tokens with scopes."""

@@ -186,9 +186,7 @@ def take_rows(rows: StateScan, most: int) -> Found:
     return found_in(table, most, version, [] if at is None else [at])
 
 
-def found_in(
-    table: pa.Table, most: int, version: int | None = None, times: Collection[dt.datetime] = ()
-) -> Found:
+def found_in(table: pa.Table, most: int, version: int | None = None, times: Collection[dt.datetime] = ()) -> Found:
     """Return up to ``most`` rows of a table, whose rolling aggregates are of ``times``."""
     shown = table.slice(0, most)
     columns = [python_values(column) for column in shown.columns]

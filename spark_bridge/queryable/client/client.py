@@ -85,8 +85,8 @@ class QueryableStateClient:
     **Rolling aggregates** are as of ``at=``, a datetime (in UTC if it has no zone), by default now by the clock of the
     host that the client is connected to. Rows after that time do not count. ``answered_at`` has the time of the last
     answer. ``at="watermark"`` reads the last completed version as of the watermark of its batch, floored to a multiple
-    of the shortest hop: for a replay of history, whose events are long past. ``StateTimeError`` says that the version no
-    longer has the tiles for a time.
+    of the shortest hop: for a replay of history, whose events are long past. ``StateTimeError`` says that the version
+    no longer has the tiles for a time.
 
     **Waiting.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
     ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
@@ -432,7 +432,7 @@ class QueryableStateClient:
                 f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
                 "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
             )
-        return At("version", version, moment=int(view.rolling.floored(watermark_ms * 1000)))
+        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
 
     def _scan_request(
         self,

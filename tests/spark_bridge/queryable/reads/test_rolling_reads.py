@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
@@ -40,7 +39,9 @@ def time_of(us: int) -> dt.datetime:
 class Stream:
     """A query of rolling aggregates, batch by batch, with the rows of each key."""
 
-    def __init__(self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1", lag_ms: int = 60_000) -> None:
+    def __init__(
+        self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1", lag_ms: int = 60_000
+    ) -> None:
         self.lag_ms = lag_ms
         self.rng = random.Random(seed)
         self.logic, self.rolling = rolling_operator(HORIZONS)
@@ -226,7 +227,7 @@ def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
         for _ in range(12):
             stream.batch(60)
             stream.query.host.heartbeat()
-            floored = int(stream.rolling.floored(np.array([stream.watermark * 1000]))[0])
+            floored = stream.rolling.at_watermark(stream.watermark)
             answers = expected(stream.rolling, stream.rows, floored)
             keys = sorted(stream.rows)
             assert [client.get("op", k, at="watermark") for k in keys] == [answers[k] for k in keys]
@@ -257,7 +258,7 @@ def test_http_the_command_line_and_the_page_take_a_time_and_name_it(tmp_path: Pa
     stream = Stream(tmp_path, 23, lag_ms=59_300)
     for _ in range(6):
         stream.batch(40)
-    floored = int(stream.rolling.floored(np.array([stream.watermark * 1000]))[0])
+    floored = stream.rolling.at_watermark(stream.watermark)
     key = sorted(stream.rows)[0]
     with served(stream.query) as client, answering(client) as http:
         stream.query.host.heartbeat()
