@@ -5,30 +5,50 @@ from __future__ import annotations
 import datetime as dt
 import json
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.exceptions import InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.reading.stored_files import opened_partition
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.aggregates.rolling import SECOND, Rolling
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
+from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY
 from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
+from spark_bridge.state_surgery import take_over
+from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
+from spark_bridge.state_surgery.declared_operators import OfProgram
+from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.state_surgery.rewrite_state import planned_rewrite, rewrite_state
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.live import StoredSystem
 from tests.command_line import CliRunner
+from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
 from tests.spark_bridge.state_http.test_state_api_on_hosts import answering
+from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.traces import files_with
 from tests.spark_bridge.ui.systems import ACT, Tokens
 
+TOTALS = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())]))
 HORIZONS = ("30 seconds", "10 minutes", "1 hour")
 
 
@@ -310,3 +330,108 @@ def text_of_time(us: int) -> str:
 
 def page_token() -> dict[str, str]:
     return {"Authorization": f"Bearer {ACT}"}
+
+
+# -- savepoints, copies and other changes of stored state --------------------------------------
+
+
+def answers_of(location: str, moment: int, operator: str = "op") -> dict[str, Any]:
+    rows = state_table(location, operator, at=time_of(moment)).to_pylist()
+    return {row["k"]: without_key(row) for row in rows}
+
+
+def stored_keys(location: str) -> dict[str, int]:
+    """How many rows each column family has."""
+    versions = StateVersions.look(find_state(location))
+    counts: dict[str, int] = {}
+    for piece in versions.reading("op", versions.newest_completed()).pieces:
+        with opened_partition(versions.place, piece) as state:
+            for family in ("default", TILES_FAMILY, DUE_FAMILY):
+                counts[family] = counts.get(family, 0) + sum(
+                    part.num_rows for part in state.reads.scan(None, None, None, family)
+                )
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_savepoints_and_rewritten_checkpoints_have_all_families(tmp_path: Path, backend: str) -> None:
+    """A savepoint restored with more partitions, and a checkpoint in which another operator is rewritten."""
+    stream = Stream(tmp_path, 31, backend=backend)
+    for _ in range(8):
+        stream.batch(40)
+    stream.query.c.trigger_savepoint("r1", "name", str(tmp_path / "sp"))
+    deadline = time.monotonic() + PATIENCE
+    while (path := stream.query.c.savepoint_status("r1").path) is None:
+        assert time.monotonic() < deadline, stream.query.c.savepoint_status("r1")
+        stream.query.c.expire()
+        stream.query.host.heartbeat()
+    moment = stream.moment()
+    answers = expected(stream.rolling, stream.rows, moment)
+    families = stored_keys(stream.query.location)
+    assert families[TILES_FAMILY] and families["default"] == families[DUE_FAMILY]
+    stream.query.stop()
+    restored = str(tmp_path / "restored")
+    restore_into_checkpoint(path, restored, num_partitions=5, open_storage=stream.query.world.storage)
+    assert (answers_of(restored, moment), stored_keys(restored)) == (answers, families)
+
+
+def test_forgotten_keys_leave_all_families(tmp_path: Path) -> None:
+    """No byte of a key is left, in tiles and due times neither; the others keep their answers, and the stream goes
+    on.
+    """
+    stream = Stream(tmp_path, 33)
+    gone = "a name that no other bytes are by chance"
+    rows = [(gone, 1_000_000 + 60 * i, 1.0) for i in range(40)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), 0)
+    for _ in range(8):
+        stream.batch(40)
+    moment = stream.moment()
+    answers = expected(stream.rolling, stream.rows, moment)
+    stream.query.stop()
+    before = stored_keys(stream.query.location)
+    assert files_with(stream.query.location, gone)
+    forget_keys(stream.query.location, "op", [gone])
+    assert files_with(stream.query.location, gone) == []
+    there = stored_keys(stream.query.location)
+    assert [before[family] - there[family] for family in before] == [1, 1, 1]
+    assert answers_of(stream.query.location, moment) == answers
+
+
+def test_rows_of_rolling_aggregates_cannot_be_rewritten(tmp_path: Path) -> None:
+    """Refused before anything is written; what the error advises works: the operator stays, or begins empty."""
+    stream = Stream(tmp_path, 35)
+    for _ in range(6):
+        stream.batch(40)
+    moment = stream.moment()
+    stream.query.stop()
+    old, new = stream.query.location, tmp_path / "new"
+    with pytest.raises(InvalidStateStoreArgument, match=r"has rolling aggregates.*as far back as the longest horizon"):
+        rewrite_state(old, "op", lambda batch: batch, str(new), workers=OwnWorkers())
+    schema = stream.logic.schema.to_json()
+    totals = OperatorSpec("totals", 2, OperatorSchema.of_rows(TOTALS).to_json())
+    program = [OperatorSpec("op", 2, schema, kind="rolling_aggregate", uses_time=True), totals]
+    rows = pa.table({"k": ["a"], "n": pa.array([1], pa.int64())})
+    for given, of in (({"op": rows}, program), ({("op", "default"): rows}, program), (rows, program[:1])):
+        with pytest.raises(InvalidStateStoreArgument, match=r"'op' has rolling aggregates.*Leave 'op' out of rows="):
+            bootstrap_state(given, str(new), of, workers=OwnWorkers())
+    with pytest.raises(InvalidStateStoreArgument, match="take over with a program without 'op'"):
+        take_over._matched(SimpleNamespace(), {"op": OfProgram(program[0])}, None)
+    assert not new.exists()
+
+    bootstrap_state({"totals": rows}, str(new), program, workers=OwnWorkers())
+    assert answers_of(str(new), moment) == {}
+    rewrite_state(old, "op", None, str(tmp_path / "empty"), program=program[:1], workers=OwnWorkers())
+    assert answers_of(str(tmp_path / "empty"), moment) == {}
+    versions = StateVersions.look(find_state(old))
+    options = dict.fromkeys(("key", "combine", "num_partitions", "backend"))
+    plan = planned_rewrite(
+        versions,
+        versions.newest_completed(),
+        {},
+        program=program[:1],
+        **options,
+        sample=lambda *_: {},
+        open_storage=CheckpointStorage.open,
+    )
+    (same,) = plan.operators
+    assert same.copied is not None and set(same.copied.families) == {"default", TILES_FAMILY, DUE_FAMILY}
