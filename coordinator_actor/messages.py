@@ -115,8 +115,9 @@ class QueryRegistration(Struct, frozen=True):
 
     ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
-    ``min_versions_to_retain`` are kept. The others are removed every ``maintenance_interval`` seconds. ``ended``: the
-    query has ended, and its last version is only read.
+    ``min_versions_to_retain`` are kept, and those that were the newest one in the last ``min_seconds_to_retain``. The
+    others are removed every ``maintenance_interval`` seconds. ``ended``: the query has ended, and its last version is
+    only read.
     """
 
     query_id: str
@@ -131,6 +132,7 @@ class QueryRegistration(Struct, frozen=True):
     min_versions_to_retain: int = 100
     maintenance_interval: float = 60.0
     ended: bool = False
+    min_seconds_to_retain: int = 0
 
 
 class RegisteredQuery(Struct, frozen=True):
