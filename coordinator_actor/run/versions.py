@@ -16,6 +16,8 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
+MAX_VERSIONS_BY_TIME = 20_000
+"""``min_seconds_to_retain`` keeps at most this many versions: each takes memory, and time of every snapshot."""
 
 
 class QueryVersions:
@@ -176,11 +178,12 @@ class QueryVersions:
     ) -> None:
         """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded.
 
-        ``newest_at_ms``: the version that was the newest completed one at that time is kept, with all later ones.
+        ``newest_at_ms``: the version that was the newest completed one at that time is kept, with all later ones, but
+        for no more than ``MAX_VERSIONS_BY_TIME``.
         """
         target = max(0, self.completed - min_versions_to_retain - 1)
         if newest_at_ms is not None:
-            target = self._newest_at(newest_at_ms, target)
+            target = max(self._newest_at(newest_at_ms, target), min(target, self.completed - MAX_VERSIONS_BY_TIME))
         target = min((target, *self._pinned.values()))
         self.planned = manifest_chain.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
 
