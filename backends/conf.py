@@ -49,9 +49,9 @@ class StateStoreConf:
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
-    - ``min_seconds_to_retain``: streams also keep the versions that were the newest one within so many seconds, up to 31
-      days and 20,000 versions, for ``state_as_of`` and ``read_state(as_of=...)``. Each version costs storage and memory of
-      the coordinator.
+    - ``min_seconds_to_retain``: streams also keep the versions that were the newest one within so many seconds, up to
+      31 days and 20,000 versions, for ``state_as_of`` and ``read_state(as_of=...)``. Each version costs storage and
+      memory of the coordinator.
     - ``deltas_per_snapshot``: a snapshot is taken when this many versions have been made since the last one (Spark:
       ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
     - ``maintenance_interval``: seconds between two rounds of maintenance.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
     from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
     from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
+    from coordinator_actor.feature_views import Feature, FeatureView
     from coordinator_actor.messages import KvStateLocationOracle
     from coordinator_actor.reference import StateStoreCoordinatorRef
     from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
@@ -22,6 +23,8 @@ __all__ = [
     "CheckpointCoordinator",
     "CheckpointIDCounter",
     "CheckpointStatsTracker",
+    "Feature",
+    "FeatureView",
     "KvStateLocationOracle",
     "SavepointCoordinator",
     "StateStoreCoordinator",
@@ -32,6 +35,8 @@ _HOMES = {
     "CheckpointCoordinator": "coordinator_actor.checkpoints.checkpoint_coordinator",
     "CheckpointIDCounter": "coordinator_actor.checkpoints.pending_checkpoint",
     "CheckpointStatsTracker": "coordinator_actor.checkpoints.checkpoint_stats",
+    "Feature": "coordinator_actor.feature_views",
+    "FeatureView": "coordinator_actor.feature_views",
     "KvStateLocationOracle": "coordinator_actor.messages",
     "SavepointCoordinator": "coordinator_actor.savepoints.savepoint_coordinator",
     "StateStoreCoordinator": "coordinator_actor.actor",

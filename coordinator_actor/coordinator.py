@@ -26,7 +26,7 @@ from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.locations import Figures, Locations, plan_moves
+from coordinator_actor.handlers.locations import FeatureViews, Figures, Locations, plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
@@ -75,13 +75,15 @@ class Coordinator(CoordinatorPort):
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
         self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
+        locations = Locations(self.registries)
         handlers = (
             self._hosts,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
             Rewritings(self.registries),
-            Locations(self.registries),
+            locations,
+            FeatureViews(self.registries, locations),
             self.registries.instances,
             Figures(self.id, self.registries),
             self.tokens,

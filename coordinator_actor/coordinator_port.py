@@ -22,6 +22,7 @@ from backends.conf import StateStoreProviderId
 from backends.formats.manifest import Lineage, PartitionEntry
 from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -34,6 +35,7 @@ from coordinator_actor.messages import (
     HostReport,
     InputPace,
     KvStateLocationOracle,
+    LocatedView,
     LookedUp,
     OpenBatch,
     OpenGrant,
@@ -42,6 +44,7 @@ from coordinator_actor.messages import (
     Refused,
     RegisteredQuery,
     RunningOperator,
+    RunningView,
     SavepointExported,
     SavepointStatus,
     SnapshotUploaded,
@@ -434,6 +437,31 @@ class CoordinatorPort:
         The first task of the batch that asks has the completed version recorded; all others, including those of a
         repeated batch, get the same one. It is kept until the query that looks up has come two batches further. Raises
         ``VersionNotFoundError`` if it no longer exists as it was, and the errors of ``locate``.
+        """
+
+    # -- feature views -------------------------------------------------------------------------
+
+    @message(Group.QUERIES, "run_id", view=fields("name"))
+    def declare_view(self, run_id: str, view: FeatureView) -> None:
+        """Keep a feature view durably with the state of a running query, in place of an earlier one of its name.
+
+        The caller has checked it against the operators' schemas. Raises ``InvalidRequestError`` if another query has
+        a view of that name.
+        """
+
+    @message(Group.QUERIES, "run_id", "view")
+    def drop_view(self, run_id: str, view: str) -> bool:
+        """Drop a feature view durably. Return whether the query had it."""
+
+    @message(Group.LOCATIONS)
+    def feature_views(self) -> tuple[RunningView, ...]:
+        """Return the feature views of all queries that run, or have ended and are still read."""
+
+    @message(Group.LOCATIONS, "view")
+    def locate_view(self, view: str) -> LocatedView:
+        """Return a feature view and the locations of its operators.
+
+        Raises ``UnknownFeatureViewError``, and the errors of ``locate`` for an operator.
         """
 
     # -- Spark's instances ---------------------------------------------------------------------

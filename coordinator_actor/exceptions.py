@@ -75,6 +75,10 @@ class WrongOperatorError(UnknownOperatorError):
     """Several running queries have the operator, or the named query runs without it: a retry does not help."""
 
 
+class UnknownFeatureViewError(UnknownOperatorError):
+    """No running query has the feature view. The query that had it may be started again."""
+
+
 class QueryEndedError(CoordinatorError, UnknownLocationError):
     """The query that had the operator has ended, and no newer run of it is running."""
 

@@ -8,12 +8,15 @@ messages themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
+import msgspec
 from msgspec import Struct, field
 
 from backends.formats.manifest import SnapshotDescriptor, SnapshotRef
 from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import InvalidRequestError, UnknownOperatorError
+from coordinator_actor.feature_views import FeatureView
 
 
 class OperatorSpec(Struct, frozen=True):
@@ -193,7 +196,7 @@ class BatchGrant(Struct, frozen=True):
     report to a coordinator that was just started, and that no task was known to wait for. Both are empty if the host's
     known assignment is still valid. ``epoch`` distinguishes grants of older and newer runs. With ``registration`` the
     host can report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses
-    them.
+    them. ``created_ms`` is that of ``Completed``.
     """
 
     version: int
@@ -204,6 +207,7 @@ class BatchGrant(Struct, frozen=True):
     hosts: tuple[HostInfo, ...] = ()
     owners: dict[str, list[int]] = field(default_factory=dict)
     times: BatchTimes | None = None
+    created_ms: int = 0
 
 
 class OpenGrant(Struct, frozen=True):
@@ -219,6 +223,7 @@ class OpenGrant(Struct, frozen=True):
     epoch: int = 0
     times: BatchTimes | None = None
     is_begun: bool = False
+    created_ms: int = 0
 
 
 class Acknowledge(Struct, frozen=True):
@@ -277,7 +282,8 @@ class Completed(Struct, frozen=True):
     """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path.
 
     ``ended``: the query has ended, and no later version comes. ``rewritten`` names the last exchange of files, "" if
-    there was none: earlier files that a host still has must not be read any more.
+    there was none: earlier files that a host still has must not be read any more. ``created_ms`` is when the version
+    was prepared, right before Spark's commit, in ms since 1970; 0 of the empty version 0.
     """
 
     run_id: str
@@ -285,6 +291,7 @@ class Completed(Struct, frozen=True):
     heads: dict[str, dict[int, str]]
     ended: bool = False
     rewritten: str = ""
+    created_ms: int = 0
 
 
 class HostReport(Struct, frozen=True):
@@ -478,6 +485,28 @@ class OperatorLocation(Struct, frozen=True):
     completed_version: int
     owners: tuple[HostInfo, ...]
     watermark_ms: int | None = None
+
+
+class RunningView(Struct, frozen=True):
+    """A feature view, and the query whose state has its record."""
+
+    view: FeatureView
+    query_id: str
+    run_id: str
+    query_name: str | None
+
+
+class LocatedView(Struct, frozen=True):
+    """A feature view, and the locations of its operators, in the order of ``FeatureView.sources``."""
+
+    view: FeatureView
+    operators: tuple[OperatorLocation, ...]
+
+    @property
+    def revision(self) -> str:
+        """Return a digest of the declaration, of the runs and of the operators' schemas, but not of the owners."""
+        parts = (self.view, [(o.run_id, o.operator, o.key_groups) for o in self.operators])
+        return sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 # The version of the messages between drivers, hosts, tasks and the coordinator, of one release or several.

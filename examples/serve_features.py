@@ -2,11 +2,11 @@
 
     python examples/serve_features.py [directory]
 
-The stream keeps mean and deviation of each user's purchases. The model asks for those of the users of a request, in the
-cluster in which both run. Nothing is copied to a feature store, and a score follows the last committed batch.
+The stream keeps number, mean and deviation of each user's purchases of the last day, and a feature view names them for
+the model. The model asks for the features of all users of a request at once, as of the moment, in the cluster in which
+both run. Nothing is copied to a feature store, and a score follows the last committed batch.
 """
 
-import asyncio
 import json
 import sys
 import tempfile
@@ -21,10 +21,30 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from ray import serve
 
-from ray_statestore import AsyncQueryableStateClient, aggregate, init_spark, stop_spark
+from ray_statestore import (
+    AsyncQueryableStateClient,
+    Feature,
+    FeatureView,
+    aggregate,
+    declare_feature_view,
+    init_spark,
+    stop_spark,
+)
 from ray_statestore import functions as S
 
 USERS, ROWS = 1_000, 50_000
+VIEW = FeatureView(
+    "unusual_purchases",
+    entity="user",
+    features=[
+        Feature("recently", "spending", column="n_10m", default=0),
+        Feature("mean", "spending", column="mean_24h"),
+        Feature("deviation", "spending", column="deviation_24h"),
+    ],
+    owner="pricing@example.com",
+    description="How often a user has bought in the last minutes, and what the user spends on a day.",
+    max_age="1 hour",
+)
 app = FastAPI(title="Unusual purchases")
 
 
@@ -35,11 +55,9 @@ class Purchase(BaseModel):
     amount: float
 
 
-def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
-    """Return the score of each purchase."""
-    if features is None or not features["deviation"]:
-        return None
-    return float(round((amount - features["mean"]) / features["deviation"], 2))
+def score_of(amount: float, mean: float | None, deviation: float | None) -> float | None:
+    """Return the score of a purchase."""
+    return None if mean is None or not deviation else float(round((amount - mean) / deviation, 2))
 
 
 # Serve copies the class and its routes as they are here: what they use stands before them, and types are types (no
@@ -51,25 +69,27 @@ class Unusual:
     """Scores purchases by how many standard deviations they are from what the user usually spends."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
-        # One client for all requests: keys that are asked for at the same time go to the hosts together.
         self.client = await AsyncQueryableStateClient.connect()
 
     @app.post("/score")
     async def score(self, purchases: list[Purchase]) -> list[dict[str, Any]]:
         """Return the score of each purchase; null for a user with too few purchases."""
-        features = await asyncio.gather(*(self.client.get("spending", purchase.user) for purchase in purchases))
+        rows = await self.client.features(VIEW.name, [purchase.user for purchase in purchases])
+        of = rows.to_dict()
         return [
-            {"user": p.user, "amount": p.amount, "score": score_of(p.amount, f), "purchases": f["n"] if f else 0}
-            for p, f in zip(purchases, features, strict=True)
+            {"user": p.user, "amount": p.amount, "score": score_of(p.amount, mean, deviation), "recently": n}
+            for p, n, mean, deviation in zip(purchases, of["recently"], of["mean"], of["deviation"], strict=True)
         ]
 
 
 def write_purchases(directory: Path, usual: float) -> None:
-    """Add a file of purchases around an amount."""
+    """Add a file of purchases of the last hour around an amount."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng()
     amount = rng.normal(usual, 5, ROWS).round(2)
-    purchases = pd.DataFrame({"user": rng.integers(0, USERS, ROWS), "amount": amount})
+    ts = pd.Timestamp.now("UTC") - pd.to_timedelta(rng.integers(0, 3_600_000, ROWS), unit="ms")
+    times = ts.astype("datetime64[us, UTC]")
+    purchases = pd.DataFrame({"user": rng.integers(0, USERS, ROWS), "amount": amount, "ts": times})
     purchases.to_parquet(directory / f"purchases-{time.time_ns()}.parquet", index=False)
 
 
@@ -89,21 +109,23 @@ def main(directory: Path) -> None:
     write_purchases(directory / "purchases", usual=50)
     spark = init_spark("features", num_executors=2, executor_cores=1, executor_memory="1g")
     try:
-        purchases = spark.readStream.schema("user long, amount double").parquet(str(directory / "purchases"))
+        purchases = spark.readStream.schema("user long, amount double, ts timestamp")
         features = aggregate(
-            purchases,
+            purchases.parquet(str(directory / "purchases")).withWatermark("ts", "1 hour"),
             by="user",
             operator="spending",
-            n=S.count(),
-            mean=S.mean("amount"),
-            deviation=S.stddev("amount"),
+            event_time="ts",
+            n=S.count().rolling("10 minutes"),
+            mean=S.mean("amount").rolling("24 hours"),
+            deviation=S.stddev("amount").rolling("24 hours"),
         )
         query = (
-            features.writeStream.outputMode("append")
+            features.writeStream.outputMode("update")
             .option("checkpointLocation", str(directory / "checkpoint"))
             .format("noop")
             .start()
         )
+        declare_feature_view(VIEW)
         query.processAllAvailable()
         serve.run(Unusual.bind())  # type: ignore[attr-defined]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spark_bridge.operators.join import join, join_asof
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
+    from spark_bridge.queryable.client.features import FeatureRows
     from spark_bridge.queryable.client.scans import StateScan, VersionDiff
     from spark_bridge.queryable.client.watch import StateChange, StateWatch
     from spark_bridge.queryable.server.limits import RequestLimits
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.server import KvStateServer
     from spark_bridge.queryable.sql.sql import SqlLimits
     from spark_bridge.serving import StateServing, serve_state
+    from spark_bridge.session.feature_views import declare_feature_view, drop_feature_view
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.progress import (
         CheckpointListener,
@@ -91,6 +93,7 @@ __all__ = [
     "CheckpointListener",
     "CheckpointProgress",
     "ExpiredTimerInfo",
+    "FeatureRows",
     "KvStateClientProxy",
     "KvStateServer",
     "ListState",
@@ -118,9 +121,11 @@ __all__ = [
     "attach",
     "bootstrap_state",
     "checkpoint_progress",
+    "declare_feature_view",
     "deduplicate",
     "delete_savepoint",
     "describe_savepoint",
+    "drop_feature_view",
     "forget_keys",
     "functions",
     "init_spark",
@@ -166,6 +171,7 @@ _HOMES = {
         "operators.join": "join join_asof",
         "queryable.client.async_client": "AsyncQueryableStateClient",
         "queryable.client.client": "QueryableStateClient",
+        "queryable.client.features": "FeatureRows",
         "queryable.client.scans": "StateScan VersionDiff",
         "queryable.client.watch": "StateChange StateWatch",
         "queryable.server.limits": "RequestLimits",
@@ -173,6 +179,7 @@ _HOMES = {
         "queryable.server.server": "KvStateServer",
         "queryable.sql.sql": "SqlLimits",
         "serving": "StateServing serve_state",
+        "session.feature_views": "declare_feature_view drop_feature_view",
         "session.lifecycle": "attach init_spark scale_hosts stop_spark",
         "session.progress": "CheckpointListener CheckpointProgress StateOperatorListener StateOperatorProgress "
         "add_state_operator_listener checkpoint_progress remove_state_operator_listener state_operator_progress",

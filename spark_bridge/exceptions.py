@@ -14,6 +14,7 @@ QueryableStateError = coordinator_errors.QueryableStateError
 UnknownLocationError = coordinator_errors.UnknownLocationError
 UnknownOperatorError = coordinator_errors.UnknownOperatorError
 WrongOperatorError = coordinator_errors.WrongOperatorError
+UnknownFeatureViewError = coordinator_errors.UnknownFeatureViewError
 QueryEndedError = coordinator_errors.QueryEndedError
 
 STATESTORE_ERRORS = (coordinator_errors.CoordinatorError, SparkBridgeError, backend_errors.StateStoreError)
@@ -87,6 +88,10 @@ class StateVersionError(QueryableStateError):
     """The version asked for is not retained, or not completed yet."""
 
 
+class StaleFeatureError(QueryableStateError):
+    """The version that answers is older than the ``max_age`` of the feature view."""
+
+
 class StateTimeError(QueryableStateError, ValueError):
     """A rolling aggregate cannot be answered as of a moment: its rows are merged with later ones, or gone."""
 
@@ -96,12 +101,12 @@ class StateTimeError(QueryableStateError, ValueError):
         return cls(
             f"at={_utc(moment)} is between rows of {_utc(first)} and {_utc(last)}, which are merged in one tile. Ask "
             f"as of {_utc(last)} or later, or as of a multiple of the shortest horizon's hop. An operator with "
-            "exact_windows=True keeps every row apart. If nobody gave at=, the clock of a producer is ahead."
+            "exact_windows=True keeps every row apart. Without at=, the clock of a producer is ahead."
         )
 
     @classmethod
     def too_old(cls, moment: int, oldest: int) -> StateTimeError:
-        """Return the error for a moment before the watermark by which tiles were merged."""
+        """Return the error for a moment before the watermark of the last merge."""
         return cls(
             f"at={_utc(moment)} is older than the retained tiles, which were merged as of the watermark "
             f"{_utc(oldest)}. Ask as of that time or later, or for an older version=, which has the tiles of its time."

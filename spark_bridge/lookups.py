@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,17 +32,20 @@ from spark_bridge.aggregates.rolling import Moment
 from spark_bridge.exceptions import HostUnavailableError, InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.operators.columns import arrow_type, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.queryable.client.arguments import comparisons
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.lookups import KeyLookups
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At
+from spark_bridge.queryable.protocol import At, ScanRequest
+from spark_bridge.queryable.reads.scans import MAX_RANGES
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
 from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
 from spark_bridge.state_format.layouts import ROLLING, ROWS, TILES_FAMILY, VALUE
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
+from spark_bridge.task.state_task import OUTPUT_ROWS
 from spark_bridge.transport.flight_client import client_for, forget_client
 from spark_bridge.transport.tls import TlsConf
 
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 # The state that a batch looks up its rows in: one operator at one version, read from hosts or from storage.
 
 
+T = TypeVar("T")
 _routers: dict[tuple[str, TlsConf | None], StateRouter] = {}
 _lock = threading.Lock()
 """Guards ``_routers``: a worker process keeps its connections to hosts from task to task."""
@@ -69,7 +73,8 @@ class Batch:
 @dataclass(frozen=True)
 class LookedUpState:
     """One operator at one version. ``values`` returns the stored values that distinct stored keys have in a column
-    family, null for those without.
+    family, null for those without. ``matching`` returns some columns of the rows whose indexed column has one of some
+    values.
 
     Rows that had expired at ``at_ms`` are left out, and rolling aggregates are as of that time.
     """
@@ -77,6 +82,7 @@ class LookedUpState:
     view: StateView
     at_ms: int
     values: Callable[[pa.BinaryArray, str], pa.BinaryArray]
+    matching: Callable[[str, pa.Array, Sequence[str]], pa.Table]
 
     def columns(
         self, keys: pa.BinaryArray, places: pa.Array, moments: pa.Array | None
@@ -84,7 +90,7 @@ class LookedUpState:
         """Return the columns of ``view.value_fields`` of rows, and whether their keys have state.
 
         ``places`` are the places of the rows' keys, null for a row without a key. ``moments`` are the times of the rows
-        in microseconds, of which their rolling aggregates are.
+        in microseconds: their rolling aggregates are as of these.
         """
         view = self.view
         if view.kind != ROLLING:
@@ -125,20 +131,25 @@ def state_in_cluster(
     looked_up = retrying(locate, attempts())
     router, targets = _router(endpoints), [KnownOperator.of(looked_up.location, 0.0, None)]
 
-    def values(keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
+    def retried(read: Callable[[KeyLookups], T]) -> T:
         trying = attempts()
 
-        def ask() -> pa.BinaryArray:
+        def ask() -> T:
             of = targets[0]
             at = At("version", looked_up.version)
-            return _values(KeyLookups(router, of, of.view(state), at, trying.deadline), keys, family)
+            return read(KeyLookups(router, of, of.view(state), at, trying.deadline))
 
         def relocate(error: Exception) -> None:
             targets[0] = KnownOperator.of(locate().location, 0.0, targets[0])
 
         return retrying(ask, trying, relocate=relocate)
 
-    return LookedUpState(targets[0].view(state), looked_up.at_ms, values)
+    return LookedUpState(
+        targets[0].view(state),
+        looked_up.at_ms,
+        lambda *asked: retried(lambda lookups: _values(lookups, *asked)),
+        lambda *asked: retried(lambda lookups: _matching(lookups, *asked)),
+    )
 
 
 def in_storage(
@@ -153,7 +164,12 @@ def in_storage(
     target = KnownOperator.of(reads.locate(operator, None), 0.0, None)
     router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
     lookups = KeyLookups(router, target, target.view(state), At("version", record.version), float("inf"))
-    return LookedUpState(target.view(state), record.at_ms, lambda keys, family: _values(lookups, keys, family))
+    return LookedUpState(
+        target.view(state),
+        record.at_ms,
+        lambda *asked: _values(lookups, *asked),
+        lambda *asked: _matching(lookups, *asked),
+    )
 
 
 def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
@@ -186,6 +202,21 @@ class _StoredVersions:
 def _values(lookups: KeyLookups, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
     parts = [values for _, values in lookups.values(keys, family)]
     return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+
+def _matching(lookups: KeyLookups, column: str, values: pa.Array, columns: Sequence[str]) -> pa.Table:
+    location, types = lookups.target.location, lookups.view.types
+    tables: list[pa.Table] = []
+    step = max(1, MAX_RANGES * location.operator.num_partitions // location.key_groups)
+    for at in range(0, len(values), step):
+        where = comparisons([(column, "in", values[at : at + step].to_pylist())], types)
+        request = ScanRequest(
+            location.run_id, location.operator.name, at=lookups.at, columns=list(columns), where=where
+        )
+        answer = lookups.router.scan(location, request, lookups.deadline)
+        tables.append(pa.Table.from_batches(list(answer.batches), answer.schema))
+    nothing = pa.schema([pa.field(name, types[name]) for name in columns]).empty_table()
+    return pa.concat_tables(tables) if tables else nothing
 
 
 def _router(endpoints: Endpoints) -> StateRouter:
@@ -222,8 +253,9 @@ class LookupTask:
     """Looks the rows of a partition up. All tasks of a batch read one version.
 
     ``keys`` are the columns of the rows by key column, ``columns`` the wanted columns of the state; ``schema`` is that
-    of the output. With ``fixed`` it is that version, also of a stream. With ``place`` storage is read, else the hosts.
-    ``time`` is the column of rows that has the time of their rolling aggregates; None is that of the version's record.
+    of the output. ``by_index``: the only one of ``keys`` is a column with an index, not the key. With ``fixed`` it is
+    that version, also of a stream. With ``place`` storage is read, else the hosts. ``time`` is the column of rows that
+    has the time of their rolling aggregates; None is that of the version's record.
     """
 
     operator: str
@@ -237,6 +269,7 @@ class LookupTask:
     fixed: LookupRecord | None
     place: StatePlace | None
     time: str | None = None
+    by_index: bool = False
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the rows with the columns of the state after them."""
@@ -274,6 +307,9 @@ class LookupTask:
 
     def enriched(self, batch: pa.RecordBatch, looked_up: LookedUpState) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one batch. A key with a null has no match, as in SQL."""
+        if self.by_index:
+            yield from self._multiplied(batch, looked_up)
+            return
         columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
         is_known = np.ones(batch.num_rows, np.bool_)
         for column in columns.values():
@@ -301,6 +337,35 @@ class LookupTask:
             rows = rows.filter(has_state)
         if rows.num_rows:
             yield rows
+
+    def _multiplied(self, batch: pa.RecordBatch, looked_up: LookedUpState) -> Iterator[pa.RecordBatch]:
+        """Yield a row for each match that a row has by an index."""
+        ((indexed, name),) = self.keys.items()
+        ours = batch.column(batch.schema.get_field_index(name))
+        asked = ours.drop_null().unique()
+        with spans.step("lookup.read", num_keys=len(asked)):
+            matches = looked_up.matching(indexed, asked, list(dict.fromkeys([indexed, *self.columns])))
+        matches = matches.combine_chunks()
+        value_of_match = np.asarray(pc.index_in(matches.column(indexed).cast(asked.type), value_set=asked))
+        by_value = np.argsort(value_of_match, kind="stable")
+        counts = np.append(np.bincount(value_of_match, minlength=len(asked)), 0)  # the last one is that of null
+        begins = np.cumsum(counts) - counts
+        value_of_row = np.asarray(pc.index_in(ours, value_set=asked).fill_null(len(asked)))
+        emitted = counts[value_of_row] if self.is_inner else np.maximum(counts[value_of_row], 1)
+        ends = np.cumsum(emitted)
+        first = 0
+        while first < batch.num_rows:
+            before = ends[first] - emitted[first]
+            last = max(first + 1, int(np.searchsorted(ends, before + OUTPUT_ROWS, side="right")))
+            row = np.repeat(np.arange(first, last), emitted[first:last])
+            at = before + np.arange(len(row)) - (ends - emitted)[row] + begins[value_of_row[row]]
+            is_match = counts[value_of_row[row]] > 0
+            found = pa.array(by_value[np.where(is_match, at, 0)] if len(by_value) else at, mask=~is_match)
+            out = [*batch.take(pa.array(row)).columns, *(matches.column(c).take(found) for c in self.columns)]
+            typed = [_as(one, field.type) for one, field in zip(out, self.schema, strict=True)]
+            if len(row):
+                yield from pa.Table.from_arrays(typed, schema=self.schema).combine_chunks().to_batches()
+            first = last
 
     def _found(self) -> LookedUpState:
         from pyspark import TaskContext
@@ -353,8 +418,10 @@ def lookup(
     version that is completed when ``lookup`` is called.
 
     - ``on``: the columns of ``df`` that are the key, by the names of the key's columns; or a dict of ``df``'s columns
-      to them. A row with a null in the key has no match, as in SQL.
-    - ``columns``: those of ``get``; by default all of them. The names must differ from those of columns of ``df``.
+      to them. A row with a null in the key has no match, as in SQL. Or one column with an index (``index=`` of
+      ``aggregate``): then there is a row for each match, as after a join.
+    - ``columns``: those of ``get``; by default all of them, and by an index those of the key too. The names must differ
+      from those of columns of ``df``.
     - ``how``: "left" has nulls if there is no match, "inner" leaves such rows out.
     - ``query``: the name or id of the query, if several have the operator. It runs in this cluster, or has ended
       there and is still served. ``state`` names the state variable of a processor; it must be a value state.
@@ -399,14 +466,16 @@ def planned_lookup(
         raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, LOOKUP_TYPES))}.")
     operator = location.operator.name
     view = KnownOperator.of(location, 0.0, None).view(state)
-    if view.kind not in (ROWS, VALUE, ROLLING):
+    by_index = _is_by_index(view, on)
+    if view.kind not in (ROWS, VALUE, ROLLING) and not by_index:
         raise InvalidOperatorError(
             f"Operator {operator!r} keeps {view.kind}, which have several rows for a key; lookup takes aggregates "
             "without windows and value states. Read the others by a query client or by read_state, and join them."
         )
-    keys = _keys(df, view, on)
-    wanted = _columns(df, view, columns)
-    kinds = {f.name: f.type for f in view.value_fields}
+    keys = _keys(df, view, on, by_index)
+    fields = [f for f in view.scan_fields if f.name not in keys] if by_index else view.value_fields
+    wanted = _columns(df, view, columns, [f.name for f in fields])
+    kinds = {f.name: f.type for f in fields}
     added = pa.schema([pa.field(name, kinds[name]) for name in wanted])
     own = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
     task = LookupTask(
@@ -420,6 +489,7 @@ def planned_lookup(
         df.isStreaming,
         fixed,
         place,
+        by_index=by_index,
     )
     from spark_bridge.state_data.frames import spark_schema
 
@@ -438,18 +508,30 @@ def _now(version: int) -> LookupRecord:
     return LookupRecord(version, "", int(time.time() * 1000))
 
 
-def _keys(df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return the column of ``df`` for each key column."""
-    by = view.codec.by
+def _names(on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return the column of the DataFrame for each column of the state."""
     if isinstance(on, Mapping):
-        column_of_key = {key: name for name, key in on.items()}
-    else:
-        column_of_key = {name: name for name in ([on] if isinstance(on, str) else on)}
+        return {key: name for name, key in on.items()}
+    return {name: name for name in ([on] if isinstance(on, str) else on)}
+
+
+def _is_by_index(view: StateView, on: str | Sequence[str] | Mapping[str, str]) -> bool:
+    names = set(_names(on))
+    return names != set(view.codec.by) and len(names) == 1 and names <= view.variable.indexes.keys()
+
+
+def _keys(
+    df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str, str], by_index: bool
+) -> dict[str, str]:
+    """Return the column of ``df`` for each key column, or for the indexed column."""
+    column_of_key = _names(on)
+    by = tuple(column_of_key) if by_index else view.codec.by
     if set(column_of_key) != set(by):
         example = "{" + ", ".join(f"'...': {key!r}" for key in by) + "}"
+        indexed = "".join(f" Or name the column {column!r}, which has an index." for column in view.variable.indexes)
         raise InvalidOperatorError(
             f"on={on!r}: the key of {view.operator!r} is {view.codec.in_words}. Name these columns, or give a dict of "
-            f"the DataFrame's columns to them: on={example}.{other_case(list(column_of_key), by)}"
+            f"the DataFrame's columns to them: on={example}.{indexed}{other_case(list(column_of_key), by)}"
         )
     missing = [name for name in column_of_key.values() if name not in df.columns]
     if missing:
@@ -457,17 +539,17 @@ def _keys(df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str,
             f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}."
             f"{other_case(missing, df.columns)}"
         )
+    what = "indexed" if by_index else "key"
     for key, name in column_of_key.items():
-        ours, theirs = arrow_type(df.schema[name].dataType), view.codec.schema.field(key).type
+        ours, theirs = arrow_type(df.schema[name].dataType), view.types[key]
         if ours != theirs and not (pa.types.is_integer(ours) and pa.types.is_integer(theirs)):
             raise InvalidOperatorError(
-                f"Column {name!r} is {ours}, and the key column {key!r} of {view.operator!r} is {theirs}: cast it."
+                f"Column {name!r} is {ours}, and the {what} column {key!r} of {view.operator!r} is {theirs}: cast it."
             )
     return {key: column_of_key[key] for key in by}
 
 
-def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> list[str]:
-    names = [f.name for f in view.value_fields]
+def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None, names: list[str]) -> list[str]:
     wanted = names if columns is None else list(dict.fromkeys(columns))
     unknown = [name for name in wanted if name not in names]
     if unknown:

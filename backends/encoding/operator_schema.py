@@ -16,6 +16,7 @@ from functools import lru_cache
 import pyarrow as pa
 
 from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import RESERVED_PREFIX
 from backends.encoding.schema import StateSchema, columns_in_words, evolved_outputs, evolved_schema
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 
@@ -28,6 +29,10 @@ AGGREGATE_KINDS = ("aggregate", "session_aggregate", ROLLING_KIND)
 HORIZONS = "rolling"
 """The setting that has the horizons of rolling aggregates: the only one that may change at a restart."""
 NO_COLUMNS = pa.schema([])
+INDEX_FAMILY = DEFAULT_FAMILY + ".-index-"
+"""Begins the name of a secondary index's family, whose keys are those of the rows after the indexed column."""
+INDEXED_PREFIX = RESERVED_PREFIX + "by_"
+"""Begins the first key column of such a family. The name of the indexed column follows."""
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
 """The families of a variable that was deleted and declared again are numbered: the earlier rows are not theirs."""
 
@@ -57,6 +62,15 @@ class StateVariable:
             raise InvalidStateStoreArgument(
                 f"{self.kind!r} is not a kind of state variable; the kinds are {', '.join(VARIABLE_KINDS)}."
             )
+
+    @property
+    def indexes(self) -> dict[str, str]:
+        """The columns that have a secondary index, and the column family of each index."""
+        return {
+            schema.key.field(0).name.removeprefix(INDEXED_PREFIX): name
+            for name, schema in sorted(self.families.items())
+            if self.kind == "rows" and name.startswith(INDEX_FAMILY)
+        }
 
     def family(self, declared: str) -> str:
         """Return the stored column family that the program calls ``declared``.
@@ -270,7 +284,18 @@ def _evolved_rows(
             }
             (rows,) = stored.variables
             return replace(stored, variables=(replace(rows, families=families),))
+    if (before := _indexed(stored)) != (after := _indexed(declared)):
+        raise IncompatibleSchemaError(
+            f"The stored rows have {before or 'no index'}, and the program declares {after or 'no index'}. An index is "
+            "built from the rows, or removed, by rewrite_state with program= and a function that returns its rows."
+        )
     raise IncompatibleSchemaError(f"Stored: {_in_words(stored)}. Program: {_in_words(declared)}.")
+
+
+def _indexed(schema: OperatorSchema) -> str:
+    """Return the secondary indexes of an operator of rows as its declaration has them; "" if there are none."""
+    columns = [column for variable in schema.variables for column in variable.indexes]
+    return f"index={tuple(columns)!r}" if columns else ""
 
 
 def _without_values(schema: OperatorSchema) -> OperatorSchema:

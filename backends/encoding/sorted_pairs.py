@@ -210,7 +210,11 @@ class SortedPairs:
         if not len(self) or not ranges:
             return SortedPairs.empty()
         ends = [end for _, end in ranges if end is not None]
-        at, _ = self._search(pa.array([*(start for start, _ in ranges), *ends], pa.binary()))
+        bounds = [*(start for start, _ in ranges), *ends]
+        if _HAS_SEARCH:
+            at, _ = self._search(pa.array(bounds, pa.binary()))
+        else:
+            at = np.array([self.lower_bound(bound) for bound in bounds])
         steps = np.zeros(len(self) + 1, np.int64)
         np.add.at(steps, at[: len(ranges)], 1)
         np.add.at(steps, at[len(ranges) :], -1)

@@ -6,7 +6,7 @@ Its only files are changelogs and snapshots in storage. A restart loads the last
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -111,6 +111,16 @@ class Run:
             if len(cut):
                 yield cut
 
+    def within(self, ranges: Sequence[KeyRange]) -> Iterator[SortedPairs]:
+        """Return the pairs of ascending ranges that do not overlap: a chunk's pairs of all ranges at once."""
+        starts = [start for start, _ in ranges]
+        for chunk, begins, following in zip(self.chunks, self.firsts, [*self.firsts[1:], None], strict=True):
+            first = max(0, bisect_right(starts, begins) - 1)
+            last = len(ranges) if following is None else bisect_left(starts, following)
+            cut = chunk.within(ranges[first:last])
+            if len(cut):
+                yield cut
+
 
 def _concatenated(chunks: Sequence[SortedPairs]) -> SortedPairs:
     if len(chunks) == 1:
@@ -203,23 +213,26 @@ class SortedMap:
         return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
+        return self._merged(lambda run: run.between(start, end))
+
+    def scan_ranges(self, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges that do not overlap, in key order."""
+        return self._merged(lambda run: run.within(ranges))
+
+    def _merged(self, cut: Callable[[Run], Iterator[SortedPairs]]) -> Iterator[pa.RecordBatch]:
+        """Return the present pairs of some ranges; ``cut`` returns those that a run has."""
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
             pa.RecordBatch.from_arrays([part.keys, part.values], schema=PAIRS_SCHEMA)
-            for chunk in self.runs[0].between(start, end)
+            for chunk in cut(self.runs[0])
             for part in (chunk.slice(at, MAP_SCAN_ROWS) for at in range(0, len(chunk), MAP_SCAN_ROWS))
         )
-        return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
+        return merged_scan(batches, _changes(self.runs[1:], cut))
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
         """Return the pairs of a range, with a null value for each removed key that a run still has."""
-        pairs = SortedPairs.empty()
-        for run in reversed(self.runs):
-            cut = tuple(run.between(start, end))
-            if cut:
-                pairs = _concatenated(cut).under(pairs)
-        return pairs
+        return _changes(self.runs, lambda run: run.between(start, end))
 
     def flat(self) -> Iterator[SortedPairs]:
         """Return all pairs, a part at a time."""
@@ -229,6 +242,15 @@ class SortedMap:
     @property
     def nbytes(self) -> int:
         return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)
+
+
+def _changes(runs: Sequence[Run], cut: Callable[[Run], Iterator[SortedPairs]]) -> SortedPairs:
+    pairs = SortedPairs.empty()
+    for run in reversed(runs):
+        chunks = tuple(cut(run))
+        if chunks:
+            pairs = _concatenated(chunks).under(pairs)
+    return pairs
 
 
 _FEW_ROWS = 64
@@ -306,7 +328,7 @@ class SortedMapEngine:
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         self._check_open()
         family_map = self._maps.get(column_family, SortedMap())
-        scan = SortedMapScan(batch for start, end in ranges for batch in family_map.scan(start, end))
+        scan = SortedMapScan(family_map.scan_ranges(ranges))
         self._scans.add(scan)
         return scan
 

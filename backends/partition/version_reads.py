@@ -230,13 +230,18 @@ class VersionReads:
         ]
 
     def scan_in_turn(
-        self, ranges: Sequence[KeyRange], version: int | None = None, column_family: str = DEFAULT_FAMILY
+        self,
+        ranges: Sequence[KeyRange],
+        version: int | None = None,
+        column_family: str = DEFAULT_FAMILY,
+        *,
+        head: str | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Scan ascending ranges that do not overlap, one after the other; a batch may have pairs of many ranges.
 
         See ``scan``.
         """
-        with self._versions.reading(version, None) as view:
+        with self._versions.reading(version, head) as view:
             self._check_family(column_family, view)
             base = self._engine.scan_ranges(ranges, column_family)
         changes, claim = self._changes(view, column_family, lambda pairs: pairs.within(ranges))

@@ -1,4 +1,4 @@
-"""Records next to the state: ``history/``, ``audit/``, ``lookups/``, and the savepoints that have begun.
+"""Records next to the state: ``history/``, ``audit/``, ``lookups/``, ``feature-views/``, and begun savepoints.
 
 ``history/<id>.json`` has figures of the last checkpoints, for people. They outlive coordinators, hosts and runs. A file
 has the last ``MAX_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
@@ -21,6 +21,7 @@ from backends.conf import check_name
 from backends.exceptions import DamagedFileError, FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.fencing import RecordFiles, numbered_path, numbers_of
+from coordinator_actor.feature_views import FeatureView
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +271,51 @@ class LookupRecords:
 
     def remove(self, by: str, batches: Sequence[int]) -> None:
         self._files.storage.delete_all([self.path(by, batch_id) for batch_id in batches])
+
+
+# ``feature-views/<n>.json``: the feature views that were declared over this state. The highest number counts.
+
+
+FEATURE_VIEWS = "feature-views"
+
+
+class FeatureViewsFile(Struct, frozen=True):
+    """All feature views whose first operator is in this state."""
+
+    views: tuple[FeatureView, ...]
+
+
+class FeatureViewRecords:
+    """The feature views of one state."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+
+    def load(self) -> tuple[FeatureView, ...]:
+        """Return the views of the newest readable file; none if there is no file."""
+        for number in reversed(self._files.numbers(FEATURE_VIEWS)):
+            try:
+                content = self._files.read_or_none(numbered_path(FEATURE_VIEWS, number), FeatureViewsFile)
+            except DamagedFileError as error:
+                log.warning("The last declaration of feature views is lost, declare it again: %s", error)
+                continue
+            if content is not None:
+                return content.views
+        return ()
+
+    def write(self, views: tuple[FeatureView, ...]) -> None:
+        """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
+        numbers = self._files.numbers(FEATURE_VIEWS)
+        number = max(numbers, default=0)
+        while True:
+            number += 1
+            try:
+                self._files.create(numbered_path(FEATURE_VIEWS, number), FeatureViewsFile(views))
+            except FileExistsInStorageError:
+                continue
+            break
+        obsolete = [numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]]
+        self._files.storage.delete_all(obsolete)
 
 
 # Records of begun savepoints. They also hold a run that is being stopped with a savepoint.

@@ -111,6 +111,7 @@ class Batches:
             hosts=assignment.hosts if is_news else (),
             owners=dict(assignment.owners) if is_news else {},
             times=run.spark_logs.times_for_tasks(batch_id),
+            created_ms=run.versions.created_ms(batch_id),
         )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
@@ -122,7 +123,9 @@ class Batches:
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
         is_begun = run.machine.may_be_committed(completed)
-        return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_begun=is_begun)
+        created_ms = run.versions.created_ms(completed)
+        epoch = run.manifests.epoch
+        return OpenGrant(owner, completed, head, run.registration, epoch, is_begun=is_begun, created_ms=created_ms)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         run = self._runs.get(run_id)

@@ -28,13 +28,16 @@ from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
+from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
     KvStateLocationOracle,
+    LocatedView,
     LookedUp,
     OperatorLocation,
     OperatorSpec,
     RunningOperator,
+    RunningView,
     WarmUp,
 )
 from coordinator_actor.run.owners import Assignment, SessionHosts
@@ -324,6 +327,77 @@ def _watermark_of(run: QueryState, spec: OperatorSpec) -> int | None:
     except Exception as error:  # noqa: BLE001 - most clients do not need the watermark; the others say that it is missing
         log.warning("The watermark of version %s of run %s: %s", run.versions.completed, run.run_id, error)
         return None
+
+
+class FeatureViews:
+    """Keeps the feature views of queries, and locates their operators. Only changes take the lock of a run."""
+
+    def __init__(self, registries: Registries, locations: Locations) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+        self._locations = locations
+
+    def declare_view(self, run_id: str, view: FeatureView) -> None:
+        run = self._runs.awaited(run_id)
+        for other in self._having(view.name):
+            if other.registration.state_location != run.registration.state_location:
+                raise exceptions.InvalidRequestError(
+                    f"Feature view {view.name!r} is declared for {_title(other)} already, and now for {_title(run)}: "
+                    f"its first feature has moved. Drop it first (statestore features {view.name} --drop), or take "
+                    "another name."
+                )
+        with run.lock:
+            run.lifetime.require_current()
+            at = next((i for i, kept in enumerate(run.feature_views) if kept.name == view.name), len(run.feature_views))
+            run.keep_feature_views((*run.feature_views[:at], view, *run.feature_views[at + 1 :]))
+
+    def drop_view(self, run_id: str, view: str) -> bool:
+        run = self._runs.awaited(run_id)
+        with run.lock:
+            run.lifetime.require_current()
+            is_known = any(kept.name == view for kept in run.feature_views)
+            run.keep_feature_views(tuple(kept for kept in run.feature_views if kept.name != view))
+        return is_known
+
+    def feature_views(self) -> tuple[RunningView, ...]:
+        return tuple(
+            RunningView(view, run.registration.query_id, run.run_id, run.registration.name)
+            for run in self._runs.served()
+            for view in run.feature_views
+        )
+
+    def locate_view(self, view: str) -> LocatedView:
+        runs = _meant(self._having(view))
+        if not runs:
+            if self._registries.expects_reports():
+                raise exceptions.UnknownRunError(
+                    f"No query with a feature view {view!r} has been reported yet to this coordinator; ask again."
+                )
+            exist = ", ".join(sorted(repr(running.view.name) for running in self.feature_views())) or "none"
+            raise exceptions.UnknownFeatureViewError(
+                f"No running query has a feature view {view!r}; feature views that exist: {exist}. "
+                "declare_feature_view declares one."
+            )
+        if len(runs) > 1:
+            raise exceptions.WrongOperatorError(
+                f"Several running queries have a feature view {view!r}: {', '.join(map(_title, runs))}. Their states "
+                "are copies of one another: in the program of one of them, call drop_feature_view."
+            )
+        run = runs[0]
+        (declared,) = (kept for kept in run.feature_views if kept.name == view)
+        # An operator without a query is that of the view's own query, if that has one.
+        sources = [
+            (operator, run.run_id if query is None and run.operator(operator) is not None else query)
+            for operator, query in declared.sources
+        ]
+        return LocatedView(declared, tuple(self._locations.locate(*source) for source in sources))
+
+    def _having(self, view: str) -> list[QueryState]:
+        return [run for run in self._runs.served() if any(kept.name == view for kept in run.feature_views)]
+
+
+def _title(run: QueryState) -> str:
+    return f"query {run.registration.name or 'unnamed'} ({run.registration.query_id}, run {run.run_id})"
 
 
 def _meant(having: Sequence[QueryState]) -> list[QueryState]:

@@ -13,7 +13,9 @@ from backends.exceptions import MissingFileError, StorageError, UnsupportedLocat
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs, OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
+from coordinator_actor.durable.records import FeatureViewRecords
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up
@@ -95,6 +97,7 @@ class Queries:
         completed = look.completed
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
+        run.feature_views = look.views
         # No host holds anything of a run that has not claimed the state.
         run.assignment.awaits_reports = was_known
         if was_known:
@@ -251,6 +254,7 @@ class Queries:
         completed = commits.next_batch()
         manifests.refresh()
         run = QueryState(registration, manifests, commits, self._registries.clock)
+        run.feature_views = FeatureViewRecords(RecordFiles(storage)).load()
         run.assignment.awaits_reports = True
         run.take_up(completed, newest.epoch)
         run.adopt(evolved_operators(run))

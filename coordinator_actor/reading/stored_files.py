@@ -25,7 +25,7 @@ from backends.storage.checkpoint_storage import CREATE_PROBE, CheckpointStorage,
 from backends.storage.locations import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
 from coordinator_actor.durable.manifests import FOLDS, QUERY_FILE, REWRITTEN, manifest_path, schema_path
-from coordinator_actor.durable.records import AUDIT, HISTORY
+from coordinator_actor.durable.records import AUDIT, FEATURE_VIEWS, HISTORY
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
 
 SNAPSHOT_READ_THREADS = 16
@@ -38,6 +38,7 @@ _RECORDS = {
     REWRITTEN: ("exchange of files", "it maps files that manifests name to their replacements"),
     AUDIT: ("audit record", "it records manual changes; it is never removed"),
     HISTORY: ("history", "it is for people; a newer one replaces it"),
+    FEATURE_VIEWS: ("feature views", "it declares feature views; a newer one replaces it"),
     "standalone": ("standalone store", "a provider that is used alone, with separate manifests"),
 }
 UNKNOWN = "not known: a damaged manifest may name it"

@@ -22,7 +22,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, RecordFiles, numbered_path
 from coordinator_actor.durable.manifests import CHECKPOINTS, schema_path
-from coordinator_actor.durable.records import AUDIT, HISTORY
+from coordinator_actor.durable.records import AUDIT, FEATURE_VIEWS, HISTORY
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 
@@ -196,7 +196,7 @@ def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
     def note(path: str, error: DamagedFileError) -> None:
         damages.append(Damage(path, None, None, None, str(error)))
 
-    for directory in (EPOCHS, CHECKPOINTS, HISTORY, AUDIT):
+    for directory in (EPOCHS, CHECKPOINTS, HISTORY, AUDIT, FEATURE_VIEWS):
         paths = [numbered_path(directory, number) for number in records.numbers(directory)]
         records.read_all(paths, AnyRecord, note)
     return sorted(damages, key=lambda damage: damage.path)

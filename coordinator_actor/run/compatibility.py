@@ -155,13 +155,18 @@ def _oldest_us(run: QueryState, stored: OperatorSchema) -> int:
 
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
     stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
+    declared = OperatorSchema.from_json(spec.schema)
     where = run.registration.state_location
-    stored_rows, declared_rows = (
-        s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema))
-    )
+    stored_rows, declared_rows = (s.families.get(DEFAULT_FAMILY) for s in (stored, declared))
+    checkpoint = run.registration.checkpoint_location
+    if any(v.indexes for v in (*stored.variables, *declared.variables)) and stored_rows == declared_rows:
+        return (
+            f"The indexes of operator {spec.name!r} differ from those stored at {where}. {error} Restore index=, or "
+            f"call rewrite_state({checkpoint!r}, {spec.name!r}, lambda rows: rows, {checkpoint.rstrip('/') + '-2'!r}, "
+            "program=dataframe) and start the query with the new checkpoint."
+        )
     if stored_rows is not None and declared_rows is not None and stored_rows != declared_rows:
         part = "key" if stored_rows.key != declared_rows.key else "state"
-        checkpoint = run.registration.checkpoint_location
         return (
             f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}: {error} "
             f"Stored: {_columns(stored_rows)}. Program: {_columns(declared_rows)}. Outputs of an aggregate can be "

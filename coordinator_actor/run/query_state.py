@@ -18,9 +18,10 @@ from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracke
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
-from coordinator_actor.durable.records import CheckpointRecords, LookupRecords
+from coordinator_actor.durable.records import CheckpointRecords, FeatureViewRecords, LookupRecords
 from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
+from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import MIRROR, Acknowledge, Completed, OperatorSpec, QueryRegistration
 from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
 from coordinator_actor.run.holds import FilesInUse, KnownFiles, SavepointHold
@@ -107,7 +108,8 @@ class QueryState:
     announcements to hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and
     ``spark_logs`` have separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read
     it. ``looked_at`` is when a follower's last successful look at storage began, or when the state of a mirror
-    (``is_mirror``) was that of the mirrored query; None for other runs.
+    (``is_mirror``) was that of the mirrored query; None for other runs. ``feature_views`` are those whose record is in
+    the state of the query.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class QueryState:
             clock(),
             lambda: used_together(manifests.storage.used, commits.used),
         )
+        self.feature_views: tuple[FeatureView, ...] = ()
         self.is_taken_up = False
         self.looked_at: float | None = None
         self._announced: Completed | None = None
@@ -380,6 +383,12 @@ class QueryState:
         if self.lifetime.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
 
+    def keep_feature_views(self, views: tuple[FeatureView, ...]) -> None:
+        """Keep these feature views in place of all earlier ones, first durably."""
+        if views != self.feature_views:
+            FeatureViewRecords(RecordFiles(self.manifests.storage)).write(views)
+            self.feature_views = views
+
     # -- holds, and rewriting files ------------------------------------------------------------
 
     def end_recorded_hold(self) -> None:
@@ -409,13 +418,15 @@ class QueryState:
         """Prepare the announcements of the completed version: for each host the heads of its own partitions."""
         assignment, completed, rewritten = self.assignment.current, self.versions.completed, self.last_exchange
         of_host = {} if assignment is None else assignment.of_host
+        created_ms = self.versions.created_ms(completed)
+        announced = Completed(self.run_id, completed, {}, rewritten=rewritten, created_ms=created_ms)
         announced_to = {
-            host: Completed(self.run_id, completed, self.versions.heads(completed, tasks), rewritten=rewritten)
+            host: structs.replace(announced, heads=self.versions.heads(completed, tasks))
             for host, tasks in of_host.items()
         }
         # In this order: readers without the lock look at ``_announced`` first.
         self._announced_to = announced_to
-        self._announced = Completed(self.run_id, completed, {}, rewritten=rewritten)
+        self._announced = announced
 
     def announcement_to(self, host_id: str) -> Completed | None:
         """Return the announcement for a host; None while the run is being registered. Needs no lock."""

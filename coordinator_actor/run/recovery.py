@@ -19,9 +19,11 @@ from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey, named_tasks
-from coordinator_actor.durable.fencing import READERS, EpochFile
+from coordinator_actor.durable.fencing import READERS, EpochFile, RecordFiles
 from coordinator_actor.durable.manifests import CheckpointPlace, ManifestLog, QueryFile, is_inside
+from coordinator_actor.durable.records import FeatureViewRecords
 from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.run.versions import QueryVersions, tasks_of
 
@@ -171,13 +173,14 @@ REQUESTS_AT_ONCE = 8
 class FirstLook:
     """The newest claim, the query that the state belongs to, the place of its checkpoint, and Spark's commits.
 
-    ``place`` is also None if the state is inside its checkpoint.
+    ``place`` is also None if the state is inside its checkpoint. ``views`` are the feature views with records here.
     """
 
     newest: EpochFile | None
     query: QueryFile | None
     place: CheckpointPlace | None
     completed: int
+    views: tuple[FeatureView, ...] = ()
 
 
 def first_look(
@@ -202,6 +205,7 @@ def first_look(
         query = pool.submit(manifests.query_file)
         newest = pool.submit(manifests.epochs.newest)
         folded = pool.submit(manifests.folds.read)
+        views = pool.submit(FeatureViewRecords(RecordFiles(manifests.storage)).load)
         is_apart = not is_inside(registration.state_location, registration.checkpoint_location)
         place = pool.submit(manifests.newest_place) if is_apart else None
         proof = pool.submit(prove_own)
@@ -209,4 +213,5 @@ def first_look(
         completed = commits.next_batch()
         manifests.refresh(folded.result)
         proof.result()
-        return FirstLook(newest.result(), query.result(), None if place is None else place.result(), completed)
+        newest_place = None if place is None else place.result()
+        return FirstLook(newest.result(), query.result(), newest_place, completed, views.result())

@@ -50,6 +50,11 @@ class QueryVersions:
         """Return the same as ``head`` for a partition of another layout."""
         return manifest_chain.head_of(self.chain, version, layout, partition, self._key_groups)
 
+    def created_ms(self, version: int) -> int:
+        """Return when a version was prepared, in ms since 1970; 0 of the empty version 0."""
+        manifest = self.chain.get(version)
+        return 0 if manifest is None else manifest.created_ms
+
     def heads(self, version: int, tasks: Iterable[TaskKey]) -> dict[str, dict[int, str]]:
         """Return the heads of some partitions: operator to partition to path, without those of the empty version 0."""
         heads: dict[str, dict[int, str]] = {name: {} for name in self.layouts}

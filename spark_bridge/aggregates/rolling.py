@@ -41,7 +41,7 @@ TILES_PER_HORIZON = 10
 """A horizon has at least this many tiles, so that it covers at most a tenth more than asked for."""
 MAX_HORIZON = 3660 * DAY
 MAX_HORIZONS = 16
-"""The most horizons of one operator, each of which every answer merges."""
+"""The most horizons of one operator: an answer merges all of them."""
 _UNITS = {
     **dict.fromkeys(("us", "microsecond", "microseconds"), ("us", 1)),
     **dict.fromkeys(("ms", "millisecond", "milliseconds"), ("ms", 1_000)),
@@ -353,23 +353,22 @@ Moment: TypeAlias = int | Integers | None
 
 
 def answers_as_of(
-    rolling: Rolling, recent: pa.Array, tiles: pa.Array, merged_at: pa.Array, moment: Moment
+    rolling: Rolling, recent: Pieces, tiles: Pieces, merged_at: Integers, moment: Moment
 ) -> list[pa.Array]:
-    """Return the columns of ``Rolling.fields`` of keys, by their stored columns; those of tiles are null without tiles.
+    """Return the columns of ``Rolling.fields`` of keys, by their newest pieces and those in tiles.
 
-    Raises ``StateTimeError`` if the state can no longer answer as of the moment.
+    ``merged_at`` is the watermark when the tiles of each key were merged, a very low one without tiles. Raises
+    ``StateTimeError`` if the state can no longer answer as of the moment.
     """
-    num_keys = len(recent)
-    newest_pieces = Pieces.of_lists(recent)
-    pieces = Pieces.concatenated(Pieces.of_lists(tiles), newest_pieces, by_time=False)
+    num_keys = len(merged_at)
+    pieces = Pieces.concatenated(tiles, recent, by_time=False)
     if moment is None:
         moments = np.zeros(num_keys, np.int64)
-        np.maximum.at(moments, newest_pieces.ids, newest_pieces.last)
+        np.maximum.at(moments, recent.ids, recent.last)
     else:
         moments = np.full(num_keys, moment) if isinstance(moment, int) else moment
-        merged_us = np.asarray(merged_at.cast(pa.int64()).fill_null(-MAX_HORIZON))
-        is_old = moments < merged_us
+        is_old = moments < merged_at
         if is_old.any():
             at = int(np.flatnonzero(is_old)[0])
-            raise StateTimeError.too_old(int(moments[at]), int(merged_us[at]))
+            raise StateTimeError.too_old(int(moments[at]), int(merged_at[at]))
     return results_of(rolling, states_as_of(rolling, pieces, moments), num_keys)

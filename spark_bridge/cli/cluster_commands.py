@@ -1,4 +1,4 @@
-"""Commands about a running cluster: ``drain``, ``token``, ``serve``, ``ui`` and ``grafana``."""
+"""Commands about a running cluster: ``drain``, ``token``, ``features``, ``serve``, ``ui`` and ``grafana``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.messages import RunningOperator
 from spark_bridge.cli import output, sources
-from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.exceptions import EnvironmentProblemError, RequestError, UnknownFeatureViewError
 from spark_bridge.grafana import config_map, dashboard, written
+from spark_bridge.queryable.client.features import age_of
 
 if TYPE_CHECKING:
     from spark_bridge.overview.model import Overview
@@ -278,8 +279,8 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object, **named:
         actor = ray.get_actor(coordinator, namespace=namespace)
     except ValueError as error:
         raise EnvironmentProblemError(
-            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: tokens are issued once a "
-            "stream with state has been started (init_spark or attach)."
+            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: it is there once a stream "
+            "with state has been started (init_spark or attach)."
         ) from error
     try:
         return ask(actor, method, *args, timeout=TOKEN_ANSWER_SECONDS, **named)
@@ -290,6 +291,61 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object, **named:
             f"The coordinator {coordinator!r} (namespace {namespace!r}) did not answer: {error}. It may be restarting, "
             "so try again."
         ) from error
+
+
+# ``statestore features``: the feature views, and dropping one.
+
+
+@sources.with_state_source
+def features(
+    source: sources.Source,
+    view: Annotated[str | None, typer.Argument(metavar="[VIEW]", help="Show the features of this view.")] = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Drop VIEW; its program may declare it again.")] = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """List the feature views, with their owners, bounds and ages; or show the features of one.
+
+    Examples: statestore features; statestore features card_fraud --json; statestore features card_fraud --drop;
+    statestore features --checkpoint s3://bucket/ck
+    """
+    if drop:
+        _drop_view(source, view)
+        return
+    with output.errors_explained(), source.client() as client:
+        views = [one for one in client.feature_views() if view in (None, one["view"])]
+        if view is not None and not views:
+            raise UnknownFeatureViewError(f"There is no feature view {view!r}; 'statestore features' lists them.")
+    output.show(lambda: views if view is None else views[0], lambda: _views(views, view), as_json=as_json)
+
+
+def _views(views: list[dict[str, Any]], view: str | None) -> Table:
+    if view is not None:
+        features_of_view = (map(output.cell, one.values()) for one in views[0]["features"])
+        title = ": ".join(filter(None, (view, views[0]["problem"] or views[0]["description"])))
+        return output.filled(features_of_view, "feature", "operator", "column", "type", "default", title=title)
+    rows: list[list[object]] = []
+    for one in views:
+        about = one["problem"] or one["description"]
+        entity = ", ".join(one["entity"])
+        rows.append([one["view"], one["owner"], entity, len(one["features"]), age_of(one), one["max_age"], about])
+    return output.filled(rows, "view", "owner", "entity", "features", "age", "max age", "description")
+
+
+def _drop_view(source: sources.Source, view: str | None) -> None:
+    with output.errors_explained():
+        if view is None or source.checkpoint is not None:
+            raise RequestError("--drop needs the VIEW of a running query: its coordinator drops it.")
+        with sources.joined_ray(source.address, source.namespace):
+            having = [
+                running.run_id
+                for running in _sent(source.namespace, source.coordinator, "feature_views")
+                if running.view.name == view
+            ]
+            if not having:
+                raise UnknownFeatureViewError(f"No running query has a feature view {view!r}.")
+            for run_id in having:
+                _sent(source.namespace, source.coordinator, "drop_view", run_id, view)
+    output.complain(f"Dropped the feature view {view!r}; hosts forget it within two seconds.", style=None)
 
 
 # ``statestore serve``: answer queries from a checkpoint or a savepoint, by Ray actors, until the command is ended.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,6 +46,17 @@ LOOK_WAIT_SECONDS = 10.0
 """A partition that is loaded for a query waits at most this many seconds for the answer whether Spark has committed a
 prepared version.
 """
+
+
+def _ascending(ranges: Sequence[KeyRange]) -> Iterator[Sequence[KeyRange]]:
+    """Yield ranges in runs that ascend and do not overlap: the sweep of expired values begins in the middle."""
+    begin = 0
+    for i in range(1, len(ranges)):
+        end = ranges[i - 1][1]
+        if end is None or end > ranges[i][0]:
+            yield ranges[begin:i]
+            begin = i
+    yield ranges[begin:]
 
 
 class PartitionReads:
@@ -109,7 +121,9 @@ class PartitionReads:
             is_there = command.column_family in instance.state.reads.column_families(version)
             if not is_there:
                 return
-            for batch in instance.state.reads.scan_in_turn(ranges, version, command.column_family):
+            reads, family = instance.state.reads, command.column_family
+            in_turn = (reads.scan_in_turn(run, version, family) for run in _ascending(ranges))
+            for batch in chain.from_iterable(in_turn):
                 pairs = batch if left is None else batch.slice(0, left)
                 if left is not None:
                     left -= pairs.num_rows
@@ -139,7 +153,7 @@ class PartitionReads:
             self._prepared.settle(run_id, LOOK_WAIT_SECONDS)
             grant = self._own_grant(run_id, operator, partition)
         heads = {} if grant.head is None else {operator: {partition: grant.head}}
-        self._completed.note(Completed(run_id, grant.version, heads))
+        self._completed.note(Completed(run_id, grant.version, heads, created_ms=grant.created_ms))
         instance = None if again else self._cache.instance(run_id, operator, partition)
         return self._loader.load(grant, operator, partition, for_read=True) if instance is None else instance
 

@@ -35,11 +35,12 @@ Heads = Mapping[str, Mapping[int, str]]
 class CompletedVersion:
     """A completed version of a run, with the heads of this host's partitions that the coordinator has sent.
 
-    Immutable.
+    Immutable. ``created_ms`` is when it was prepared, in ms since 1970; 0 if that is not known, and of version 0.
     """
 
     version: int
     heads: Heads = field(default_factory=dict)
+    created_ms: int = 0
 
     def head(self, operator: str, partition: int) -> str | None:
         """Return the changelog that made the version of a partition; None if it is not known, and for version 0."""
@@ -80,8 +81,9 @@ class CompletedVersions:
             heads: dict[str, Mapping[int, str]] = {} if same is None else dict(same.heads)
             for operator, of_operator in completed.heads.items():
                 heads[operator] = {**heads.get(operator, {}), **of_operator}
-            if same is None or heads != same.heads:
-                versions[completed.version] = CompletedVersion(completed.version, heads)
+            created_ms = completed.created_ms or (0 if same is None else same.created_ms)
+            if same is None or (heads, created_ms) != (same.heads, same.created_ms):
+                versions[completed.version] = CompletedVersion(completed.version, heads, created_ms)
             kept = tuple(versions[v] for v in sorted(versions)[-KEPT_VERSIONS:])
             self._runs[completed.run_id] = kept
             while len(self._runs) > KEPT_RUNS:
@@ -358,7 +360,8 @@ class Grants:
             granted = _Granted(grant, now, granted.hosts, granted.owners)
         with self._lock:
             self._granted[task.run_id] = granted
-        self._completed.note(messages.Completed(task.run_id, grant.version, grant.heads))
+        completed = messages.Completed(task.run_id, grant.version, grant.heads, created_ms=grant.created_ms)
+        self._completed.note(completed)
         return granted
 
     def for_read(self, run_id: str, operator: str, partition: int) -> messages.OpenGrant:

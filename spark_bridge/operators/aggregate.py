@@ -35,7 +35,7 @@ from spark_bridge.operators.map_in_arrow import (
 )
 from spark_bridge.operators.rolling_task import RollingLogic
 from spark_bridge.operators.session_task import SessionLogic
-from spark_bridge.state_format.layouts import ALL_ROWS_KEY, rolling_schema, session_schema
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, rolling_schema, session_schema
 from spark_bridge.task.state_task import StateTask
 
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
@@ -181,6 +181,7 @@ def aggregate(
     output_mode: str = "update",
     num_partitions: int | None = None,
     partial_aggregation: bool | None = None,
+    index: str | Sequence[str] = (),
     event_time: str | None = None,
     exact_windows: bool = False,
     **aggregations: AggregateFunction,
@@ -208,9 +209,12 @@ def aggregate(
     - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays if few keys have
       most of the rows, or if the network is slow. Otherwise the second pass through Python costs more than it saves, so
       it is off by default, except with ``by=[]``.
+    - ``index``: the column or columns, outputs or keys, by whose values ``find``, ``where=`` and SQL look rows up. Each
+      has an index, which changes in the same commit as the rows. It costs time and space, see "Find keys by another
+      column".
     - ``event_time``: the column that horizons are of, which must have a watermark. Only with
       ``S.count().rolling(...)`` and the like, which then all outputs must have. The result has this column, with the
-      time of the key's newest row, as of which all horizons are. Late rows count as long as a horizon has their time.
+      time of the key's newest row; all horizons are as of it. Late rows count as long as a horizon has their time.
       The watermark expires a key that no horizon has rows of.
     - ``exact_windows``: horizons begin exactly, not at a multiple of their hop. The state of a key then grows with its
       rows in the longest horizon, and is written whole every few rows of the key.
@@ -218,7 +222,13 @@ def aggregate(
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
+    indexed = _indexed_columns(index)
     _check_arguments(df, aggregations, output_mode)
+    if indexed and any(function.horizons for function in aggregations.values()):
+        raise InvalidOperatorError(
+            f"index={index!r} with horizons: their values change with time, and no index can have them. Leave index= "
+            "out, or add an aggregate of the same rows without horizons, and index that one."
+        )
     keys = _keys_of(by)
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
@@ -237,7 +247,7 @@ def aggregate(
     rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
     try:
         if rolling is None:
-            declared = _declared(rows, keys, aggregator, output_mode)
+            declared = _declared(rows, keys, aggregator, output_mode, indexed)
         else:
             declared = _declared_rolling(rows, keys, aggregator, rolling, str(event_time))
         spec = OperatorSpec(
@@ -343,6 +353,35 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
             )
 
 
+def _indexed_columns(index: str | Sequence[str]) -> tuple[str, ...]:
+    names = (index,) if isinstance(index, str) else index
+    if isinstance(names, AggregateFunction) or not all(isinstance(name, str) for name in names):
+        raise InvalidOperatorError(
+            f'index={index!r} must name the columns to index, as index="merchant". An output cannot be called index.'
+        )
+    if len(set(names)) < len(names):
+        raise InvalidOperatorError(f"index={index!r} names a column twice.")
+    return tuple(names)
+
+
+def _indexed_fields(names: Sequence[str], keys: pa.Schema, aggregator: Aggregator) -> list[pa.Field]:
+    """Return the columns to index. Raises ``InvalidOperatorError`` for a column that can have no index."""
+    fields = {field.name: field for field in [*keys, *aggregator.result_fields]}
+    of_user = {output.name for output in aggregator.outputs if output.user is not None}
+    for name in names:
+        if name not in fields:
+            raise InvalidOperatorError(
+                f"index={name!r}: the operator has no such column; it has {', '.join(map(repr, fields))}."
+            )
+        if pa.types.is_nested(fields[name].type) or name in of_user:
+            what = "the output of a merge" if name in of_user else str(fields[name].type)
+            raise InvalidOperatorError(
+                f"index={name!r}: the column is {what}, which can have no index. Index a column with plain values, for "
+                'instance one more output S.last("merchant").'
+            )
+    return [fields[name] for name in names]
+
+
 def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
     if keys.is_global and ALL_ROWS_KEY in aggregator.inputs:
         raise InvalidOperatorError(
@@ -441,7 +480,9 @@ def _declared_rolling(
     return _Declared(ROLLING_KIND, schema, list(keys.names), logic, True, lag_ms, results)
 
 
-def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
+def _declared(
+    rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str, index: Sequence[str] = ()
+) -> _Declared:
     types = {name: columns.arrow_type(rows.schema[name].dataType) for name in keys.names}
     output = pa.schema([*(pa.field(n, types[n]) for n in keys.emitted), *aggregator.result_fields])
     event_time = columns.event_time_of(rows.schema, keys.names)
@@ -452,6 +493,11 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
         )
     if isinstance(keys.window, SessionWindow):
         window = keys.window.name
+        if index:
+            raise InvalidOperatorError(
+                f"index={index!r} with session windows: a key has several sessions, and no index can have them. Leave "
+                "index= out, or add an aggregate of the same rows without sessions, and index that one."
+            )
         by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
         schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema, aggregator.zeros)
         event_time = columns.session_event_time(rows.schema, keys.names, window, output_mode)
@@ -463,7 +509,8 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
     by_key = pa.schema([pa.field(n, types[n]) for n in stored])
     state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
-    operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
+    indexed = _indexed_fields(index, by_key, aggregator)
+    operator_schema = aggregate_schema(state, () if stored == list(keys.names) else keys.names, indexed)
     uses_time = event_time is not None and output_mode != "complete"
     # The functions of a user's own aggregate need not handle empty input.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)

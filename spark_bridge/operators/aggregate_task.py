@@ -21,6 +21,7 @@ from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.columns import spark_struct
+from spark_bridge.operators.index_entries import move_entries, remove_entries
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
@@ -195,24 +196,28 @@ class _AggregateBatch(GroupedBatch):
         old = store.get_many(keys)
         self._timer.step("get_ms")
         present = old.is_valid()
+        before = self._schema.decode_values(old)
         try:
-            states = logic.aggregator.merge_pairs(self._schema.decode_values(old), present, states)
+            states = logic.aggregator.merge_pairs(before, present, states)
         except ListTooLargeError as error:
             key = decode_keys(keys.slice(error.group, 1), logic.schema.key)
             raise error.of_key(key) from error
         self._updated += len(keys)
         if self._event_time is None:
             store.stage(keys, self._schema.encode_values(states))
+            move_entries(store, keys, before, present, states)
             spool.add(self._output(keys, states))
             return int(old.nbytes + states.nbytes)
         columns = decode_keys(keys, logic.schema.key)
         done = self._event_time.is_done(columns, store.times.watermark_ms)
         if not done.any():
             store.stage(keys, self._schema.encode_values(states))
+            move_entries(store, keys, before, present, states)
         else:
             is_done = pa.array(done)
             stays = pc.invert(is_done)
             store.stage(keys.filter(stays), self._schema.encode_values(states.filter(stays)))
+            move_entries(store, keys, before, present, states, stays)
             self._remove(keys.filter(pc.and_(is_done, present)))
             # As in Spark, a key that comes and goes in one batch counts both as updated and as removed.
             self._removed += int(np.count_nonzero(done & ~np.asarray(present)))
@@ -237,6 +242,7 @@ class _AggregateBatch(GroupedBatch):
                 done = pa.array(self._event_time.is_done(columns, self._store.times.watermark_ms))
                 keys, values = keys.filter(done), values.filter(done)
             if self._event_time is not None:
+                remove_entries(self._store, keys, values)
                 self._remove(keys)
             if logic.output_mode != "update" and len(keys):
                 spool.add(self._output(keys, self._schema.decode_values(values)))

@@ -24,6 +24,7 @@ from backends.encoding.sorted_pairs import key_order
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_order
+from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
 from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, OLDER, RECENT, TILES, TILES_FAMILY, is_present
@@ -110,6 +111,10 @@ class _RollingBatch(GroupedBatch):
         super().__init__(logic.aggregator, self._by_key, store, timer, None)
         self._logic = logic
         self._rolling = logic.rolling
+        families = store.schema.families
+        numbers = len(families[DEFAULT_FAMILY].history), len(families[TILES_FAMILY].history)
+        states = logic.aggregator.state_schema
+        self._singles = SingleAnswers.of(logic.rolling, states, numbers, pa.schema([]))
         self._detail = FINE
         self._watermark = store.times.watermark_ms * 1000
         self._expired = self._rolling.expired(self._watermark)
@@ -237,8 +242,9 @@ class _RollingBatch(GroupedBatch):
         self._timer.step("merge_ms")
         stored = self._store.get_many(visited, TILES_FAMILY)
         self._timer.step("get_ms")
-        rows = schema.decode_values(stored)
-        tiles = Pieces.of_lists(rows.column(rows.schema.get_field_index(TILES)))
+        tiles = None if self._singles is None else self._singles.tiles(stored)
+        if tiles is None:
+            tiles = Pieces.of_lists(schema.decode_values(stored).column(TILES))
         if len(moving.ids):
             tiles = Pieces.concatenated(tiles, replace(moving, ids=number[moving.ids]))
             is_moved = moves[visits]

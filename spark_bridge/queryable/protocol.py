@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,7 +33,8 @@ from backends.encoding.columns import (
     offsets_of,
     record,
 )
-from coordinator_actor.messages import OperatorLocation
+from coordinator_actor.feature_views import FeatureView
+from coordinator_actor.messages import LocatedView, OperatorLocation, RunningView
 from spark_bridge.exceptions import ConnectionClosedError, RequestError
 
 PROTOCOL = 1
@@ -51,6 +52,10 @@ were asked for.
 """
 
 
+WATERMARK = "watermark"
+"""The ``at=`` of a call whose rolling aggregates are as of the watermark of the version that it reads."""
+
+
 class At(Struct, frozen=True, array_like=True):
     """The version to read.
 
@@ -59,7 +64,7 @@ class At(Struct, frozen=True, array_like=True):
     - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
       memory.
 
-    ``moment`` is the time, in microseconds since 1970, as of which rolling aggregates are; None is the host's clock.
+    ``moment`` is the time of rolling aggregates in microseconds since 1970; None is the host's clock.
     """
 
     isolation: Isolation = "completed"
@@ -203,6 +208,26 @@ class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
     forward: bool = False
 
 
+class ViewsRequest(Struct, frozen=True, array_like=True, tag="views"):
+    """Ask for one feature view, or all. Answered by ``DescribeReply`` with a list of ``ViewLocation``."""
+
+    view: Name | None = None
+
+
+class FeaturesRequest(Struct, frozen=True, array_like=True, tag="features"):
+    """Ask for the features of entities; the body is their stored keys in the first operator. Any host can answer.
+
+    ``revision`` is that of the ``ViewLocation`` by which the client encodes keys and decodes columns. ``at`` has the
+    version for each of its queries. ``defaults``: a null becomes the default of its feature. Answered by
+    ``FeaturesReply``.
+    """
+
+    view: Name
+    revision: Annotated[str, msgspec.Meta(max_length=64)]
+    at: Annotated[list[At], msgspec.Meta(max_length=1024)]
+    defaults: bool = True
+
+
 Request = (
     Hello
     | LocateOperatorRequest
@@ -214,6 +239,8 @@ Request = (
     | AwaitRequest
     | OperatorsRequest
     | DescribeRequest
+    | ViewsRequest
+    | FeaturesRequest
 )
 
 
@@ -225,6 +252,42 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     max_request_bytes: int
     max_keys: int
     now_us: int = 0
+
+
+class ViewQuery(Struct, frozen=True):
+    """A query whose operators a feature view has; ``age_ms`` is the age of its last completed version, if known."""
+
+    query_id: str
+    query_name: str | None
+    run_id: str
+    version: int
+    age_ms: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the name of the query, else its id."""
+        return self.query_name or self.query_id
+
+
+class ViewLocation(Struct, frozen=True):
+    """A feature view as clients need it: its queries, and no more of its operators than the key.
+
+    ``of_feature`` has the index of each feature's query. ``key`` are the key columns as they are stored, ``columns``
+    those of the features: serialized schemas of Arrow. ``addresses`` has the owner of each partition of the first
+    operator. ``is_rolling``: an operator has rolling aggregates, so that requests have a moment. If ``problem`` is not
+    empty, the view cannot be read now, and it says why.
+    """
+
+    view: FeatureView
+    revision: str = ""
+    queries: tuple[ViewQuery, ...] = ()
+    of_feature: tuple[int, ...] = ()
+    key: bytes = b""
+    key_groups: int = 0
+    columns: bytes = b""
+    addresses: tuple[str, ...] = ()
+    is_rolling: bool = False
+    problem: str = ""
 
 
 class LocateReply(Struct, frozen=True, array_like=True, tag="located"):
@@ -277,6 +340,25 @@ class DescribeReply(Struct, frozen=True, array_like=True, tag="described"):
     """The body is JSON."""
 
 
+class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
+    """The body is one record batch message of Arrow IPC with the columns of the ``ViewLocation``.
+
+    ``versions`` and ``ages_ms`` are by query. An age is None if it is not known, and for a version that was asked for.
+    ``is_row``: the body is the one row in msgpack, an array of values: for one key, of a view whose columns are all
+    numbers, booleans and strings.
+    """
+
+    versions: list[int]
+    ages_ms: list[int | None]
+    is_row: bool = False
+    lag_ms: int = 0
+
+    @property
+    def version(self) -> int:
+        """Return the version of the first query."""
+        return self.versions[0]
+
+
 class Failure(Struct, frozen=True, array_like=True, tag="failure"):
     """A request has failed: the name of the error's class, and the error's text."""
 
@@ -284,12 +366,15 @@ class Failure(Struct, frozen=True, array_like=True, tag="failure"):
     message: str
 
 
-Reply = Welcome | LocateReply | LookupReply | RowsReply | EndOfRows | CountReply | DescribeReply | Failure
+Reply = (
+    Welcome | LocateReply | LookupReply | RowsReply | EndOfRows | CountReply | DescribeReply | FeaturesReply | Failure
+)
 
 _WITH_LAG = frozenset({LookupReply, RowsReply, EndOfRows, CountReply})
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgpack_decoder(Request).decode
 decode_reply = msgpack_decoder(Reply).decode
+_decode_row = msgpack_decoder(list[Any]).decode
 
 
 def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buffer = b"") -> list[Any]:
@@ -325,6 +410,20 @@ class StateAnswer:
         close = getattr(self.batches, "close", None)
         if close is not None:
             close()
+
+
+@dataclass(frozen=True)
+class FeatureAnswer:
+    """Features of keys, or those of one key as a list of values. The other fields are those of ``FeaturesReply``."""
+
+    versions: list[int]
+    ages_ms: list[int | None]
+    lag_ms: int
+    columns: pa.RecordBatch | list[Any]
+
+    def body(self) -> bytes | pa.Buffer:
+        """Return the body of the ``FeaturesReply``."""
+        return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
 
 
 class StateReads(Protocol):
@@ -371,6 +470,18 @@ class StateReads(Protocol):
     def lag_ms(self, run_id: str) -> int:
         """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
 
+    def age_ms(self, run_id: str, version: int) -> int | None:
+        """Return how long ago a version was prepared; of a mirror, or a late follower, at least its lag.
+
+        None of the empty version 0, and if it is not known. Quick for the last completed versions of a run.
+        """
+
+    def located_view(self, view: str) -> LocatedView:
+        """Return a feature view and the locations of its operators. Raises ``UnknownFeatureViewError``."""
+
+    def feature_views(self) -> Sequence[RunningView]:
+        """Return the feature views of all running queries."""
+
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of all running queries, ready for JSON."""
 
@@ -378,7 +489,29 @@ class StateReads(Protocol):
         """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
 
 
+class ServedReads(StateReads, Protocol):
+    """``StateReads`` of a server, which answers for feature views, too."""
+
+    def views(self, request: ViewsRequest) -> list[ViewLocation]:
+        """Return one feature view, or all; of all, those that cannot be read now have a ``problem``."""
+
+    def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes) -> FeatureAnswer:
+        """Return the features of stored keys, or of one.
+
+        Raises ``StaleFeatureError``, and ``RetiredRunError`` if the view has another revision.
+        """
+
+
 # The decoder of rows that come over the wire (see ``RowsReply``).
+
+
+def features_of(reply: FeaturesReply, body: memoryview | bytes, schema: pa.Schema) -> FeatureAnswer:
+    """Return the answer of a reply, whose columns are not copied. Raises ``ConnectionClosedError`` for other bytes."""
+    try:
+        columns = _decode_row(body) if reply.is_row else pa.ipc.read_record_batch(pa.py_buffer(body), schema)
+    except (pa.ArrowException, EOFError, OSError, ValueError) as error:
+        raise ConnectionClosedError(f"A body of {len(body)} bytes cannot be decoded as features: {error}") from error
+    return FeatureAnswer(reply.versions, reply.ages_ms, reply.lag_ms, columns)
 
 
 class RowBatchDecoder:

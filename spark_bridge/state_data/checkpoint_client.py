@@ -23,22 +23,33 @@ from msgspec import structs
 from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.fencing import RecordFiles
+from coordinator_actor.durable.records import FeatureViewRecords
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
-from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
+from coordinator_actor.messages import (
+    HostInfo,
+    LocatedView,
+    OperatorLocation,
+    OperatorSpec,
+    QueryRegistration,
+    RunningOperator,
+    RunningView,
+)
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
+from spark_bridge.exceptions import RequestError, StateVersionError, UnknownFeatureViewError, UnknownOperatorError
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.discovery import KnownOperator
+from spark_bridge.queryable.client.discovery import KnownOperator, KnownView
 from spark_bridge.queryable.client.watch import LAST_COLUMNS, StateChange
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At, ChangesRequest, StateAnswer
+from spark_bridge.queryable.protocol import At, ChangesRequest, FeatureAnswer, FeaturesRequest, StateAnswer
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, operator_summary
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
+from spark_bridge.queryable.routing.feature_reads import FeatureReads
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_data.frames import operator_kind
 from spark_bridge.state_data.state_sources import changes_by_version
@@ -203,6 +214,27 @@ class StoredReads(PartitionedReads):
         """Return 0: each read looks at storage."""
         return 0
 
+    def age_ms(self, run_id: str, version: int) -> int | None:
+        manifest = self.versions().chain.get(version)
+        return None if manifest is None else max(0, self._now_ms() - manifest.created_ms)
+
+    def feature_views(self) -> list[RunningView]:
+        of = self._registration(versions := self.versions(), versions.newest_completed())
+        records = FeatureViewRecords(RecordFiles(self._open(self.place.state_location, self.place.options)))
+        return [RunningView(view, of.query_id, of.run_id, of.name) for view in records.load()]
+
+    def located_view(self, view: str) -> LocatedView:
+        """See ``StateReads``. Raises ``UnknownOperatorError`` for a feature of another query."""
+        declared = {running.view.name: running.view for running in self.feature_views()}
+        if view not in declared:
+            raise UnknownFeatureViewError(
+                f"The checkpoint at {self.place.checkpoint_location} has no feature view {view!r}; there are "
+                f"{', '.join(map(repr, declared)) or 'none'}."
+            )
+        # Storage has no name of the query: whatever the program calls it, its operators are here.
+        operators = tuple(self.locate(operator, None) for operator, _ in declared[view].sources)
+        return LocatedView(declared[view], operators)
+
     def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
         return query_in_storage(versions, version, self._query_name, open_storage=self._open)
 
@@ -311,6 +343,8 @@ class CheckpointClient(QueryableStateClient):
             _InStorage(reads), connections, StateRouter(connections, local=(ADDRESS, reads)), CHECKPOINT_READ_SECONDS
         )
         self.reads = reads
+        self._features = FeatureReads(reads, self._router, lambda run_id, operator: reads.locate(operator, None))
+        self._access.find_views = lambda request, deadline: self._features.views(request)
 
     @classmethod
     def open(
@@ -339,6 +373,12 @@ class CheckpointClient(QueryableStateClient):
         self.reads.locate(operator, query)
         (description,) = self.reads.describe(operator, query)["operators"]
         return {**description, "hosts": []}
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer:
+        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
+        return self._features.features(request, keys, deadline)
 
     def watch(  # type: ignore[override]
         self,

@@ -6,6 +6,8 @@ The key of a row begins with the columns of the grouping key, unless another col
 kind           family               key after it    value
 ============== ==================== ================ =============================================================
 rows           ``default``                           the state columns of an ``aggregate``, see ``state_columns``
+..             ``default.-index-c`` column ``c``     ``present``
+                                    first
 sessions       ``default``                           ``sessions`` (an array, ascending), ``__due``
 ..             ``sessions.-ends``   ``__due`` first  ``present``
 rolling        ``default``                           ``recent`` and ``older`` (arrays of pieces), ``__due``
@@ -44,7 +46,7 @@ import pyarrow as pa
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import distinct_names
-from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
+from backends.encoding.operator_schema import INDEX_FAMILY, INDEXED_PREFIX, TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 
 # The names of the column families that operators keep state in; ``layouts`` has their columns.
@@ -117,7 +119,7 @@ SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
 ROLLING, RECENT, OLDER, TILES, MERGED_AT = "rolling", "recent", "older", "tiles", "__merged_at"
 """The kind of state of rolling aggregates; the columns of a key's newest pieces, of the merged older ones
-for each horizon, and of the older pieces; the watermark by which these were merged.
+for each horizon, and of the older pieces; the watermark of their last merge.
 """
 ROLLED_FAMILY = "default.-rolled"
 """The name under which clients look up the results of rolling aggregates. Hosts compute them: nothing is stored."""
@@ -157,6 +159,22 @@ def is_present(num_keys: int) -> pa.RecordBatch:
 
 
 # -- operators ---------------------------------------------------------------------------------
+
+
+def aggregate_schema(
+    rows: StateSchema, key_columns: tuple[str, ...], indexed: Iterable[pa.Field] = ()
+) -> OperatorSchema:
+    """Return the schema of ``aggregate`` without session windows; ``indexed`` are the columns that get an index.
+
+    The key of an index's entry begins with the key group of its row, so that it is always in the row's partition.
+    """
+    indexes = {
+        INDEX_FAMILY + stored_name(field.name): StateSchema(
+            pa.schema([pa.field(INDEXED_PREFIX + field.name, field.type), *rows.key]), PRESENT
+        )
+        for field in indexed
+    }
+    return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, {DEFAULT_FAMILY: rows, **indexes}),), key_columns)
 
 
 def session_schema(
@@ -353,7 +371,7 @@ def window_place(variable: StateVariable) -> int | None:
     A window is a struct of the timestamps ``start`` and ``end``. If there are several such columns, the first one in
     stored order counts; the others are ordinary columns of the key.
     """
-    if variable.kind != ROWS or len(variable.families) != 1:
+    if variable.kind != ROWS or len(variable.families) != 1 + len(variable.indexes):
         return None
     key = variable.families[DEFAULT_FAMILY].key
     return next((i for i, field in enumerate(key) if _is_window(field.type)), None)

@@ -27,7 +27,9 @@ from spark_bridge.state_format.partition_rows import are_large, chunk_keys, cut_
 from spark_bridge.state_format.stored_rows import (
     VariableRows,
     by_expiry,
+    by_value,
     columns_of_key,
+    indexed_values,
     key_groups_of,
     longs_of_key,
     with_more,
@@ -148,6 +150,9 @@ class PairsOfRows:
         yield FamilyPairs(family, SortedPairs(keys, schema.encode_values(values)))
         if self.rows.variable.kind == layouts.ROWS and layouts.EXPIRY_FAMILY in self.rows.variable.families:
             yield self._by_time(layouts.EXPIRY_FAMILY, values.column(0), self._key_columns(batch), key_groups_of(keys))
+        for column, index in self.rows.variable.indexes.items():
+            indexed = indexed_values(column, self._key_columns(batch), values)
+            yield FamilyPairs(index, _present(by_value(keys, indexed)))
 
     def _by_time(
         self, family: str, times: pa.Array, columns: pa.RecordBatch, groups: npt.NDArray[np.int32]

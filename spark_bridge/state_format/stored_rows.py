@@ -6,6 +6,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +30,9 @@ from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, 
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
-from spark_bridge.aggregates.rolling import Moment, Rolling, answers_as_of
+from spark_bridge.aggregates.computation import outputs_of
+from spark_bridge.aggregates.rolling import Moment, Pieces, Rolling, answers_as_of
+from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.state_format import layouts
 
 _NEVER = np.iinfo(np.int64).max
@@ -173,6 +176,23 @@ class VariableRows:
         return Rolling.of_text(self.schema.settings[HORIZONS]) if self.kind == layouts.ROLLING else None
 
     @cached_property
+    def singles(self) -> SingleAnswers | None:
+        """Return the answers of single keys with rolling aggregates; None if columns must make them."""
+        if self.rolling is None:
+            return None
+        numbers = len(self._stored[self.main].history), len(self._stored[layouts.TILES_FAMILY].history)
+        return SingleAnswers.of(self.rolling, self.stored_value, numbers, self.value)
+
+    def as_of(self, alive_at: int, moment: int | None) -> VariableRows:
+        """Return the same rows at a time in ms, with rolling aggregates as of ``moment`` (by default that time)."""
+        if not self.has_ttl and self.rolling is None:
+            return self
+        rows = copy.copy(self)  # with all that is cached, unlike by ``replace``
+        object.__setattr__(rows, "alive_at", alive_at)
+        object.__setattr__(rows, "moment", alive_at * 1000 if moment is None else moment)
+        return rows
+
+    @cached_property
     def key_order(self) -> list[int]:
         """Return the places of the columns of ``key`` in the user's order."""
         named = [self.key.get_field_index(n) for n in self.schema.key_columns if n in self.key.names]
@@ -249,15 +269,17 @@ class VariableRows:
     def rolled(self, values: pa.BinaryArray, tiles: pa.BinaryArray) -> list[pa.Array]:
         """Return the columns of ``value`` for the values of both families, as of ``moment``."""
         assert self.rolling is not None
-        recent = self._stored[self.main].decode_values(values)
-        older = self._stored[layouts.TILES_FAMILY].decode_values(tiles)
-        pieces, tiles, merged_at = (
-            rows.column(rows.schema.get_field_index(name))
-            for rows, name in ((recent, layouts.RECENT), (older, layouts.TILES), (older, layouts.MERGED_AT))
-        )
-        answers = [pieces, tiles]
-        if not self.raw:
-            answers = answers_as_of(self.rolling, pieces, tiles, merged_at, self.moment)
+        pieces = None if self.singles is None or self.raw else self.singles.pieces(values, tiles)
+        if pieces is None:
+            recent = self._stored[self.main].decode_values(values)
+            older = self._stored[layouts.TILES_FAMILY].decode_values(tiles)
+            lists = [recent.column(layouts.RECENT), older.column(layouts.TILES)]
+            if self.raw:
+                return lists
+            never = np.iinfo(np.int64).min
+            merged_at = np.asarray(older.column(layouts.MERGED_AT).cast(pa.int64()).fill_null(never))
+            pieces = Pieces.of_lists(lists[0]), Pieces.of_lists(lists[1]), merged_at
+        answers = answers_as_of(self.rolling, *pieces, self.moment)
         return [c.cast(kind) for c, kind in zip(answers, self.value.types, strict=True)]
 
     def _of_list(self, elements: pa.StructArray) -> list[pa.Array]:
@@ -335,6 +357,27 @@ def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.Binar
 def without_expiry(keys: pa.BinaryArray) -> pa.BinaryArray:
     """Return the grouping keys that ``by_expiry`` was given."""
     return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), _sliced(keys, KEY_GROUP_BYTES + INT64_KEY_BYTES)])
+
+
+def by_value(keys: pa.BinaryArray, values: pa.Array) -> pa.BinaryArray:
+    """Return the entries of a secondary index: stored keys with the indexed value as their first column."""
+    first = columns_of_key(pa.RecordBatch.from_arrays([values], names=["value"]))
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), first, _sliced(keys, KEY_GROUP_BYTES)])
+
+
+def without_value(entries: pa.BinaryArray, index: StateSchema) -> pa.BinaryArray:
+    """Return the stored keys that ``by_value`` was given; ``index`` is the schema of the index's family."""
+    columns = decode_keys(entries, index.key)
+    return encode_keys(columns.select(range(1, columns.num_columns)), key_groups_of(entries))
+
+
+def indexed_values(column: str, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.Array:
+    """Return the values of an indexed column: a column of the key, or an output of the states of an ``aggregate``."""
+    at = keys.schema.get_field_index(column)
+    if at >= 0:
+        return keys.column(at)
+    fields = next(fields for output, _, fields in outputs_of(states.schema) if output == column)
+    return results(states.select([field.name for field in fields]))[0]
 
 
 def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
@@ -47,9 +47,9 @@ base64, NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Maps 
 _DOCUMENTED = {
     400: "A key, window, column or body that cannot be.",
     401: "No token, or one that is wrong, expired or revoked.",
-    403: "The token is not for that operator.",
-    404: "No such operator, state variable, or nothing there for the key.",
-    409: "The query has ended, or the version cannot be read.",
+    403: "The token is not for that operator or feature view.",
+    404: "No such operator, feature view or state variable, or nothing there for the key.",
+    409: "The query has ended, or the version cannot be read, or is older than the feature view allows.",
     413: "More than the limits allow.",
     429: "As many requests as are possible are being answered; see Retry-After.",
     503: "The hosts cannot be reached.",
@@ -204,6 +204,31 @@ def create_app(
         answer = {"operator": operator, "rows": rows, **({} if at is None else {"at": json_values.to_json(at)})}
         return await asyncio.to_thread(_json, answer)
 
+    @app.get(
+        "/v1/features",
+        response_model=models.FeatureViewList,
+        summary="The feature views: owner, description, features, bound, and the age of their queries",
+        dependencies=schemes,
+    )
+    async def feature_views() -> Response:
+        return _json(await service.feature_views())
+
+    @app.post(
+        "/v1/features/{view}",
+        response_model=models.FeaturesAnswer,
+        summary="Get the features of many entities, all of one version of each query",
+        description="As an Arrow IPC stream, the answer has the versions in a header, and no ages.",
+        responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
+        dependencies=schemes,
+    )
+    async def features(view: str, body: models.FeaturesRequest, request: Request) -> Response:
+        rows = await service.features(view, body)
+        if _wants_arrow(request):
+            headers = {VERSIONS_HEADER: _named(rows.versions)}
+            return Response(await asyncio.to_thread(arrow_stream, rows.to_arrow()), media_type=ARROW, headers=headers)
+        plain = await asyncio.to_thread(json_values.rows_to_json, rows.to_arrow())
+        return _json({"view": view, "versions": rows.versions, "ages": rows.ages, "rows": plain})
+
     @app.post(
         "/v1/operators/{operator}/scan",
         summary="All rows, or those of some keys, as a stream",
@@ -235,14 +260,10 @@ def create_app(
             return Response(status_code=499)
         versions, times = piece
         named = {
-            VERSIONS_HEADER: versions,
-            TIMES_HEADER: {query: json_values.to_json(at) for query, at in times.items()},
+            VERSIONS_HEADER: _named(versions),
+            TIMES_HEADER: _named({query: json_values.to_json(at) for query, at in times.items()}),
         }
-        headers = {
-            header: ",".join(f"{query}={value}" for query, value in sorted(of.items()))
-            for header, of in named.items()
-            if of
-        }
+        headers = {header: text for header, text in named.items() if text}
         return StreamingResponse(pieces, media_type=media_type, headers=headers)
 
     @app.get(
@@ -273,6 +294,10 @@ def create_app(
 
 
 _QUERY = "Name, query id or run id: which query, if several have an operator of that name."
+
+
+def _named(versions: Mapping[str, int]) -> str:
+    return ",".join(f"{query}={version}" for query, version in sorted(versions.items()))
 
 
 def _json(content: Any) -> Response:

@@ -132,6 +132,40 @@ class LookupAnswer(BaseModel):
     at: str | None = Field(default=None, description="The time that rolling aggregates are of; absent for others.")
 
 
+class FeatureViewList(BaseModel):
+    """The feature views of all running queries, with the age of each of their queries in seconds."""
+
+    views: list[dict[str, Any]]
+
+
+class FeaturesRequest(BaseModel):
+    """The entities of a feature view. A key is a value, or an array or an object of the key columns' values."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"keys": ["4711", "4712"]}, {"keys": ["4711"], "versions": {"cards": 812}}]},
+    )
+
+    keys: list[Any]
+    defaults: Annotated[bool, Field(description="A null becomes the default of its feature.")] = True
+    isolation: Isolation = Isolation.completed
+    versions: Annotated[
+        dict[str, int] | None, Field(description="A retained version of each query of the view, by name or id.")
+    ] = None
+
+
+class FeaturesAnswer(BaseModel):
+    """One row per key asked for, in that order: the entity's columns, then the features.
+
+    ``versions`` has the version that was read of each query, ``ages`` the age of each feature in seconds.
+    """
+
+    view: str
+    versions: dict[str, int]
+    ages: dict[str, float | None]
+    rows: list[dict[str, Any]]
+
+
 class Condition(BaseModel):
     """A condition on one column; a row must meet all conditions of a scan."""
 

@@ -26,14 +26,15 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values
-from spark_bridge.queryable.client.arguments import WATERMARK
 from spark_bridge.queryable.client.async_client import (
     AsyncQueryableStateClient,
     AsyncStateScan,
     AsyncStateWatch,
     scoped_async_client,
 )
+from spark_bridge.queryable.client.features import FeatureRows
 from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.protocol import WATERMARK
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.state_format.layouts import ROLLING
@@ -198,6 +199,26 @@ class StateService:
                 "limit. Ask for fewer."
             )
         return table, version_and_time.get("at")
+
+    async def feature_views(self) -> dict[str, Any]:
+        return {"views": await (await self.client()).feature_views()}
+
+    async def features(self, view: str, request: models.FeaturesRequest) -> FeatureRows:
+        if len(request.keys) > self.limits.max_keys:
+            raise RequestLimitError(
+                f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
+            )
+        client = await self.client()
+        schema = await client.entity_schema(view, timeout=self.limits.timeout)
+        keys = [json_values.key_of_json(key, schema) for key in request.keys]
+        return await client.features(
+            view,
+            keys,
+            defaults=request.defaults,
+            isolation=request.isolation.value,
+            versions=request.versions,
+            timeout=self.limits.timeout,
+        )
 
     async def scan(
         self, operator: str, request: models.ScanRequest, *, as_arrow: bool

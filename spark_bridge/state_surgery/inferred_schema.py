@@ -210,9 +210,11 @@ def inferred_variable(
     column is missing, for a type that state cannot have, and for state whose layout only a program can declare.
     """
     variable = source.variable
-    if ENDS_FAMILY in variable.families or EXPIRY_FAMILY in variable.families or variable.kind == TIMERS:
+    by_time = ENDS_FAMILY in variable.families or EXPIRY_FAMILY in variable.families or variable.kind == TIMERS
+    if by_time or variable.indexes:
         raise InvalidStateStoreArgument(
-            f"The rows of {owner} are also kept by time: give program=, the DataFrame of the query that continues."
+            f"The rows of {owner} are also kept by {'time' if by_time else 'an index'}: give program=, the DataFrame "
+            "of the query that continues."
         )
     shown = _shown(source)
     columns = {f.name: f for f in columns_made if f.name not in DERIVED or f.name in shown or f.name in key_columns}

@@ -114,6 +114,7 @@ SEEN = {
     "/operator": cluster_pages.operator,
     "/operator/hottest": state_pages.hottest,
     "/hosts": cluster_pages.hosts,
+    "/features": cluster_pages.feature_views,
     "/keys": state_pages.keys,
     "/scan": state_pages.scan,
     "/scan.csv": state_pages.scan_csv,

@@ -14,8 +14,10 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError
 from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
 from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
+from spark_bridge.queryable.client.features import age_of
 from spark_bridge.ui import charts
 from spark_bridge.ui.live import default_directory
+from spark_bridge.ui.lookups import PAGE_READ_SECONDS
 from spark_bridge.ui.requests import PageCall, faults_about, reference, state_id, tables_of
 
 MAX_FAULTS = 20
@@ -94,6 +96,16 @@ def _is_faulty(query: Query, faulty: set[str]) -> bool:
 
 def _held(memory: dict[str, int]) -> int:
     return sum(n for name, n in memory.items() if name != BUDGET)
+
+
+def feature_views(call: PageCall) -> Response:
+    """Show the feature views."""
+    views, problem = [], ""
+    try:
+        views = call.client().feature_views(timeout=PAGE_READ_SECONDS)
+    except STATESTORE_ERRORS as error:
+        problem = str(error)
+    return call.render("features.html", views=views, age_of=age_of, problem=problem)
 
 
 # The hosts: memory by its use, counters of their work, and statistics of their answers to requests.

@@ -21,14 +21,25 @@ from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.locations import Figures, Locations
+from coordinator_actor.handlers.locations import FeatureViews, Figures, Locations
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import InstanceRegistry
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
 from coordinator_actor.messages import OpenBatch
 from tests.coordinator_actor.coordinator_world import World
 
-HANDLERS = (AccessTokens, Batches, Figures, Hosts, InstanceRegistry, Locations, Queries, Rewritings, Savepoints)
+HANDLERS = (
+    AccessTokens,
+    Batches,
+    FeatureViews,
+    Figures,
+    Hosts,
+    InstanceRegistry,
+    Locations,
+    Queries,
+    Rewritings,
+    Savepoints,
+)
 
 
 @pytest.mark.parametrize("message", MESSAGES)

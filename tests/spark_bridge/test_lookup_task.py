@@ -18,11 +18,13 @@ from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge import lookups
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.lookups import Batch, LookedUpState, LookupTask, in_storage, state_in_cluster
+from spark_bridge.queryable.reads import scans
+from spark_bridge.state_format.layouts import aggregate_schema
 from spark_bridge.task.executor import ADDRESSES, RUN_ID, Endpoints
 from spark_bridge.task.executor import TOKEN as TASK_TOKEN
 from tests.patience import PATIENCE
 from tests.recorded_spans import recorded_spans
-from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
+from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster
 
 ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])
 OUT = pa.schema([*ROWS, ("n", pa.int64()), ("name", pa.string())])
@@ -44,6 +46,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def endpoints(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints:
+    return endpoints_of(cluster, monkeypatch)
+
+
+def endpoints_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     """Messages of tasks reach the coordinator as through a host."""
 
     def ask(endpoints: Endpoints, method: str, args: dict[str, Any]) -> Any:
@@ -164,3 +170,39 @@ def test_task_span_is_in_the_trace_of_its_batch_or_a_new_trace(
     else:
         assert whole.context.trace_id == of_batch
         assert whole.parent is not None and whole.parent.span_id == root
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("where", ["hosts", "storage"])
+def test_rows_multiply_by_the_matches_of_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_inner: bool
+) -> None:
+    monkeypatch.setattr(lookups, "OUTPUT_ROWS", 7)
+    monkeypatch.setattr(lookups, "MAX_RANGES", 32)  # two values a request
+    monkeypatch.setattr(scans, "MAX_RANGES", 0)  # the cluster writes no entries of the index, so that hosts scan
+    cluster = Cluster(tmp_path)
+    cluster.start("run2", {"totals": aggregate_schema(TOTALS, (), [pa.field("name", pa.string())])})
+    endpoints = endpoints_of(cluster, monkeypatch)
+    names = {user: f"name {user % 9}" for user in range(40)} | {40: None}
+    cluster.batch({user: (user, name) for user, name in names.items()})
+    (cluster.root / "ck/metadata").write_text('{"id":"q"}')
+    if where == "storage":
+        found = in_storage(find_state(str(cluster.root / "ck")), "totals", None, None, LookupRecord(1, "", 0))
+    else:
+        found = state_in_cluster(endpoints, "totals", "q", None, None, LookupRecord(1, "", 0))
+    out = pa.schema([*ROWS, ("user", pa.int64()), ("n", pa.int64())])
+    columns = ("user", "n")
+    of = LookupTask("totals", "q", None, {"name": "text"}, columns, out, is_inner, True, None, None, by_index=True)
+    for texts in (["name 1", None, "none", "name 1", "name 8", *["name 0"] * 9], ["none"], [None]):
+        batch = pa.RecordBatch.from_pydict({"id": range(len(texts)), "who": [0] * len(texts), "text": texts}, ROWS)
+        expected = []
+        for row in batch.to_pylist():
+            users = [user for user, name in names.items() if name == row["text"] and name is not None]
+            expected += [{**row, "user": user, "n": user} for user in users]
+            if not users and not is_inner:
+                expected.append({**row, "user": None, "n": None})
+        parts = list(of.enriched(batch, found))
+        assert [row["id"] for part in parts for row in part.to_pylist()] == [row["id"] for row in expected]
+        assert sorted(map(repr, (row for part in parts for row in part.to_pylist()))) == sorted(map(repr, expected))
+        assert all(part.schema == out and 0 < part.num_rows <= 7 for part in parts)
+    cluster.close()

@@ -12,7 +12,7 @@ import datetime as dt
 import decimal
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -28,7 +28,7 @@ from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys, first_key_after
 from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.protocol import At, Comparison
+from spark_bridge.queryable.protocol import WATERMARK, At, Comparison
 
 # Many keys in the containers of pandas, Polars, numpy and Arrow, as columns.
 
@@ -121,7 +121,8 @@ def _of_numpy(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:
 class KeyCodec:
     """The keys of one operator.
 
-    ``stored`` are their columns as they are stored, ``by`` their names in the user's order. Every method raises
+    ``stored`` are their columns as they are stored, ``by`` their names in the user's order. ``kind`` says of what
+    ``operator`` is the name, for messages: a feature view has keys, too. Every method raises
     ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error names the key and the
     columns.
     """
@@ -130,6 +131,7 @@ class KeyCodec:
     stored: pa.Schema
     by: tuple[str, ...]
     num_groups: int
+    kind: str = "operator"
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -200,7 +202,7 @@ class KeyCodec:
     @property
     def owner(self) -> str:
         """The operator and its key columns, for messages."""
-        return f"operator {self.operator!r} (key columns {self.in_words})"
+        return f"{self.kind} {self.operator!r} (key columns {self.in_words})"
 
     @cached_property
     def columns_schema(self) -> pa.Schema:
@@ -407,6 +409,30 @@ def comparisons(where: Sequence[WhereCondition] | None, types: Mapping[str, pa.D
     return [_comparison(condition, types) for condition in where or ()]
 
 
+def equalities(conditions: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the conditions of ``find``: for each column a value, a list of accepted values, or None for null."""
+    where: list[tuple[Any, ...]] = []
+    for column, value in conditions.items():
+        if value is None:
+            where.append((column, "is null"))
+        elif isinstance(value, list | tuple | set | frozenset):
+            where.append((column, "in", list(value)))
+        else:
+            where.append((column, "=", value))
+    return where
+
+
+def require_index(operator: str, indexed: Collection[str], columns: Collection[str]) -> None:
+    """Raise ``RequestError`` if no condition of ``find`` is on a column that has an index."""
+    if not set(columns) & set(indexed):
+        having = f"only {', '.join(map(repr, indexed))} have one" if indexed else "none of its columns has one"
+        example = ", ".join(f"({column!r}, '=', ...)" for column in columns) or "..."
+        raise RequestError(
+            f"find({operator!r}) needs a condition on a column with an index, and {having}. "
+            f"scan({operator!r}, where=[{example}]) reads all rows; index= of aggregate declares an index."
+        )
+
+
 def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> Comparison:
     if isinstance(condition, Comparison):
         return condition
@@ -483,8 +509,6 @@ def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
 
 COMPLETED = At()
 ISOLATIONS = ("completed", "latest")
-WATERMARK = "watermark"
-"""The ``at=`` of a call whose rolling aggregates are as of the watermark of the version that it reads."""
 AT_WATERMARK = -(1 << 63)
 """The moment of ``WATERMARK``, until the client knows the watermark. No client sends it."""
 

@@ -19,6 +19,7 @@ from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
 from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
+from spark_bridge.queryable.client.features import FeatureRows
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
@@ -540,10 +541,30 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.get_many``."""
         return await self._run(self._client.get_many, *args, **kwargs)
 
+    @_takes(QueryableStateClient.features)
+    async def features(self, *args: Any, **kwargs: Any) -> FeatureRows:
+        """See ``QueryableStateClient.features``."""
+        return await self._run(self._client.features, *args, **kwargs)
+
+    @_takes(QueryableStateClient.entity_schema)
+    async def entity_schema(self, *args: Any, **kwargs: Any) -> pa.Schema:
+        """See ``QueryableStateClient.entity_schema``."""
+        return await self._run(self._client.entity_schema, *args, **kwargs)
+
+    @_takes(QueryableStateClient.feature_views)
+    async def feature_views(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """See ``QueryableStateClient.feature_views``."""
+        return await self._run(self._client.feature_views, *args, **kwargs)
+
     @_takes(QueryableStateClient.scan)
     def scan(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
         return AsyncStateScan(partial(self._client.scan, *args, **kwargs))
+
+    @_takes(QueryableStateClient.find)
+    def find(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
+        """See ``QueryableStateClient.find``, and ``scan``."""
+        return AsyncStateScan(partial(self._client.find, *args, **kwargs))
 
     @_takes(QueryableStateClient.key_rows)
     def key_rows(self, *args: Any, **kwargs: Any) -> AsyncStateScan:

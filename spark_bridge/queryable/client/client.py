@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from spark_bridge.queryable.client.discovery import (
     ClusterAccess,
     Discovery,
     KnownOperator,
+    KnownView,
     NoRunningQueryError,
     ProxyDiscovery,
     ScopedDiscovery,
@@ -28,15 +30,25 @@ from spark_bridge.queryable.client.discovery import (
     coordinator_in_cluster,
     from_environment,
 )
+from spark_bridge.queryable.client.features import FeatureRows, described_view, moment_of, versions_of
 from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff, utc_time
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
+from spark_bridge.queryable.protocol import (
+    At,
+    DescribeRequest,
+    FeatureAnswer,
+    FeaturesRequest,
+    KeyRowsRequest,
+    OperatorsRequest,
+    ScanRequest,
+    features_of,
+)
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.scopes import is_in_scope
+from spark_bridge.queryable.routing.scopes import is_in_scope, view_errors, views_within
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -350,6 +362,81 @@ class QueryableStateClient:
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
+    # -- features ------------------------------------------------------------------------------
+
+    def features(
+        self,
+        view: str,
+        keys: Any,
+        *,
+        defaults: bool = True,
+        isolation: str = "completed",
+        versions: Mapping[str, int] | None = None,
+        at: Any = None,
+        timeout: float | None = None,
+    ) -> FeatureRows:
+        """Return the features of a feature view for many keys, in one request: a row per key asked, in that order.
+
+            rows = client.features("card_fraud", ["4711", "4712"])
+            rows.to_numpy()["spent"]     # also to_arrow(), to_dict() and to_pandas()
+            rows.versions, rows.ages     # {'cards': 812}, {'n': 0.4, 'spent': 0.4}: seconds
+
+        ``keys`` are those of ``get_many``. All features of one query are of one version, also those of several
+        operators. With ``defaults=False`` an absent key has nulls where it would have the defaults of its features.
+        ``versions``, as an earlier answer has it, reads these versions again, whatever their age. Rolling aggregates of
+        all operators are as of ``at``, by default now.
+
+        Raises ``StaleFeatureError`` if the last completed version is older than the view's ``max_age``, unless the view
+        gives nulls then, and ``UnknownFeatureViewError``. Declare a view by ``declare_feature_view``.
+        """
+        asked = arguments.requested_version(isolation, None, at)
+        all_keys = keys if hasattr(keys, "__len__") else list(keys)
+
+        def ask(target: KnownView, deadline: float) -> FeatureRows:
+            codec, queries = target.codec, target.location.queries
+            is_one = isinstance(all_keys, list) and len(all_keys) == 1
+            encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
+            as_of = moment_of(target.location, asked, self._connections.now_us)
+            self._answered_at = self._answered_at if as_of.moment is None else as_of.moment
+            if versions is not None:
+                of_queries = versions_of(target.location, versions, as_of)
+            elif isolation == "completed":
+                of_queries = [self._router.seen.floor(query.run_id, as_of) for query in queries]
+            else:
+                of_queries = [as_of] * len(queries)
+            answer = self._ask_features(target, of_queries, defaults, encoded, deadline)
+            if isolation == "completed" and versions is None:
+                for query, version in zip(queries, answer.versions, strict=True):
+                    self._router.seen.note(query.run_id, version)
+            return FeatureRows(target, all_keys, answer)
+
+        what = f"features({view!r}) of {len(all_keys)} keys"
+        return self._access.answer_of_view(what, view, timeout, ask)
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer:
+        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
+        reply, body = self._router.features(target.location, request, keys, deadline)
+        return features_of(reply, body, target.columns)
+
+    def feature_views(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Return all feature views: owner, description, bound, features with their types, and the age of each query.
+
+        A view that cannot be read now has the reason as ``problem``.
+        """
+        try:
+            views = self._access.views(timeout)
+        except NoRunningQueryError:
+            return []
+        return [described_view(view) for view in views]
+
+    def entity_schema(self, view: str, *, timeout: float | None = None) -> pa.Schema:
+        """Return the columns of a feature view's entity, in the order of its keys."""
+        return self._access.answer_of_view(
+            f"entity_schema({view!r})", view, timeout, lambda target, deadline: target.codec.schema
+        )
+
     # -- all rows ------------------------------------------------------------------------------
 
     def scan(
@@ -396,6 +483,46 @@ class QueryableStateClient:
             return StateScan(answer, limit, moment=request.at.moment)
 
         return self._access.answer(f"scan({operator!r})", (operator, query), timeout, ask)
+
+    def find(
+        self,
+        operator: str,
+        /,
+        *,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+        **conditions: Any,
+    ) -> StateScan:
+        """Return the rows of an aggregate with certain values in their columns, by an index, as ``scan`` does.
+
+        A condition is a value, a list of accepted values, or None for null; all must hold. At least one is of a column
+        with an index (``index=`` of ``aggregate``). Every host is asked, and reads the matching rows only. ``scan``
+        with ``where=`` uses an index in the same way, and needs none.
+
+            client.find("payments", merchant="m17").to_pylist()
+            client.find("payments", merchant=["m17", "m18"], country="de", columns=["card"])
+        """
+        where = arguments.equalities(conditions)
+
+        def check(target: KnownOperator, deadline: float) -> None:
+            arguments.require_index(operator, target.view(None).variable.indexes, conditions)
+
+        self._access.answer(f"find({operator!r})", (operator, query), timeout, check)
+        return self.scan(
+            operator,
+            None,
+            limit=limit,
+            columns=columns,
+            where=where,
+            query=query,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+        )
 
     def _as_of(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
@@ -613,4 +740,17 @@ def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateC
     if scope.is_all:
         return client
     discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
-    return QueryableStateClient(discovery, client._connections, client._router, client.timeout)
+    scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
+    find = client._access.find_views
+    scoped._access.find_views = lambda request, deadline: views_within(scope, partial(find, deadline=deadline), request)
+    return scoped
+
+
+class _ScopedClient(QueryableStateClient):
+    """A client for callers who must not learn of other views and operators from errors."""
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer:
+        with view_errors(target.location.view.name):
+            return super()._ask_features(target, at, defaults, keys, deadline)

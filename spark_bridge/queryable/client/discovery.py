@@ -9,7 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
 
 from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
@@ -17,9 +21,17 @@ from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
+from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
-from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
+from spark_bridge.queryable.protocol import (
+    DescribeReply,
+    LocateOperatorRequest,
+    LocateReply,
+    Request,
+    ViewLocation,
+    ViewsRequest,
+)
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.scopes import ScopedOperators
 
@@ -252,6 +264,29 @@ class KnownOperator:
         return view
 
 
+@dataclass
+class KnownView:
+    """The location of a feature view, the codec of its keys, and the columns of its features."""
+
+    location: ViewLocation
+    codec: KeyCodec
+    columns: pa.Schema
+    located_at: float = 0.0
+
+    @cached_property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """The types of numpy of the columns."""
+        return [np.dtype(kind.to_pandas_dtype()) for kind in self.columns.types]
+
+    @classmethod
+    def of(cls, location: ViewLocation) -> KnownView:
+        """Return the view that a location describes."""
+        view = location.view
+        stored = pa.ipc.read_schema(pa.py_buffer(location.key))
+        codec = KeyCodec(view.name, stored, view.keys, location.key_groups, "feature view")
+        return cls(location, codec, pa.ipc.read_schema(pa.py_buffer(location.columns)))
+
+
 def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
     return (one.operator.schema, one.operator.name, one.key_groups) == (
         other.operator.schema,
@@ -260,26 +295,38 @@ def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
     )
 
 
-class KnownOperators:
-    """Known operators by name and query, for any number of threads.
+class Located(Protocol):
+    """Something that a client has located, at a time of the client's clock."""
 
-    It holds no lock, and no thread between refreshes, so a process may fork.
+    located_at: float
+
+
+L = TypeVar("L", bound=Located)
+
+
+class KnownTargets(Generic[L]):
+    """Known operators, or known feature views, by name and query, for any number of threads.
+
+    ``locate`` returns one, from its name, its query, a deadline, and what was known of it. It holds no lock, and no
+    thread between refreshes, so a process may fork.
     """
 
     def __init__(
-        self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
+        self,
+        locate: Callable[[str, str | None, float, L | None], L],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._locate = locate
         self._clock = clock
-        self._known: dict[OperatorRef, KnownOperator] = {}
-        self._last: dict[OperatorRef, KnownOperator] = {}
+        self._known: dict[OperatorRef, L] = {}
+        self._last: dict[OperatorRef, L] = {}
 
     def had_answer(self, ref: OperatorRef) -> bool:
         """Return whether the operator has been located before."""
         return ref in self._last
 
-    def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
-        """Return the known operator of that name; look it up if none is known."""
+    def get(self, ref: OperatorRef, deadline: float) -> L:
+        """Return the known one of that name; look it up if none is known."""
         target = self._known.get(ref)
         if target is None:
             return self._look_up(ref, deadline)
@@ -291,13 +338,13 @@ class KnownOperators:
         """Forget a location that has proved wrong."""
         self._known.pop(ref, None)
 
-    def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
-        location = self._locate(*ref, deadline)
-        target = KnownOperator.of(location, self._clock(), self._last.get(ref))
+    def _look_up(self, ref: OperatorRef, deadline: float) -> L:
+        target = self._locate(*ref, deadline, self._last.get(ref))
+        target.located_at = self._clock()
         self._known[ref] = self._last[ref] = target
         return target
 
-    def _refresh(self, ref: OperatorRef, target: KnownOperator) -> None:
+    def _refresh(self, ref: OperatorRef, target: L) -> None:
         # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
         target.located_at = self._clock()
@@ -311,17 +358,38 @@ class KnownOperators:
         threading.Thread(target=refresh, name="statestore-locate", daemon=True).start()
 
 
+class KnownOperators(KnownTargets[KnownOperator]):
+    """Known operators by name and query."""
+
+    def __init__(
+        self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(
+            lambda operator, query, deadline, earlier: KnownOperator.of(
+                locate(operator, query, deadline), clock(), earlier
+            ),
+            clock,
+        )
+
+
 # Access of a client to the hosts: known operators, requests that any host can answer, and repeated attempts.
 
 
 T = TypeVar("T")
 
 
+class FindViews(Protocol):
+    """Returns one feature view, or all, until a deadline."""
+
+    def __call__(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]: ...
+
+
 class ClusterAccess:
     """The way of ``QueryableStateClient`` and ``StateWatch`` to hosts. For any number of threads.
 
     ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
-    perhaps proved wrong. A ``deadline`` is a time of ``time.monotonic``.
+    perhaps proved wrong. ``find_views`` returns one feature view, or all; by default any host does. A ``deadline`` is a
+    time of ``time.monotonic``.
     """
 
     def __init__(
@@ -332,6 +400,8 @@ class ClusterAccess:
         self._connections = connections
         self._on_moved = on_moved
         self._operators = KnownOperators(discovery.locate)
+        self._views = KnownTargets(self._locate_view)
+        self.find_views: FindViews = self._views_of_host
 
     def answer(
         self,
@@ -347,15 +417,50 @@ class ClusterAccess:
         ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
         failed with ``failure``.
         """
+        return self._answer(self._operators, what, ref, timeout, ask, begun, failure)
+
+    def answer_of_view(self, what: str, view: str, timeout: float | None, ask: Callable[[KnownView, float], T]) -> T:
+        """Return the result of ``ask(known view, deadline)``; retry if that may help."""
+        return self._answer(self._views, what, (view, None), timeout, ask)
+
+    def _answer(
+        self,
+        known: KnownTargets[L],
+        what: str,
+        ref: OperatorRef,
+        timeout: float | None,
+        ask: Callable[[L, float], T],
+        begun: float | None = None,
+        failure: Exception | None = None,
+    ) -> T:
         begun = time.monotonic() if begun is None else begun
         deadline = begun + (self.timeout if timeout is None else timeout)
-        attempts = Attempts(what, deadline, had_answer=self._operators.had_answer(ref), begun=begun)
+        attempts = Attempts(what, deadline, had_answer=known.had_answer(ref), begun=begun)
         return retrying(
-            lambda: ask(self._operators.get(ref, deadline), deadline),
+            lambda: ask(known.get(ref, deadline), deadline),
             attempts,
-            relocate=lambda error: self.moved(ref, error),
+            relocate=lambda error: self._moved(known, ref, error),
             failure=failure,
         )
+
+    def views(self, timeout: float | None) -> list[ViewLocation]:
+        """Return all feature views; retry if that may help."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        return retrying(
+            lambda: self.find_views(ViewsRequest(), deadline),
+            Attempts("feature_views()", deadline),
+            relocate=lambda error: self._discovery.failed(),
+        )
+
+    def _views_of_host(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]:
+        _, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
+        return json_decoder(list[ViewLocation]).decode(body)
+
+    def _locate_view(self, view: str, _: str | None, deadline: float, earlier: KnownView | None) -> KnownView:
+        (location,) = self.find_views(ViewsRequest(view), deadline)
+        if earlier is not None and earlier.location.revision == location.revision:
+            return KnownView(location, earlier.codec, earlier.columns)
+        return KnownView.of(location)
 
     def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
         """Return the answer of any one host; retry if that may help."""
@@ -375,8 +480,11 @@ class ClusterAccess:
 
         Leave a proxy that does not answer.
         """
+        self._moved(self._operators, ref, error)
+
+    def _moved(self, known: KnownTargets[Any], ref: OperatorRef, error: Exception) -> None:
         if should_locate(error):
-            self._operators.forget(ref)
+            known.forget(ref)
             self._on_moved()
         if isinstance(error, exceptions.ConnectionClosedError | exceptions.HostUnavailableError | OSError):
             self._discovery.failed()

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.arguments import WATERMARK
+from spark_bridge.queryable.protocol import WATERMARK
 
 EXACT = (1 << 53) - 1
 """Greater integers are strings."""

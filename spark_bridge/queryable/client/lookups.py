@@ -406,7 +406,13 @@ def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]])
         "completed_version": location.completed_version,
         "key": _columns(list(views[0].codec.schema)) if views else [],
         "states": [
-            {"state": v.variable.name, "kind": v.kind, "ttl_ms": v.variable.ttl_ms, "columns": _columns(v.scan_fields)}
+            {
+                "state": v.variable.name,
+                "kind": v.kind,
+                "ttl_ms": v.variable.ttl_ms,
+                "columns": _columns(v.scan_fields),
+                "index": list(v.variable.indexes),
+            }
             for v in views
         ],
         "partitions": [

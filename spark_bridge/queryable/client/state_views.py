@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,21 +9,19 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema, nullable
-from backends.encoding.single_rows import ValueDecoder
-from backends.encoding.user_values import python_value
-from spark_bridge.aggregates.aggregator import result_fields, results
+from backends.encoding.schema import StateSchema
+from spark_bridge.aggregates.aggregator import result_fields
 from spark_bridge.aggregates.rolling import Rolling
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
-from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
+from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
 from spark_bridge.queryable.protocol import At
 from spark_bridge.state_format import layouts
 from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_format.stored_values import StoredValues, now_ms
 
 ONE_ROW = (layouts.VALUE, layouts.ROWS, layouts.WINDOWS, layouts.ROLLING)
 """The kinds that have one stored value per key, which a client decodes itself."""
@@ -109,85 +106,35 @@ class StateView:
     # -- single values -------------------------------------------------------------------------
 
     @cached_property
-    def is_aggregate(self) -> bool:
-        """Whether the stored value is the state of aggregate functions, which has results."""
-        if self.variable.kind != layouts.ROWS or self.kind == layouts.ROLLING:
-            return False
-        try:
-            return bool(result_fields(self.schema.value))
-        except ValueError:  # other names than the state columns of outputs have
-            return False
-
-    @cached_property
-    def value_fields(self) -> list[pa.Field]:
-        """The columns of a value, for the kinds that have one row per key."""
-        fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
-        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
+    def stored_values(self) -> StoredValues:
+        """The values of ``family``, for the kinds that have one row per key."""
+        return StoredValues(self.schema, self.variable.kind == layouts.ROWS and self.kind != layouts.ROLLING)
 
     @property
-    def _has_ttl(self) -> bool:
-        return layouts.TTL_COLUMN in self.schema.value.names
+    def is_aggregate(self) -> bool:
+        """Whether the stored value is the state of aggregate functions, which has results."""
+        return self.stored_values.is_aggregate
+
+    @property
+    def value_fields(self) -> list[pa.Field]:
+        """The columns of a value, for the kinds that have one row per key."""
+        return self.stored_values.fields
 
     def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
         """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
-        if not self._has_ttl:
-            return values
-        states = self.schema.decode_values(values)
-        expired = pc.less_equal(states.column(states.schema.get_field_index(layouts.TTL_COLUMN)), at_ms)
-        if not pc.any(expired).as_py():
-            return values
-        return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
+        return self.stored_values.unexpired(values, at_ms)
 
     def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
         """Return the columns of ``value_fields`` of stored values; null for values that are absent or expired.
 
         Expiry is judged at ``at_ms``, in ms since 1970; None means now.
         """
-        states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
-        if self.is_aggregate:
-            columns = results(states)
-        else:
-            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != layouts.TTL_COLUMN]
-        fields = self.value_fields
-        return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, fields, strict=True)]
+        return self.stored_values.columns(values, now_ms() if at_ms is None else at_ms)
 
-    @cached_property
+    @property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
-        """The function that returns the columns of one stored value, in a few microseconds for plain columns.
-
-        None if it has expired.
-        """
-        by_columns = self._one_by_columns
-        decoder = ValueDecoder.of(self.schema.value, self.schema.history)
-        single = SingleResults.of(self.schema.value) if self.is_aggregate else None
-        if decoder is None or (self.is_aggregate and single is None):
-            return by_columns
-        decode = decoder.decode
-        if self._has_ttl:
-            return lambda value: by_columns(value) if (row := decode(value)) is None else _alive(row)
-        if single is None:
-            return lambda value: by_columns(value) if (row := decode(value)) is None else row
-        of_row = single.of_row
-
-        def decode_state(value: bytes) -> dict[str, Any] | None:
-            row = decode(value)
-            result = None if row is None else of_row(row)
-            return by_columns(value) if result is None else result
-
-        return decode_state
-
-    def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
-        one = pa.array([value], pa.binary())
-        if self._has_ttl:
-            states = self.schema.decode_values(one)
-            if (
-                _alive(
-                    {layouts.TTL_COLUMN: states.column(states.schema.get_field_index(layouts.TTL_COLUMN))[0].as_py()}
-                )
-                is None
-            ):
-                return None
-        return {f.name: python_value(c[0]) for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
+        """The function that returns the columns of one stored value; see ``StoredValues``."""
+        return self.stored_values.decode_one
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """Return a row per key: the columns of the key, then those of its value."""
@@ -286,17 +233,6 @@ class StateView:
         """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
         schema = layouts.with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
         return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
-
-
-def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the columns of a row without the time when it expires; None if it has expired."""
-    expiry = row.pop(layouts.TTL_COLUMN)
-    return None if expiry is not None and expiry <= now_ms() else row
-
-
-def now_ms() -> int:
-    """Return the time that decides whether rows have expired, in ms since 1970, in the form that hosts expect."""
-    return int(time.time() * 1000)
 
 
 def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:

@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from backends.conf import DEFAULT_FAMILY
-from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
+from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from backends.partition.version_reads import VersionReads
-from coordinator_actor.messages import OperatorLocation
+from coordinator_actor.messages import LocatedView, OperatorLocation, RunningView
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
 from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, CompletionWait, PartitionView, VersionedReader
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.key_reads import one_value, rolled_value
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
-from spark_bridge.state_format.layouts import ROLLED_FAMILY
+from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY
 
 T = TypeVar("T")
 
@@ -75,14 +74,39 @@ class HostReads(PartitionedReads):
     def lag_ms(self, run_id: str) -> int:
         return self._host.lag_ms(run_id)
 
+    def age_ms(self, run_id: str, version: int) -> int | None:
+        completed = self._host.completed
+        known = completed.at(run_id, version)
+        if known is None and not completed.has(run_id, version):
+            # This host has no partition of the run, and so gets no messages about its versions.
+            self._host.version_requests.completed_version(run_id, version, self._reader.wait_seconds)
+            known = completed.at(run_id, version)
+        if known is None or not known.created_ms:
+            return None
+        return max(0, self._now_ms() - known.created_ms, self.lag_ms(run_id))
+
+    def located_view(self, view: str) -> LocatedView:
+        return self._host.coordinator.locate_view(view)
+
+    def feature_views(self) -> Sequence[RunningView]:
+        return self._host.coordinator.feature_views()
+
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         plan = self._plan(request.run_id, request.operator)
         family = request.column_family
-        if family == ROLLED_FAMILY:
-            return super().lookup_one(request, key)
         plan.require_family(family)
+        rolled = None
+        if family == ROLLED_FAMILY:
+            rolled = plan.rows(plan.variable(None), self._now_ms(), request.at.moment)
+
+        def value_of(view: PartitionView) -> bytes | None:
+            if rolled is None:
+                return one_value(view, key, family)
+            recent = one_value(view, key, rolled.main)
+            return None if recent is None else rolled_value(rolled, recent, one_value(view, key, TILES_FAMILY))
+
         partition = plan.partition_of(key)
         at = request.at
         if at.isolation == "completed" and self._host.prepared.is_settled(plan.run_id):
@@ -94,13 +118,12 @@ class HostReads(PartitionedReads):
                 if head is not None:
                     instance.is_read = True
                     try:
-                        return completed.version, _value_of(instance.state.reads, key, family, completed.version, head)
+                        view = PartitionView(partition, instance.state.reads, completed.version, head, instance)
+                        return completed.version, value_of(view)
                     except (VersionNotFoundError, StoreClosedError):
                         pass  # the reader below finds out why
         with ExitStack() as keep:
-            version, (value,) = self._reader.read(
-                plan, [partition], at, lambda v: _value_of(v.reads, key, family, v.version, v.head), keep
-            )
+            version, (value,) = self._reader.read(plan, [partition], at, value_of, keep)
         return version, value
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
@@ -163,15 +186,6 @@ class HostReads(PartitionedReads):
             owners = self._host.coordinator.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
-
-
-def _value_of(reads: VersionReads, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
-    try:
-        return reads.get_one(key, version, family, head=head)
-    except InvalidStateStoreArgument:
-        if family == DEFAULT_FAMILY:
-            raise
-        return None  # the family of a variable that was never written
 
 
 @dataclass(frozen=True)

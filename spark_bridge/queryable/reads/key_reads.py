@@ -19,7 +19,7 @@ from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys, encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.sorted_pairs import key_order
 from backends.encoding.values import encode_values
-from backends.exceptions import SchemaMismatchError
+from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
 from backends.formats.changelog import Changes
 from backends.host_memory import BoundedDict
 from spark_bridge.exceptions import RequestError, RequestLimitError
@@ -46,6 +46,8 @@ READ_BYTES = 64 << 20
 """Bytes of values that are read at once, estimated from the values read before."""
 FIRST_KEYS = 1 << 10
 """Keys that are read first, to learn how large values are."""
+SINGLE_KEYS = 16
+"""At most so many keys with horizons are answered one by one, without columns."""
 DECODED_ROWS = 1 << 14
 """The most keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
@@ -122,15 +124,41 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
     return FoundPairs(positions, keys, values, more, pa.nulls(len(keys), pa.binary()))
 
 
-def rolled_values(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the results of keys with horizons as one stored value each, null for an absent key."""
-    values = values_of(view, keys, rows.main)
+def rolled_value(rows: VariableRows, recent: bytes | None, tiles: bytes | None) -> bytes | None:
+    """Return the results of one key with horizons as a stored value; None if the key is absent."""
+    if recent is None:
+        return None
+    if rows.singles is not None and isinstance(rows.moment, int):
+        value = rows.singles.value(recent, tiles, rows.moment)
+        if value is not None:
+            return value
+    columns = rows.rolled(pa.array([recent], pa.binary()), pa.array([tiles], pa.binary()))
+    encoded: bytes = encode_values(pa.RecordBatch.from_arrays(columns, schema=rows.value))[0].as_py()
+    return encoded
+
+
+def one_value(view: PartitionView, key: bytes, family: str) -> bytes | None:
+    """Return the value of one stored key; None if there is none, or if the family was never written."""
+    try:
+        return view.reads.get_one(key, view.version, family, head=view.head)
+    except InvalidStateStoreArgument:
+        if family == DEFAULT_FAMILY:
+            raise
+        return None
+
+
+def rolled_values(rows: VariableRows, values: pa.BinaryArray, tiles: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the results of keys with horizons as one stored value each, by their values in both families.
+
+    An absent key has null.
+    """
+    if len(values) <= SINGLE_KEYS:
+        singles = [rolled_value(rows, *both) for both in zip(values.to_pylist(), tiles.to_pylist(), strict=True)]
+        return pa.array(singles, pa.binary())
     is_there = values.is_valid()
-    if values.null_count:
-        keys, values = keys.filter(is_there), values.filter(is_there)
-    columns = rows.rolled(values, values_of(view, keys, TILES_FAMILY))
+    columns = rows.rolled(values.drop_null(), tiles.filter(is_there) if values.null_count else tiles)
     encoded = encode_values(pa.RecordBatch.from_arrays(columns, schema=rows.value))
-    if len(keys) == len(is_there):
+    if not values.null_count:
         return encoded
     places = np.where(is_there, np.cumsum(is_there) - 1, -1)
     return encoded.take(pa.array(places, mask=places < 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.aggregates.rolling import Horizon
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.host.host import Host
-from spark_bridge.state_format.layouts import ROLLED_FAMILY, ROLLING, TILES_FAMILY, window_place
+from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY, window_place
 from spark_bridge.state_format.stored_rows import VariableRows
 
 
@@ -114,9 +114,7 @@ class OperatorPlan:
             cached = self._rows[variable.name, collect] = VariableRows(
                 self.schema, variable, collect, alive_at=alive_at
             )
-        if cached.kind == ROLLING:
-            return replace(cached, moment=alive_at * 1000 if moment is None else moment)
-        return replace(cached, alive_at=alive_at) if cached.has_ttl else cached
+        return cached.as_of(alive_at, moment)
 
     @cached_property
     def _rows(self) -> dict[tuple[str, bool], VariableRows]:
@@ -239,6 +237,8 @@ def _described(rows: VariableRows) -> dict[str, Any]:
         described["inner"] = _columns(rows.inner)
     if window is not None:
         described["window"] = rows.key.field(window).name
+    if rows.variable.indexes:
+        described["index"] = list(rows.variable.indexes)
     if rows.rolling is not None:
         described["horizons"] = {output: {h.name: _horizon(h) for h in hs} for output, hs in rows.rolling.outputs}
     if rows.variable.ttl_ms is not None:

@@ -16,6 +16,7 @@ from backends.encoding.columns import placed, take_binary
 from spark_bridge.queryable.protocol import At, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
 from spark_bridge.queryable.reads import key_reads, scans
 from spark_bridge.queryable.reads.answer_version import PartitionView
+from spark_bridge.queryable.reads.index_reads import IndexLookup
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.state_format.layouts import ROLLED_FAMILY, window_place
 from spark_bridge.state_format.partition_rows import partition_rows
@@ -73,17 +74,20 @@ class PartitionedReads(ABC):
         parts = {partition: keys[begin:end] for partition, (begin, end) in runs.items()}
 
         rolled = None
+        families = [request.column_family]
         if request.column_family == ROLLED_FAMILY:
             rolled = plan.rows(plan.variable(None), self._now_ms(), request.at.moment)
+            families = rolled.families
 
-        def values_of(view: PartitionView) -> pa.BinaryArray:
-            if rolled is not None:
-                return key_reads.rolled_values(view, rolled, parts[view.partition])
-            return key_reads.values_of(view, parts[view.partition], request.column_family)
+        def values_of(view: PartitionView) -> list[pa.BinaryArray]:
+            return [key_reads.values_of(view, parts[view.partition], family) for family in families]
 
         with ExitStack() as keep:
             version, groups = reading.read(list(runs), values_of, keep)
-            values = key_reads.joined_arrays([part for group in groups for part in group])
+            of_partitions = [part for group in groups for part in group]
+            values, *more = (key_reads.joined_arrays([part[i] for part in of_partitions]) for i in range(len(families)))
+        if rolled is not None:
+            values = key_reads.rolled_values(rolled, values, *more)
         return version, values if order is None else placed([values], [order])
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
@@ -123,9 +127,12 @@ class PartitionedReads(ABC):
         rows = plan.rows(plan.variable(request.state), self._now_ms(), request.at.moment, collect=request.collect)
         selection = scans.RowSelection.of(rows, request.columns, request.where)
         bounds = scans.KeyBounds(request.start, request.end)
+        index = IndexLookup.of(rows, request.where, request.limit) if bounds.is_open else None
 
         def pairs_of(view: PartitionView) -> tuple[int, scans.Pairs]:
-            return view.partition, scans.pairs_of(view, rows, plan.key_groups_of(view.partition), bounds)
+            groups = plan.key_groups_of(view.partition)
+            matches = None if index is None else index.pairs(view, groups)
+            return view.partition, scans.pairs_of(view, rows, groups, bounds) if matches is None else matches
 
         def batches(groups: Iterator[Sequence[tuple[int, scans.Pairs]]]) -> Iterator[pa.RecordBatch]:
             for group in groups:
@@ -158,13 +165,14 @@ class PartitionedReads(ABC):
             answer = self.scan(request)
             return answer.version, sum(batch.num_rows for batch in answer.batches)
         bounds = scans.KeyBounds(request.start, request.end)
-        # Keys that deleted variables have left are among the keys too.
-        is_all = bounds.is_open and set(plan.schema.families) == {rows.main}
+        # Keys that deleted variables have left are among the keys too, and an entry of each index for each row.
+        indexes = rows.variable.indexes.values()
+        is_all = bounds.is_open and set(plan.schema.families) == {rows.main, *indexes}
 
         def count_of(view: PartitionView) -> int | Iterator[pa.RecordBatch]:
             count = view.reads.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
             if count is not None:
-                return count
+                return count // (1 + len(indexes))
             return scans.pairs_of(view, rows, plan.key_groups_of(view.partition), bounds)[rows.main]
 
         num_rows = 0

@@ -18,6 +18,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from backends.encoding.columns import concatenated, placed
+from backends.encoding.keys import KEY_GROUP_BYTES
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
@@ -382,6 +383,85 @@ class StateRouter:
             return version, values[0]
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
+    def lookup_together(
+        self,
+        lookups: Sequence[tuple[OperatorLocation, str]],
+        keys: pa.BinaryArray,
+        at: protocol.At,
+        deadline: float,
+    ) -> tuple[int, list[pa.BinaryArray]]:
+        """Return one version, and the stored values of the same keys in several operators of one run, as ``lookup``.
+
+        ``lookups`` are operators and column families. All owners of all operators are asked at once.
+        """
+        run_id = lookups[0][0].run_id
+        shares = [self._shares(location, keys) for location, _ in lookups]
+        requests = [
+            ScatteredLookup(share, location, family, self._forward)
+            for (location, family), of_operator in zip(lookups, shares, strict=True)
+            for share in of_operator
+        ]
+        version, answers = self._hosts.answers(run_id, requests, at, self._earlier(deadline, keys))
+        values = []
+        for of_operator in shares:
+            parts, answers = answers[: len(of_operator)], answers[len(of_operator) :]
+            places = [share.positions for share in of_operator if share.positions is not None]
+            values.append(parts[0] if len(parts) == 1 else joined_values(parts, places))
+        return version, values
+
+    def lookup_one_together(
+        self, lookups: Sequence[tuple[OperatorLocation, str]], key: bytes, at: protocol.At, deadline: float
+    ) -> tuple[int, list[bytes | None]]:
+        """Return the result of ``lookup_together`` for one key; fast if this process has the key in all operators."""
+        run_id, local = lookups[0][0].run_id, self._local
+        is_completed = at.isolation == "completed"
+        if local is not None and all(
+            self._table(location).address_of(key) == self._local_address for location, _ in lookups
+        ):
+            asked = self.seen.floor(run_id, at) if is_completed else at
+            try:
+                answers = [
+                    local.lookup_one(protocol.LookupRequest(run_id, location.operator.name, asked, family), key)
+                    for location, family in lookups
+                ]
+            except exceptions.StateVersionError:
+                answers = []  # ask again below, where this error is handled
+            versions = {version for version, _ in answers}
+            if len(versions) == 1:
+                (version,) = versions
+                if is_completed:
+                    self.seen.note(run_id, version)
+                return version, [value for _, value in answers]
+        version, values = self.lookup_together(lookups, pa.array([key], pa.binary()), at, deadline)
+        return version, [of_operator[0].as_py() for of_operator in values]
+
+    def features(
+        self,
+        location: protocol.ViewLocation,
+        request: protocol.FeaturesRequest,
+        keys: pa.BinaryArray | bytes,
+        deadline: float,
+    ) -> tuple[protocol.FeaturesReply, memoryview]:
+        """Return the answer of one host, which asks the others: of the owner of the first key in the first operator.
+
+        ``keys`` are stored keys, or one.
+        """
+        if isinstance(keys, bytes):
+            first, packed = keys, protocol.pack_one(keys)
+            deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
+        else:
+            first = keys[0].as_py() if len(keys) else bytes(KEY_GROUP_BYTES)
+            packed, deadline = protocol.pack_bytes(keys), self._earlier(deadline, keys)
+        if self._via is not None:
+            address = self._proxy()
+        else:
+            group = int.from_bytes(first[:KEY_GROUP_BYTES], "big")
+            address = location.addresses[group * len(location.addresses) // location.key_groups]
+        reply, body = self._connections.request(address, request, packed, deadline)
+        if type(reply) is not protocol.FeaturesReply:
+            unexpected(address, reply)
+        return reply, body
+
     def key_rows(
         self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float
     ) -> protocol.StateAnswer:
@@ -420,6 +500,8 @@ class StateRouter:
         if self._via is not None:
             return [KeyShare(self._proxy(), keys, None)]
         table = self._table(location)
+        if len(keys) == 1 and not is_everywhere:
+            return [KeyShare(table.address_of(keys[0].as_py()), keys, None)]
         return table.shares_everywhere(keys) if is_everywhere else table.shares_of(keys)
 
     # -- ranges --------------------------------------------------------------------------------

@@ -186,17 +186,17 @@ class RoutingTable:
 @lru_cache(256)
 def is_windowed(schema: str, state: str | None) -> bool:
     """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
-    return any(window_place(v) is not None for v in _variables(schema, state))
+    return any(window_place(v) is not None for v in variables_of(schema, state))
 
 
 @lru_cache(256)
 def is_stable(schema: str, state: str | None) -> bool:
     """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
-    chosen = _variables(schema, state)
+    chosen = variables_of(schema, state)
     return bool(chosen) and all(v.ttl_ms is None for v in chosen)
 
 
-def _variables(schema: str, state: str | None) -> list[StateVariable]:
+def variables_of(schema: str, state: str | None) -> list[StateVariable]:
     """Return the state variables among which a host chooses the one to read (``OperatorPlan.variable``).
 
     Empty if the schema is not known.
@@ -257,6 +257,9 @@ class ScatteredLookup:
         return reply.version, self._checked(protocol.unpack_bytes(body))
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, pa.BinaryArray]:
+        if len(self.share.keys) == 1:
+            version, value = reads.lookup_one(self._request(at), self.share.keys[0].as_py())
+            return version, pa.array([value], pa.binary())
         version, values = reads.lookup(self._request(at), self.share.keys)
         return version, self._checked(values)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +12,13 @@ from msgspec.structs import replace
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import OutOfScopeError, QueryEndedError, UnknownOperatorError, WrongOperatorError
+from spark_bridge.exceptions import (
+    OutOfScopeError,
+    QueryEndedError,
+    RequestError,
+    UnknownOperatorError,
+    WrongOperatorError,
+)
 from spark_bridge.queryable import protocol
 
 
@@ -28,6 +34,35 @@ def require_view(scope: Scope, view: str) -> None:
             f"This token is not for view {view!r} ({scope.in_words()}); ask for one that is (statestore token issue "
             "--view)."
         )
+
+
+@contextmanager
+def view_errors(view: str | None) -> Iterator[None]:
+    """Replace errors about a feature view whose messages name other views, other operators, or other columns."""
+    try:
+        yield
+    except (QueryEndedError, RequestError, UnknownOperatorError) as error:
+        raise type(error)(f"Feature view {view!r} {NOT_READABLE}") from None
+
+
+NOT_READABLE = (
+    "cannot be read as it is asked for: it is not declared, one of its queries does not run, or the request does not "
+    "fit it. Its owner can see more (statestore features)."
+)
+
+
+def views_within(
+    scope: Scope, views: Callable[[protocol.ViewsRequest], list[protocol.ViewLocation]], request: protocol.ViewsRequest
+) -> list[protocol.ViewLocation]:
+    """Return those of ``views`` that a token with ``scope`` may read. Raises ``OutOfScopeError`` for another one."""
+    if request.view is not None:
+        require_view(scope, request.view)
+    with view_errors(request.view):
+        return [
+            replace(view, problem=f"Feature view {view.view.name!r} {NOT_READABLE}") if view.problem else view
+            for view in views(request)
+            if scope.allows_view(view.view.name)
+        ]
 
 
 class ScopedOperators:
@@ -115,7 +150,7 @@ MAX_READABLE = 10_000
 
 
 class ScopedReads:
-    """The ``StateReads`` of a client whose token has ``scope``: each request is checked before ``reads`` answers it.
+    """The ``ServedReads`` of a client whose token has ``scope``: each request is checked before ``reads`` answers it.
 
     Each request passes it on the way to ``reads``, also one that ``reads`` forwards to other hosts. A method that it
     does not have cannot be asked for. ``locating`` admits a look-up of the run that a request names. For the thread of
@@ -123,7 +158,7 @@ class ScopedReads:
     """
 
     def __init__(
-        self, scope: Scope, reads: protocol.StateReads, locating: Callable[[], AbstractContextManager[object]]
+        self, scope: Scope, reads: protocol.ServedReads, locating: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._scope = scope
         self._reads = reads
@@ -181,6 +216,14 @@ class ScopedReads:
     def lag_ms(self, run_id: str) -> int:
         """See ``StateReads``. It comes with an answer, so the run was checked."""
         return self._reads.lag_ms(run_id)
+
+    def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
+        return views_within(self._scope, self._reads.views, request)
+
+    def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes) -> protocol.FeatureAnswer:
+        require_view(self._scope, request.view)
+        with view_errors(request.view):
+            return self._reads.features(request, keys)
 
     def operators(self) -> list[dict[str, Any]]:
         return self._operators.visible()

@@ -6,7 +6,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,10 +20,17 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
-from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, OperatorSpec
+from coordinator_actor.messages import (
+    KvStateLocationOracle,
+    LocatedView,
+    OperatorLocation,
+    OperatorSpec,
+    RunningView,
+)
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.routing.feature_reads import FeatureReads
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import FINAL_ERRORS, MOVED, Attempts, should_locate
 from spark_bridge.queryable.server.limits import RequestLimits
@@ -329,6 +336,10 @@ class ForwardingReads:
         """The router that asks the other hosts."""
         return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
 
+    @cached_property
+    def _feature_reads(self) -> FeatureReads:
+        return FeatureReads(self.own, self.router, self._locations.location)
+
     # -- for all hosts -------------------------------------------------------------------------
 
     def lookup(self, request: protocol.LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
@@ -385,7 +396,28 @@ class ForwardingReads:
             return self.own.count(request)
         return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
 
+    def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
+        return self._feature_reads.views(request)
+
+    def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes) -> protocol.FeatureAnswer:
+        deadline = self._clock() + self._connections.timeout
+
+        def moved(error: Exception) -> None:
+            for run_id in self._feature_reads.run_ids(request.view):
+                self._moved(run_id, error)
+
+        return self._retried(lambda: self._feature_reads.features(request, keys, deadline), moved)
+
     # -- requests that any host can answer -----------------------------------------------------
+
+    def age_ms(self, run_id: str, version: int) -> int | None:
+        return self.own.age_ms(run_id, version)
+
+    def located_view(self, view: str) -> LocatedView:
+        return self.own.located_view(view)
+
+    def feature_views(self) -> Sequence[RunningView]:
+        return self.own.feature_views()
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         return self.own.locate(operator, query)
@@ -420,14 +452,21 @@ class ForwardingReads:
         Raises the errors of the owners.
         """
         run_id, operator = request.run_id, request.operator
+        deadline = self._clock() + self._connections.timeout
+
+        def attempt() -> T:
+            return ask(self._locations.location(run_id, operator, with_schema=with_schema), deadline)
+
+        return self._retried(attempt, lambda error: self._moved(run_id, error))
+
+    def _retried(self, attempt: Callable[[], T], moved: Callable[[Exception], object]) -> T:
         begun = self._clock()
         attempts: Attempts | None = None
         while True:
             try:
-                location = self._locations.location(run_id, operator, with_schema=with_schema)
-                return ask(location, begun + self._connections.timeout)
+                return attempt()
             except (RetiredRunError, *FINAL_ERRORS) as error:
-                self._moved(run_id, error)
+                moved(error)
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
                 attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
@@ -435,7 +474,7 @@ class ForwardingReads:
                     delay = attempts.delay(error)
                 except exceptions.QueryTimeoutError:
                     raise error from None  # the client has more time
-                self._moved(run_id, error)
+                moved(error)
             self._sleep(delay)
 
     def _moved(self, run_id: str, error: Exception) -> None:

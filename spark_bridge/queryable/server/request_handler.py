@@ -231,7 +231,7 @@ class ServerContext:
     ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
     """
 
-    reads: protocol.StateReads
+    reads: protocol.ServedReads
     tokens: TokenVerifier
     limits: RequestLimits
     statistics: RequestStatistics
@@ -247,7 +247,7 @@ class RequestHandler:
     It answers none before ``limit_to``.
     """
 
-    _reads: protocol.StateReads | ScopedReads
+    _reads: protocol.ServedReads | ScopedReads
 
     def __init__(self, server: ServerContext, frames: FramedSocket, session: ClientSession) -> None:
         self._server = server
@@ -294,6 +294,12 @@ class RequestHandler:
                 with self._admission.locates.admitted(wait_seconds):
                     location = reads.locate(request.operator, request.query)
                 self.send(protocol.LocateReply(), msgspec.json.encode(location))
+            case protocol.FeaturesRequest():
+                self._features(request, body)
+            case protocol.ViewsRequest():
+                with self._admission.descriptions.admitted(wait_seconds):
+                    views = reads.views(request)
+                self.send(protocol.DescribeReply(), msgspec.json.encode(views))
             case protocol.OperatorsRequest():
                 with self._admission.descriptions.admitted(wait_seconds):
                     operators = reads.operators()
@@ -339,6 +345,22 @@ class RequestHandler:
                 context.reserve_at_least(4 * len(values) + content_bytes(values))
                 packed = protocol.pack_bytes(values)
         self.send(protocol.LookupReply(version, reads.lag_ms(request.run_id)), packed)
+
+    def _features(self, request: protocol.FeaturesRequest, body: memoryview) -> None:
+        key = protocol.unpack_one(body) if body[:4] == _ONE_KEY else None
+        if key is not None and all(at.isolation != "version" for at in request.at):
+            # As in ``_lookup``, without a context.
+            with self._admission.forwarded_lookups.admitted(self._limits.wait_seconds):
+                answer = self._reads.features(request, key)
+            packed = answer.body()
+        else:
+            keys = self._keys(body)
+            with self._lookup_context(forward=True) as context:
+                answer = self._reads.features(request, keys)
+                packed = answer.body()
+                context.reserve_at_least(len(packed))
+        is_row = isinstance(answer.columns, list)
+        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, is_row, answer.lag_ms), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
@@ -397,6 +419,6 @@ class RequestHandler:
             answer.close()
         return sender.last_frames()
 
-    def send(self, reply: protocol.Reply, body: bytes = b"") -> None:
+    def send(self, reply: protocol.Reply, body: bytes | pa.Buffer = b"") -> None:
         """Send an answer of one frame. Raises ``ClientGoneError`` if the client does not take it in time."""
         self._frames.send(protocol.frame(reply, body), time.monotonic() + self._limits.transfer_seconds)

@@ -50,6 +50,8 @@ VERBS: dict[type[Any], str] = {
     protocol.AwaitRequest: "await",
     protocol.OperatorsRequest: "operators",
     protocol.DescribeRequest: "describe",
+    protocol.ViewsRequest: "views",
+    protocol.FeaturesRequest: "features",
 }
 
 
@@ -163,7 +165,7 @@ class ServerConnection:
             request = decoded_request(header)
             verb = VERBS.get(type(request), verb)
             of_operator = request.scan if type(request) is protocol.CountRequest else request
-            operator = getattr(of_operator, "operator", None) or ""
+            operator = getattr(of_operator, "operator", None) or getattr(of_operator, "view", None) or ""
             self._session.check_token(started)
             self._handler.handle(request, body)
             failed = False
@@ -221,7 +223,7 @@ class KvStateServer:
 
     def __init__(
         self,
-        reads: protocol.StateReads,
+        reads: protocol.ServedReads,
         tokens: TokenVerifier,
         *,
         ip: str,

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from backends.encoding.operator_schema import TIMERS
-from spark_bridge.queryable.client.arguments import WATERMARK
+from spark_bridge.queryable.protocol import WATERMARK
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, push_down
 from spark_bridge.state_format.layouts import ROLLING
 
@@ -177,7 +177,7 @@ class SqlClient(Protocol):
         """Return the operators of the running queries."""
 
     def now(self) -> dt.datetime:
-        """Return the time as of which rolling aggregates are by default."""
+        """Return the default time of rolling aggregates."""
 
     @property
     def scan(self) -> Callable[..., VersionedRows]:

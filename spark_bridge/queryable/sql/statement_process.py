@@ -34,8 +34,7 @@ import msgspec
 import pyarrow as pa
 
 from spark_bridge import exceptions
-from spark_bridge.queryable.client.arguments import WATERMARK, requested_version
-from spark_bridge.queryable.protocol import Comparison
+from spark_bridge.queryable.protocol import WATERMARK, Comparison
 from spark_bridge.queryable.sql.catalog import SqlClient, VersionedRows
 from spark_bridge.queryable.sql.sql import SqlLimits, StatementDatabase, import_duckdb, spill_directory, sql
 
@@ -77,7 +76,6 @@ class ProcessStatement:
         timeout: float | None = None,
         limits: SqlLimits | None = None,
     ) -> None:
-        requested_version("completed", version, at)  # raises RequestError for an ``at`` that is not a time
         self.client, self.timeout, self.limits = client, timeout, limits or SqlLimits()
         self.versions: dict[str, int] = {}
         """The version read, by query id."""
@@ -324,6 +322,8 @@ def _opened(statement: ProcessStatement, request: Any) -> VersionedRows:
 
 
 def _text_of_at(at: dt.datetime | str | None) -> str | None:
+    if at is not None and at != WATERMARK and not isinstance(at, dt.datetime):
+        raise exceptions.RequestError(f"at={at!r} is neither a datetime nor 'watermark'.")
     return at.isoformat() if isinstance(at, dt.datetime) else at
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from click.testing import Result
+from msgspec.structs import replace
 
+from coordinator_actor.feature_views import Feature
+from coordinator_actor.messages import RunningView
+from spark_bridge.cli import cluster_commands, sources
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import bound_of, condition_of, key_of_words
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.state_data import checkpoint_client
 from tests.command_line import CliRunner
+from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
 CHECKPOINT = str(Stored("file").checkpoint)
@@ -214,3 +221,43 @@ def test_damage_is_reported(tmp_path: Path) -> None:
         result = run(*command, code=2, at=str(at))
         assert "operators/totals" in result.stderr and "bytes" in result.stderr
     assert "operators/totals" in run("sql", "select * from totals", code=2, at=str(at)).stderr
+
+
+# -- feature views -----------------------------------------------------------------------------
+
+
+def test_feature_views_are_listed_and_described(tmp_path: Path) -> None:
+    cluster = FeatureCluster(tmp_path)
+    cluster.write({"totals": {1: (10, "one")}})
+    cluster.declare(replace(VIEW, max_age="5 minutes"))
+    cluster.declare(replace(VIEW, name="broken", features=[Feature("x", "no_such"), Feature("n", "totals")]))
+    cluster.close()
+    (tmp_path / "ck/metadata").write_text('{"id": "q"}')
+    at = str(tmp_path / "ck")
+    text = run("features", at=at).stdout
+    assert re.search(r"risk +fraud +user +4 +\d+\.\d s +5 minutes +What a model knows of a user\.", text)
+    assert "broken" in text and "has no operator 'no_such'" in text
+    assert [view["view"] for view in as_json("features", at=at)] == ["risk", "broken"]
+    shown = run("features", "risk", at=at).stdout
+    assert shown.startswith("risk: What a model knows of a user.")
+    assert re.search(r"user_name +totals +name +string +unknown", shown)
+    assert as_json("features", "risk", at=at)["features"][0]["default"] == 0
+    assert "There is no feature view 'none'" in run("features", "none", at=at, code=2).stderr
+    assert "--drop needs the VIEW of a running query" in run("features", "risk", "--drop", at=at, code=2).stderr
+
+
+def test_a_feature_view_is_dropped_by_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def answer(namespace: str, coordinator: str, method: str, *args: object) -> Any:
+        sent.append((method, *args))
+        return (RunningView(VIEW, "q", "run1", "name"),) if method == "feature_views" else True
+
+    monkeypatch.setattr(cluster_commands, "_sent", answer)
+    monkeypatch.setattr(sources, "joined_ray", lambda *_: nullcontext())
+    dropped = CliRunner().invoke(app, ["features", "risk", "--drop"])
+    assert (dropped.exit_code, sent[-1]) == (0, ("drop_view", "run1", "risk"))
+    assert "Dropped the feature view 'risk'" in dropped.stderr
+    unknown = CliRunner().invoke(app, ["features", "other", "--drop"])
+    assert unknown.exit_code == 2 and "No running query has a feature view 'other'" in unknown.stderr
+    assert sent[-1] == ("feature_views",)

@@ -41,8 +41,9 @@ def scan(h: Any, version: int, family: str, *ranges: tuple[bytes, bytes | None],
     return [tuple(r.values()) for batch in h.reads.scan(command, ranges) for r in batch.to_pylist()]
 
 
-def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path):
-    w, _, h = start(tmp_path)
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path, backend):
+    w, _, h = start(tmp_path, backend=backend)
     opened = h.open(task(0))
     assert (opened.key_groups, opened.schema, opened.times) == (1024, SCHEMA, None)
     assert h.reads.get_many("run1", "op", 0, 0, binary(b"k"), "a").to_pylist() == [None]

@@ -67,6 +67,19 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": "k", "n": S.count(), "num_partitions": 5000}, "key groups, 1024"),
         ({"by": "k", "n": S.count(), "output_mode": "overwrite"}, "output_mode='overwrite'"),
         ({"by": "k", "n": S.count(), "operator": "a/b"}, "cannot be the name of an operator"),
+        ({"by": "k", "n": S.count(), "index": "s"}, "index='s': the operator has no such column; it has 'k', 'n'"),
+        ({"by": "k", "n": S.count(), "index": ["n", "n"]}, "names a column twice"),
+        ({"by": "k", "index": S.count()}, "An output cannot be called index"),
+        (
+            {"by": "k", "n": S.collect_set("s"), "index": "n"},
+            "index='n': the column is list.*, which can have no index",
+        ),
+        ({"by": ["k", S.window("t", "1 hour")], "n": S.count(), "index": "window"}, "is struct.*can have no index"),
+        ({"by": ["k", S.session_window("t", "1 hour")], "n": S.count(), "index": "n"}, "no index can have them"),
+        (
+            {"by": "k", "n": S.count().rolling("1 hour"), "event_time": "t", "index": "k"},
+            "horizons: their values change with time",
+        ),
     ],
 )
 def test_errors_in_the_dataframe_are_raised_while_building_it(

@@ -357,6 +357,8 @@ def test_without_a_page_there_is_none(http: TestClient) -> None:
 def test_the_description(http: TestClient) -> None:
     described = http.get("/openapi.json").json()
     assert set(described["paths"]) == {
+        "/v1/features",
+        "/v1/features/{view}",
         "/v1/operators",
         "/v1/operators/{operator}",
         "/v1/operators/{operator}/keys/{key}",

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import httpx
 import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
+from msgspec.structs import replace
 
-from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.server.tokens import STALE_SECONDS, CoordinatorTokens
@@ -26,37 +25,10 @@ from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
+from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_flows import Flow
-
-SECRET = "the-cluster's"
-
-
-class Coordinator:
-    """As far as tokens go."""
-
-    def __init__(self) -> None:
-        self.tokens = AccessTokens(SECRET, MemoryTokenStore(), lambda: 1e9)
-        self.is_away = False
-
-    def __call__(self, method: str) -> Any:
-        if self.is_away:
-            raise HostUnavailableError("The coordinator does not answer.")
-        return {"token": lambda: SECRET, "list_tokens": self.tokens.list_tokens}[method]()
-
-
-@contextmanager
-def answering(client: Any, limits: HttpLimits | None = None) -> Iterator[TestClient]:
-    tokens = CoordinatorTokens(Coordinator())
-    made = AsyncQueryableStateClient(client)
-
-    async def connect() -> AsyncQueryableStateClient:
-        return made
-
-    app = create_app(connect, tokens, limits or HttpLimits(timeout=PATIENCE), tokens.kept_up)
-    with TestClient(app, headers={"Authorization": f"Bearer {SECRET}"}) as http:
-        tokens.ask()
-        yield http
+from tests.spark_bridge.state_http.http_state import SECRET, TokensOnly, answering
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +132,7 @@ CALLERS = effort(40, 90)
 
 def test_concurrent_callers(cluster: Cluster) -> None:
     made = AsyncQueryableStateClient(cluster.client())
-    tokens = CoordinatorTokens(Coordinator())
+    tokens = CoordinatorTokens(TokensOnly())
     tokens.ask()
 
     async def connect() -> AsyncQueryableStateClient:
@@ -274,7 +246,7 @@ def test_scans_leave_no_threads(http: TestClient) -> None:
 
 def test_tokens_are_those_of_the_coordinator() -> None:
     now = [0.0]
-    coordinator = Coordinator()
+    coordinator = TokensOnly()
     tokens = CoordinatorTokens(coordinator, lambda: now[0])
     token = coordinator.tokens.issue_token("browser")
     made = create_app(_nobody, tokens)
@@ -301,7 +273,7 @@ def test_tokens_are_those_of_the_coordinator() -> None:
 
 def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.queryable.server.tokens.REVOCATION_SECONDS", 0.02)
-    coordinator = Coordinator()
+    coordinator = TokensOnly()
     coordinator.is_away = True
     tokens = CoordinatorTokens(coordinator)
     token = coordinator.tokens.issue_token("browser")
@@ -319,3 +291,54 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def _nobody() -> Any:
     raise HostUnavailableError("No host runs.")
+
+
+# -- feature views -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def features(tmp_path: Path) -> Iterator[TestClient]:
+    cluster = FeatureCluster(tmp_path)
+    cluster.write({"totals": {1: (10, "one")}, "profile": {1: (0.5, 3, True)}}, ago=70.0)
+    cluster.declare()
+    cluster.declare(replace(VIEW, name="strict", max_age="1 minute"))
+    with answering(cluster.client()) as http:
+        yield http
+    cluster.close()
+
+
+def test_feature_views_are_listed_and_read(features: TestClient) -> None:
+    views = features.get("/v1/features").json()["views"]
+    assert [(v["view"], v["owner"], v["max_age"]) for v in views] == [
+        ("risk", "fraud", None),
+        ("strict", "fraud", "1 minute"),
+    ]
+    answer = features.post("/v1/features/risk", json={"keys": [1, [2]]}).json()
+    assert answer["rows"] == [
+        {"user": 1, "n": 10, "score": 0.5, "user_name": "one", "level": 3},
+        {"user": 2, "n": 0, "score": None, "user_name": "unknown", "level": None},
+    ]
+    assert (answer["view"], answer["versions"]) == ("risk", {"name": 1})
+    assert 69 < answer["ages"]["n"] < 70 + PATIENCE
+    plain = features.post("/v1/features/risk", json={"keys": [2], "defaults": False, "versions": {"name": 1}}).json()
+    assert plain["rows"][0]["user_name"] is None
+    arrow = features.post("/v1/features/risk", json={"keys": [1]}, headers={"Accept": ARROW})
+    assert pa.ipc.open_stream(arrow.content).read_all().to_pydict()["n"] == [10]
+    assert arrow.headers["X-Statestore-Versions"] == "name=1"
+
+
+@pytest.mark.parametrize(
+    ("view", "body", "status", "error"),
+    [
+        ("none", {"keys": [1]}, 404, "UnknownFeatureViewError"),
+        ("strict", {"keys": [1]}, 409, "StaleFeatureError"),
+        ("risk", {"keys": ["x"]}, 400, "UnknownKeyOrNamespaceError"),
+        ("risk", {"keys": [1], "versions": {"name": 9}}, 409, "StateVersionError"),
+        ("risk", {"keys": [1], "what": 1}, 400, "RequestError"),
+    ],
+)
+def test_refused_features_say_why(
+    features: TestClient, view: str, body: dict[str, Any], status: int, error: str
+) -> None:
+    answer = features.post(f"/v1/features/{view}", json=body)
+    assert (answer.status_code, answer.json().get("error")) == (status, error)

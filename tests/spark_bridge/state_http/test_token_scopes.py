@@ -24,6 +24,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.changelog import Changes
 from coordinator_actor.access_tokens import ALL, AccessTokens, MemoryTokenStore, Scope
 from coordinator_actor.exceptions import RetiredRunError
+from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import OutOfScopeError, QueryableStateError, RequestError, UnknownOperatorError
 from spark_bridge.queryable import protocol
@@ -67,6 +68,8 @@ ALLOWED = {
     "view": [],
     "view and operator": [READABLE[1]],
 }
+VIEWS = {"card_fraud": ("payments", "cards"), "secrets": ("ledger", "vault"), "broken": ("ledger", "gone")}
+"""The views, and the query and the operator of each; "broken" cannot be read."""
 KINDS = pytest.mark.parametrize("kind", SCOPES)
 RUNS = {"payments": "run1", "ledger": "run-ledger"}
 KEY = 7
@@ -94,6 +97,8 @@ class TwoQueries(Cluster):
         for host in self.hosts:
             host.host.heartbeat()
         self.tokens = AccessTokens(TOKEN, MemoryTokenStore(), lambda: 1e9)
+        for view, (query, operator) in VIEWS.items():
+            self.c.declare_view(RUNS[query], FeatureView(view, "user", [Feature("n", operator)]))
 
     def start(self, run: str, operators: Any = None) -> None:
         super().start(run, operators or dict.fromkeys(("totals", "cards"), OperatorSchema.of_rows(TOTALS)))
@@ -151,6 +156,10 @@ REQUESTS: dict[type[Any], Ask] = {
     protocol.AwaitRequest: lambda run, o, f: (protocol.AwaitRequest(run, 0, 0.0), b""),
     protocol.OperatorsRequest: lambda run, o, f: (protocol.OperatorsRequest(), b""),
 }
+OF_VIEWS: dict[type[Any], Callable[[str], tuple[Any, bytes]]] = {
+    protocol.ViewsRequest: lambda view: (protocol.ViewsRequest(view), b""),
+    protocol.FeaturesRequest: lambda view: (protocol.FeaturesRequest(view, "another", []), body_of(KEY)),
+}
 OF_OPERATORS: list[Ask] = [
     *(ask for kind, ask in REQUESTS.items() if kind not in (protocol.AwaitRequest, protocol.OperatorsRequest)),
     lambda run, o, f: (protocol.LookupRequest(run, o, forward=f), body_of(KEY, 8)),
@@ -167,7 +176,7 @@ def last_reply(client: RawClient, asked: tuple[Any, bytes]) -> tuple[Any, bytes]
 
 
 def test_every_kind_of_request_is_tried() -> None:
-    assert {*REQUESTS, protocol.Hello} == set(get_args(protocol.Request))
+    assert {*REQUESTS, *OF_VIEWS, protocol.Hello} == set(get_args(protocol.Request))
 
 
 @KINDS
@@ -265,14 +274,23 @@ READS: dict[str, Callable[[ScopedReads, str, str], Any]] = {
 @pytest.mark.parametrize("name", READS)
 def test_each_read_checks_the_scope_by_itself(cluster: TwoQueries, name: str) -> None:
     """The handler also looks up the run beforehand, so that no request waits for that while it is worked on."""
-    others = {"lag_ms", "operators", "prepare"}
+    others = {"features", "lag_ms", "operators", "prepare", "views"}
     assert {*READS, *others} == {n for n in vars(ScopedReads) if not n.startswith("_")}
-    reads = ScopedReads(SCOPES["operator of query"], HostReads(cluster.hosts[0].host), nullcontext)
+    reads: Any = HostReads(cluster.hosts[0].host)
+    reads = ScopedReads(SCOPES["operator of query"], reads, nullcontext)
     with pytest.raises((OutOfScopeError, RetiredRunError, UnknownOperatorError)):
         READS[name](reads, RUNS["ledger"], "totals")
 
 
 # -- the client and SQL --------------------------------------------------------------------------
+
+
+def found(client: Any, operator: str, query: str) -> int:
+    """The rows that ``find`` would read, if the operator had an index: it has none, which only its readers may know."""
+    with pytest.raises(RequestError, match="none of its columns has one"):
+        client.find(operator, n=1, query=query)
+    return int(client.count(operator, query=query))
+
 
 CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "get": lambda c, o, q: c.get(o, KEY, q),
@@ -280,6 +298,7 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "get_many": lambda c, o, q: c.get_many(o, [KEY, 8], q),
     "key_rows": lambda c, o, q: c.key_rows(o, [KEY], query=q).to_arrow(),
     "scan": lambda c, o, q: c.scan(o, query=q).to_arrow(),
+    "find": found,
     "count": lambda c, o, q: c.count(o, query=q),
     "diff": lambda c, o, q: c.diff(o, 1, 2, query=q).to_arrow() if q == "payments" else c.count(o, query=q),
     "watch": lambda c, o, q: next(c.watch(o, query=q, from_version=1)) if q == "payments" else c.count(o, query=q),
@@ -288,10 +307,13 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "key_schema": lambda c, o, q: c.key_schema(o, q),
 }
 NOT_OF_OPERATORS = {"answered_at", "answered_version", "now", "connect", "close", "operators", "timeout", "lag_seconds"}
+VIEW_METHODS = {"features", "feature_views", "entity_schema"}
 
 
 def test_every_method_of_the_client_is_tried() -> None:
-    assert {*CALLS, *NOT_OF_OPERATORS} == {n for n in vars(QueryableStateClient) if not n.startswith("_")}
+    assert {*CALLS, *NOT_OF_OPERATORS, *VIEW_METHODS} == {
+        n for n in vars(QueryableStateClient) if not n.startswith("_")
+    }
 
 
 @KINDS
@@ -327,6 +349,7 @@ ROUTES: dict[str, Callable[[TestClient, str, str], Any]] = {
     "/v1/sql": lambda h, o, q: h.post("/v1/sql", json={"sql": f'select count(*) from "{q}"."{o}"'}),
 }
 WATCH, LISTS = "/v1/operators/{operator}/watch", ("/v1/operators", "/v1/overview")
+VIEW_ROUTES = ("/v1/features", "/v1/features/{view}")
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +365,7 @@ def app(world: Served, cluster: TwoQueries) -> Any:
 
 
 def test_every_route_is_tried(app: Any) -> None:
-    assert {route.path for route in app.routes} == {*ROUTES, WATCH, *LISTS, "/openapi.json"}
+    assert {route.path for route in app.routes} == {*ROUTES, WATCH, *LISTS, *VIEW_ROUTES, "/openapi.json"}
 
 
 @KINDS
@@ -405,7 +428,7 @@ OF_QUERY = {"/query", "/savepoints", "/savepoint"}
 
 
 def test_every_page_is_tried() -> None:
-    assert {*OF_OPERATOR, *OF_QUERY, "/", "/hosts", "/sql"} == set(SEEN)
+    assert {*OF_OPERATOR, *OF_QUERY, "/", "/hosts", "/sql", "/features"} == set(SEEN)
     assert set(POSTED) == {"/sql", "/sql.csv", "/savepoints", "/savepoint"}
 
 
@@ -489,6 +512,78 @@ def test_watches_give_what_a_token_is_for_and_nothing_else(world: Served, cluste
 def test_a_token_for_a_view_is_for_no_other(kind: str, is_allowed: bool) -> None:
     assert SCOPES[kind].allows_view("card_fraud") == is_allowed
     assert SCOPES[kind].allows_view("other") == (kind == "all")
+
+
+def allowed_views(kind: str) -> list[str]:
+    return [view for view in VIEWS if SCOPES[kind].allows_view(view)]
+
+
+@KINDS
+def test_a_host_answers_for_the_views_of_a_token(cluster: TwoQueries, kind: str) -> None:
+    for ask in OF_VIEWS.values():
+        for view, place in VIEWS.items():
+            with RawClient(cluster.hosts[0].address, token=cluster.token(kind)) as client:
+                reply, body = last_reply(client, ask(view))
+            is_refused = isinstance(reply, protocol.Failure) and reply.error == "OutOfScopeError"
+            assert is_refused == (view not in allowed_views(kind)), reply
+            seen = place if not is_refused else ()
+            assert_names_nothing_else(f"{getattr(reply, 'message', '')} {bytes(body)!r}", kind, *seen)
+    with RawClient(cluster.hosts[0].address, token=cluster.token(kind)) as client:
+        _, body = client.ask(protocol.ViewsRequest())
+    assert [view["view"]["name"] for view in json.loads(body)] == allowed_views(kind)
+    assert_names_nothing_else(str(bytes(body)), kind, *(name for view in allowed_views(kind) for name in VIEWS[view]))
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["direct", "proxy", "scoped"])
+def test_a_client_reads_the_views_of_its_token(cluster: TwoQueries, kind: str, way: str) -> None:
+    if way == "scoped":
+        client = scoped_client(cluster.client(), SCOPES[kind])
+    else:
+        client = cluster.client(token=cluster.token(kind), direct=way == "direct")
+    assert [view["view"] for view in client.feature_views()] == allowed_views(kind)
+    for view, place in VIEWS.items():
+        for call in (lambda v: client.features(v, [KEY]), lambda v: client.features(v, [KEY, 8]), client.entity_schema):
+            if view in allowed_views(kind) and view != "broken":
+                assert len(call(view))
+                continue
+            with pytest.raises((OutOfScopeError, UnknownOperatorError)) as refused:
+                call(view)
+            assert isinstance(refused.value, OutOfScopeError) == (view not in allowed_views(kind))
+            assert_names_nothing_else(str(refused.value), kind, *(place if view in allowed_views(kind) else ()))
+
+
+def test_errors_about_a_view_name_nothing_of_others(cluster: TwoQueries) -> None:
+    """Its view is gone, or an operator: the message of the coordinator lists what there is."""
+    scope = Scope(views=("broken", "none"))
+    token = cluster.tokens.issue_token("broken", scope=scope)
+    for client in (cluster.client(token=token), scoped_client(cluster.client(), scope)):
+        for view in scope.views:
+            with pytest.raises(UnknownOperatorError, match=f"'{view}' cannot be read as it is asked for") as refused:
+                client.features(view, [KEY])
+            for name in ("payments", "ledger", "totals", "cards", "vault", "secrets"):
+                assert name not in str(refused.value)
+        (broken,) = client.feature_views()
+        assert "vault" not in broken["problem"] and "cannot be read" in broken["problem"]
+
+
+@KINDS
+def test_http_and_the_page_show_the_views_of_a_token(world: Served, app: Any, cluster: TwoQueries, kind: str) -> None:
+    token = cluster.token(kind)
+    seen = [name for view in allowed_views(kind) for name in VIEWS[view]]
+    with TestClient(app, headers={"Authorization": f"Bearer {token}"}) as http:
+        listed = http.get("/v1/features")
+        assert [view["view"] for view in listed.json()["views"]] == allowed_views(kind)
+        assert_names_nothing_else(listed.text, kind, *seen)
+        for view, place in VIEWS.items():
+            answer = http.post(f"/v1/features/{view}", json={"keys": [KEY]})
+            wanted = 404 if view == "broken" else 200
+            assert answer.status_code == (wanted if view in allowed_views(kind) else 403), answer.text
+            assert_names_nothing_else(answer.text, kind, *(place if view in allowed_views(kind) else ()))
+    page = page_of(world, token).get("/features")
+    assert page.status_code == 200
+    assert [view for view in VIEWS if f">{view}<" in page.text] == allowed_views(kind)
+    assert_names_nothing_else(page.text, kind, *seen)
 
 
 def test_scopes_are_compact_and_hashable() -> None:

@@ -160,7 +160,12 @@ def operator(name: str, n: int, hosts: int, seed: int, hot: float = 1.0) -> Oper
             )
         )
     variable = Variable(
-        "default", "rows", {"user": "int64", "country": "string"}, {"n": "int64", "spent": "double"}, ttl_ms=86_400_000
+        "default",
+        "rows",
+        {"user": "int64", "country": "string"},
+        {"n": "int64", "spent": "double"},
+        ttl_ms=86_400_000,
+        index=["country"],
     )
     total = sum(p.keys or 0 for p in partitions)
     memory = sum(p.memory_bytes or 0 for p in partitions)

@@ -148,6 +148,7 @@ def test_an_operator_shows_the_hottest_partitions_first(look: Look) -> None:
         assert 'class="h7"' in text
     text = client.get("/operator?query=q-clicks&operator=totals&sort=time").text
     assert '<tbody><tr><th scope="row" class="n">3</th>' in text
+    assert "<td>rows<br>index: country</td>" in text
     assert "Versions 251 to 300, now" in text and "Versions 201 to 250" in text
 
 

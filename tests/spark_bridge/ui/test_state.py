@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+from coordinator_actor.feature_views import Feature, FeatureView
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.ui.live import StoredSystem
@@ -372,3 +373,22 @@ def test_typed_values_round_trip(text: str, kind: pa.DataType) -> None:
 def test_invalid_typed_values_are_rejected(text: str, kind: pa.DataType) -> None:
     with pytest.raises(RequestError, match=r"^x: .* is no "):
         parsed(text, kind, "x")
+
+
+# -- feature views -----------------------------------------------------------------------------
+
+
+def test_feature_views_have_their_owner_bound_and_age(page: TestClient, hosts: Served) -> None:
+    assert "No feature view is declared" in page.get("/features").text
+    name = HOSTILE[0]
+    view = FeatureView(name, "user", [Feature("n", "totals", default=0)], "fraud", "What <b>we</b> know.", "3 days")
+    hosts.cluster.c.declare_view(hosts.cluster.run, view)
+    try:
+        text = page.get("/features").text
+        assert "What &lt;b&gt;we&lt;/b&gt; know." in text and "<b>" not in text
+        assert name not in text and html.escape(name)[:20] in text
+        assert "<dd>fraud</dd>" in text and "<dd>3 days old, then an error</dd>" in text
+        assert re.search(r"<dt>Age</dt><dd>\d+\.\d s</dd>", text)
+        assert cells(text)[:4] == ["totals", "n", "int64", "0"]
+    finally:
+        hosts.cluster.c.drop_view(hosts.cluster.run, name)

@@ -53,7 +53,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "verb", ["connect", "count", "describe", "get", "get_many", "key_rows", "operators", "scan", "watch"]
+    "verb", ["connect", "count", "describe", "find", "get", "get_many", "key_rows", "operators", "scan", "watch"]
 )
 def test_both_clients_take_the_same_arguments(verb: str) -> None:
     of_both = (inspect.signature(getattr(of, verb)) for of in (QueryableStateClient, AsyncQueryableStateClient))

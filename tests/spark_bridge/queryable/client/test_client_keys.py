@@ -552,5 +552,5 @@ def test_expired_values_are_absent() -> None:
     values = view.schema.encode_values(rows)
     table = view.table(view.codec.columns([1, 2, 3]), values)
     assert table.to_pydict() == {"user": [1, 2, 3], "v": [None, "new", "for good"]}
-    for decode in (view.decode_one, view._one_by_columns):
+    for decode in (view.decode_one, view.stored_values._one_by_columns):
         assert [decode(v) for v in values.to_pylist()] == [None, {"v": "new"}, {"v": "for good"}]

@@ -9,7 +9,7 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.single_rows import ValueDecoder
 from spark_bridge.aggregates.aggregator import result_fields, results, state_fields
 from spark_bridge.aggregates.computation import Output
-from spark_bridge.queryable.client.results import MOMENT_FUNCTIONS, SingleResults
+from spark_bridge.state_format.stored_values import MOMENT_FUNCTIONS, SingleResults
 from tests.backends.strategies import LEAVES, comparable, values_of
 from tests.effort import examples
 

@@ -10,25 +10,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
+from backends.encoding.values import encode_values
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
-from spark_bridge.aggregates.rolling import SECOND, Rolling
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.computation import Output
+from spark_bridge.aggregates.rolling import SECOND, Pieces, Rolling, declared_rolling, piece_fields
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
-from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY
+from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY, rolling_schema
+from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
 from spark_bridge.state_surgery import take_over
 from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
@@ -39,11 +45,11 @@ from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.live import StoredSystem
 from tests.command_line import CliRunner
 from tests.patience import PATIENCE
-from tests.spark_bridge.operators.operator_runs import batch_of
+from tests.spark_bridge.operators.operator_runs import TS, batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
-from tests.spark_bridge.state_http.test_state_api_on_hosts import answering
+from tests.spark_bridge.state_http.http_state import answering
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 from tests.spark_bridge.state_surgery.traces import files_with
 from tests.spark_bridge.ui.systems import ACT, Tokens
@@ -138,6 +144,36 @@ def test_every_interface_gives_the_models_answer(tmp_path: Path, seed: int) -> N
             stream.rolling, stream.rows, ms
         )
         checkpoint.close()
+    stream.query.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_features_are_the_columns_of_get_many(tmp_path: Path, seed: int) -> None:
+    """Of one key and of many, as of one time, and again from a version and a time."""
+    stream = Stream(tmp_path, seed)
+    keys = [f"k{i}" for i in range(9)]
+    columns = list(model(stream.rolling, [(1, 1.0)], 1))
+    view = FeatureView("v", "k", [Feature(name, "op") for name in columns])
+    stream.query.c.declare_view(stream.query.run, view)
+    with served(stream.query) as client:
+        for _ in range(6):
+            stream.batch()
+            stream.query.host.heartbeat()
+            at = time_of(stream.moment())
+            wanted = client.get_many("op", keys, at=at)
+            rows = client.features("v", keys, at=at)
+            assert rows.to_arrow().to_pylist() == wanted.to_pylist()
+            assert client.answered_at == at
+            for key, row in zip(keys, wanted.to_pylist(), strict=True):
+                assert client.features("v", [key], at=at).to_arrow().to_pylist() == [row]
+        before = dt.datetime.now(dt.timezone.utc)
+        client.features("v", keys)
+        assert client.answered_at is not None
+        assert before - dt.timedelta(seconds=5) <= client.answered_at
+        stream.batch()
+        stream.query.host.heartbeat()
+        again = client.features("v", keys, at=at, versions=rows.versions)
+        assert again.to_dict() == rows.to_dict()
     stream.query.close()
 
 
@@ -435,3 +471,56 @@ def test_rows_of_rolling_aggregates_cannot_be_rewritten(tmp_path: Path) -> None:
     )
     (same,) = plan.operators
     assert same.copied is not None and set(same.copied.families) == {"default", TILES_FAMILY, DUE_FAMILY}
+
+
+def special_values(rng: random.Random, kind: pa.DataType, num: int) -> list[Any]:
+    """Values of a type with nulls, negative zeros, and numbers of very different sizes."""
+    if pa.types.is_floating(kind):
+        return [rng.choice([None, -0.0, 0.0, 1e-300, rng.random(), -rng.random() * 1e9, 1e300]) for _ in range(num)]
+    return [rng.choice([None, rng.randrange(-100, 100)]) for _ in range(num)]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.float64()])
+@pytest.mark.parametrize("seed", range(5))
+def test_single_keys_have_the_bytes_of_the_columns(kind: pa.DataType, seed: int) -> None:
+    """Each function of plain numbers, over rows with nulls: the two ways to an answer agree bit by bit."""
+    rng = random.Random(seed)
+    functions = ("count", "sum", "mean", "min", "max", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
+    outputs = [Output(f, f, "v", None, kind) for f in functions]
+    outputs += [Output(f, f, "v", "ts", kind, TS) for f in ("first", "last")]
+    rolling = declared_rolling({o.name: HORIZONS for o in outputs}, exact=False)
+    aggregator = Aggregator(outputs)
+    fields = piece_fields(TS, aggregator.state_schema)
+    keys = pa.schema([pa.field("k", pa.string())])
+    schema = rolling_schema(keys, ("k",), fields, {"rolling": rolling.to_text()}, aggregator.zeros)
+    rows = VariableRows(schema, schema.variables[0])
+    answered = 0
+    for _ in range(40):
+        stored = []
+        for family, name in (("default", "recent"), (TILES_FAMILY, "tiles")):
+            num = rng.randrange(1, 12)
+            times = sorted(rng.sample(range(10_000), num))
+            us = pa.array([t * SECOND for t in times], pa.int64()).cast(TS)
+            groups = np.arange(num)
+            of_rows = pa.record_batch({"v": pa.array(special_values(rng, kind, num), kind), "ts": us})
+            pieces = Pieces(np.zeros(num, np.int64), np.asarray(us.cast("int64")), np.asarray(us.cast("int64")),
+                            aggregator.partial(groups, num, of_rows))  # fmt: skip
+            value = schema.families[family].value
+            columns = [pa.nulls(1, f.type) for f in value]
+            columns[value.get_field_index(name)] = pieces.lists(1, value.field(name).type)
+            if family == "default":
+                columns[value.get_field_index("older")] = pa.array([[]], value.field("older").type)
+            columns[-1] = pa.array([5 * SECOND], pa.int64()).cast(TS)
+            stored.append(schema.families[family].encode_values(pa.RecordBatch.from_arrays(columns, schema=value)))
+        moment = rng.choice((times[-1], rng.randrange(5, 12_000))) * SECOND
+        at = rows.as_of(0, moment)
+        columns = [pa.RecordBatch.from_arrays(at.rolled(*stored), schema=at.value)]
+        assert at.singles is not None
+        single = at.singles.value(stored[0][0].as_py(), stored[1][0].as_py(), moment)
+        if single is not None:
+            answered += 1
+            assert single == encode_values(columns[0])[0].as_py(), columns[0].to_pylist()
+        object.__setattr__(at, "singles", None)
+        again = pa.RecordBatch.from_arrays(at.rolled(*stored), schema=at.value)
+        assert encode_values(again) == encode_values(columns[0])
+    assert answered > 10

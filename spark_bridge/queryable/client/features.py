@@ -1,0 +1,175 @@
+"""The answers of ``features`` and ``feature_views``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from backends.encoding.user_values import python_values
+from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.arguments import AT_WATERMARK
+from spark_bridge.queryable.client.discovery import KnownView
+from spark_bridge.queryable.client.results import formed
+from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
+
+
+class FeatureRows:
+    """Features of entities: a row per key asked, in that order."""
+
+    def __init__(self, target: KnownView, keys: Any, answer: FeatureAnswer) -> None:
+        self._target = target
+        self._asked = keys
+        self._answer = answer
+
+    @cached_property
+    def keys(self) -> pa.RecordBatch:
+        """The columns of the entity."""
+        return self._target.codec.columns(self._asked)
+
+    @cached_property
+    def columns(self) -> pa.RecordBatch:
+        """The features, in the order of the view."""
+        columns, schema = self._answer.columns, self._target.columns
+        if not isinstance(columns, list):
+            return columns
+        arrays = [pa.array([value], field.type) for value, field in zip(columns, schema, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    @cached_property
+    def versions(self) -> dict[str, int]:
+        """The version that was read of each query, by its name or else its id."""
+        queries = self._target.location.queries
+        return {query.title: version for query, version in zip(queries, self._answer.versions, strict=True)}
+
+    @cached_property
+    def ages(self) -> dict[str, float | None]:
+        """The age of the version of each feature in seconds.
+
+        None if it is not known: for a version that was asked for, and before the first batch.
+        """
+        location = self._target.location
+        seconds = [None if age is None else age / 1000 for age in self._answer.ages_ms]
+        return {f.name: seconds[i] for f, i in zip(location.view.features, location.of_feature, strict=True)}
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def to_arrow(self) -> pa.Table:
+        """Return the columns of the entity and the features as a table."""
+        schema = pa.schema([*self.keys.schema, *self.columns.schema])
+        return pa.Table.from_arrays([*self.keys.columns, *self.columns.columns], schema=schema)
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the columns of the entity and the features as lists of Python values, None for null."""
+        columns, names = self._answer.columns, self._target.columns.names
+        keys = {name: python_values(column) for name, column in zip(self.keys.schema.names, self.keys, strict=True)}
+        if isinstance(columns, list):
+            return {**keys, **{name: [value] for name, value in zip(names, columns, strict=True)}}
+        return {**keys, **{name: python_values(column) for name, column in zip(names, columns, strict=True)}}
+
+    def to_pandas(self) -> Any:
+        """Return the columns of the entity and the features as a pandas frame."""
+        return formed(self.to_arrow(), "pandas")
+
+    def to_numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the features as arrays, as ``torch.as_tensor`` takes them.
+
+        Numbers without nulls are not copied; such arrays are read-only. A null is NaN in floats, NaT in times, and None
+        in columns of other types than numbers and booleans. Integers and booleans have no value for null: then raises
+        ``RequestError``.
+        """
+        columns, schema = self._answer.columns, self._target.columns
+        if isinstance(columns, list):
+            named = zip(schema.names, self._target.dtypes, columns, strict=True)
+            if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
+                named = zip(schema.names, self._target.dtypes, columns, strict=True)
+                return {name: np.array([value], dtype) for name, dtype, value in named}
+        return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
+
+
+def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
+    kind = column.type
+    if column.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise RequestError(
+            f"Feature {name!r} is null in {column.null_count} of {len(column)} rows, and a numpy array of {kind} has "
+            "no value for that. Declare a default= for it, or take to_arrow(), to_dict() or to_pandas()."
+        )
+    array: np.ndarray[Any, Any] = column.to_numpy(zero_copy_only=False)
+    return array
+
+
+def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> At:
+    """Return the version asked for, with the moment of the view's rolling aggregates, by default now.
+
+    Raises ``RequestError`` for a moment if the view has no rolling aggregates.
+    """
+    if asked.moment == AT_WATERMARK:
+        raise RequestError(
+            f"Feature view {location.view.name!r} may be of several queries, each with its own watermark: "
+            "at='watermark' is of one operator. Read one with at='watermark', and give at=client.answered_at."
+        )
+    if asked.moment is not None and not location.is_rolling:
+        raise RequestError(
+            f"View {location.view.name!r} has no rolling aggregates, and at= is the time that those are of: leave it "
+            "out. versions= reads older versions."
+        )
+    return replace(asked, moment=now_us()) if location.is_rolling and asked.moment is None else asked
+
+
+def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
+    """Return the version of each query of a view, as of the moment that is asked for.
+
+    Raises ``RequestError`` for other queries than it has.
+    """
+    titles = [query.title for query in location.queries]
+    wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
+    if sorted(versions) != sorted(titles) or wrong:
+        raise RequestError(
+            f"versions={dict(versions)!r} must have a version, from 0 on, for each query of view "
+            f"{location.view.name!r}: {', '.join(map(repr, titles))}."
+        )
+    return [replace(asked, isolation="version", version=versions[title]) for title in titles]
+
+
+def described_view(location: ViewLocation) -> dict[str, Any]:
+    """Return a view ready for JSON: its declaration, the types of its columns, and its queries."""
+    view = location.view
+    types = (
+        pa.ipc.read_schema(pa.py_buffer(location.columns)).types if location.columns else [None] * len(view.features)
+    )
+    return {
+        "view": view.name,
+        "entity": list(view.keys),
+        "owner": view.owner,
+        "description": view.description,
+        "max_age": view.max_age,
+        "on_stale": view.on_stale,
+        "features": [
+            {
+                "feature": feature.name,
+                "operator": feature.operator,
+                "column": feature.column or feature.name,
+                "type": None if kind is None else str(kind),
+                "default": feature.default,
+            }
+            for feature, kind in zip(view.features, types, strict=True)
+        ],
+        "queries": [
+            {name: value for name, value in to_builtins(query).items() if name != "age_ms"}
+            | {"age": None if query.age_ms is None else query.age_ms / 1000}
+            for query in location.queries
+        ],
+        "problem": location.problem,
+    }
+
+
+def age_of(view: dict[str, Any]) -> str:
+    """Return the age of a described view for people: that of its oldest query; "" if one is not known."""
+    ages = [query["age"] for query in view["queries"]]
+    return "" if not ages or None in ages else f"{max(ages):.1f} s"
