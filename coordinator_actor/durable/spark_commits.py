@@ -242,7 +242,7 @@ class SparkLogs:
         self._uses_time = uses_time
         self._last: tuple[int, BatchTimes] | None = None
         self._watermark: tuple[int, int] = (-1, 0)
-        self._read_watermark = commits.watermark_ms
+        self._commits = commits
         self.rose_at: float | None = None
 
     def has(self, batch_id: int) -> bool:
@@ -263,7 +263,7 @@ class SparkLogs:
         if last is not None and last[0] in (version - 1, version):
             return (last[1].watermark_ms if last[0] < version else last[1].late_watermark_ms) or None
         if known != version and version:
-            watermark = self._read_watermark(version - 1) or 0
+            watermark = self._commits.watermark_ms(version - 1) or 0
             self._watermark = (version if watermark else -1), watermark
         return watermark or None
 
