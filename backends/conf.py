@@ -24,6 +24,9 @@ COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
 
+MAX_SECONDS_TO_RETAIN = 31 * 24 * 3600
+
+
 @dataclass(frozen=True)
 class StateStoreConf:
     """The options of a state store, validated when they are given.
@@ -46,6 +49,9 @@ class StateStoreConf:
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
+    - ``min_seconds_to_retain``: streams also keep the versions that were the newest one within so many seconds, up to
+      31 days and 20,000 versions, for ``state_as_of`` and ``read_state(as_of=...)``. Each version costs storage and
+      memory of the coordinator.
     - ``deltas_per_snapshot``: a snapshot is taken when this many versions have been made since the last one (Spark:
       ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
     - ``maintenance_interval``: seconds between two rounds of maintenance.
@@ -84,6 +90,7 @@ class StateStoreConf:
     commit_linger: float = 0.4
     compression: str = "lz4"
     min_versions_to_retain: int = 100
+    min_seconds_to_retain: int = 0
     deltas_per_snapshot: int = 10
     maintenance_interval: float = 60.0
     maintenance_threads: int = 2
@@ -122,6 +129,7 @@ class StateStoreConf:
         if isinstance(linger, bool) or not isinstance(linger, int | float) or not 0 <= linger <= 1:
             raise InvalidStateStoreArgument(f"commit_linger={linger!r} must be a number of seconds from 0 to 1.")
         self._check_range("min_versions_to_retain", 1, None)
+        self._check_range("min_seconds_to_retain", 0, MAX_SECONDS_TO_RETAIN)
         self._check_range("deltas_per_snapshot", 1, None)
         self._check_range("maintenance_threads", 1, 64)
         self._check_range("max_versions_in_memory", 0, None)

@@ -118,8 +118,9 @@ class QueryRegistration(Struct, frozen=True):
 
     ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
-    ``min_versions_to_retain`` are kept. The others are removed every ``maintenance_interval`` seconds. ``ended``: the
-    query has ended, and its last version is only read.
+    ``min_versions_to_retain`` are kept, and those that were the newest one in the last ``min_seconds_to_retain``. The
+    others are removed every ``maintenance_interval`` seconds. ``ended``: the query has ended, and its last version is
+    only read.
     """
 
     query_id: str
@@ -134,6 +135,7 @@ class QueryRegistration(Struct, frozen=True):
     min_versions_to_retain: int = 100
     maintenance_interval: float = 60.0
     ended: bool = False
+    min_seconds_to_retain: int = 0
 
 
 class RegisteredQuery(Struct, frozen=True):
@@ -469,7 +471,11 @@ class LookedUp(Struct, frozen=True):
 
 
 class OperatorLocation(Struct, frozen=True):
-    """The location of one operator's state, for query clients. ``owners`` is one host per partition."""
+    """The location of one operator's state, for query clients. ``owners`` is one host per partition.
+
+    ``watermark_ms`` is the watermark of the batch that made the completed version, in ms since 1970: of operators with
+    rolling aggregates, and None as long as it is not known or there is none.
+    """
 
     query_id: str
     run_id: str
@@ -478,6 +484,7 @@ class OperatorLocation(Struct, frozen=True):
     key_groups: int
     completed_version: int
     owners: tuple[HostInfo, ...]
+    watermark_ms: int | None = None
 
 
 class RunningView(Struct, frozen=True):

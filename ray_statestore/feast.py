@@ -350,7 +350,10 @@ def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[s
     """Give what the streams do not have of a view of Feast, and the remedies."""
     name = _view_of(table)
     if not isinstance(table, FeatureView):
-        yield f"{table.name!r} is a {type(table).__name__}, and Feast alone would write it: set it online=False."
+        yield (
+            f"{table.name!r} is a {type(table).__name__}, and Feast would write it: set write_to_online_store=False or "
+            "online=False."
+        )
         return
     view = views.get(name)
     if view is None:

@@ -23,7 +23,8 @@ from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgume
 TIMERS = "timers"
 """The kind, and the name, of the variable that has the timers of a processor."""
 VARIABLE_KINDS = ("rows", "value", "list", "map", TIMERS)
-AGGREGATE_KINDS = ("aggregate", "session_aggregate", "rolling_aggregate")
+ROLLING_KIND = "rolling_aggregate"
+AGGREGATE_KINDS = ("aggregate", "session_aggregate", ROLLING_KIND)
 """The kinds of operators whose rows are the states of outputs."""
 HORIZONS = "rolling"
 """The setting that has the horizons of rolling aggregates: the only one that may change at a restart."""

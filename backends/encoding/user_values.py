@@ -383,7 +383,8 @@ def converted(
 def _converted(array: pa.Array | None, field: pa.Field, n: int, zeros: Collection[str]) -> pa.Array:
     kind = field.type
     if array is None:
-        return pa.repeat(_zero(kind), n) if field.name in zeros else pa.nulls(n, kind)
+        # Arrow repeats no list zero times.
+        return pa.repeat(_zero(kind), n) if n and field.name in zeros else pa.nulls(n, kind)
     if array.type.equals(kind):
         return array
     if pa.types.is_struct(kind):

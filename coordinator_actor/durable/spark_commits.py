@@ -101,6 +101,16 @@ class SparkCommits:
         self._last_times = (batch_id, own)
         return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
 
+    def watermark_ms(self, batch_id: int) -> int | None:
+        """Return the watermark of a batch, in ms since 1970; None if there was none, or Spark has no plan of the batch.
+
+        Raises ``DamagedFileError`` if its file is not as Spark writes it.
+        """
+        try:
+            return self._offsets(batch_id).batchWatermarkMs or None
+        except MissingFileError:
+            return None
+
     def sources(self) -> PlannedSources | None:
         """Return what the offsets of the last planned batch say about the query's sources; None if there is no batch.
 
@@ -231,6 +241,8 @@ class SparkLogs:
         self._clock = clock
         self._uses_time = uses_time
         self._last: tuple[int, BatchTimes] | None = None
+        self._watermark: tuple[int, int] = (-1, 0)
+        self._commits = commits
         self.rose_at: float | None = None
 
     def has(self, batch_id: int) -> bool:
@@ -240,6 +252,20 @@ class SparkLogs:
     def times(self, batch_id: int) -> BatchTimes:
         """Return the times of a batch that Spark has planned. Raises the errors of ``SparkCommits.times``."""
         return self._times.at(batch_id)
+
+    def watermark_of(self, version: int) -> int | None:
+        """Return the watermark of the batch that made a version, in ms since 1970; None without one.
+
+        It waits for storage if neither that batch nor the next one has been opened yet. Raises the errors of
+        ``SparkCommits.watermark_ms``.
+        """
+        last, (known, watermark) = self._last, self._watermark
+        if last is not None and last[0] in (version - 1, version):
+            return (last[1].watermark_ms if last[0] < version else last[1].late_watermark_ms) or None
+        if known != version and version:
+            watermark = self._commits.watermark_ms(version - 1) or 0
+            self._watermark = (version if watermark else -1), watermark
+        return watermark or None
 
     def look_ahead(self, batch_id: int, *, is_before_open: bool) -> None:
         """Read what opening a batch needs, both at the same time: whether the batch before is committed, and the

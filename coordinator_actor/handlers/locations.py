@@ -12,6 +12,7 @@ copy is nearly complete, and the old owner answers nothing without a look at Spa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -21,6 +22,7 @@ from msgspec import to_builtins
 
 from backends import spans
 from backends.conf import StateStoreId, StateStoreProviderId
+from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
@@ -33,12 +35,15 @@ from coordinator_actor.messages import (
     LocatedView,
     LookedUp,
     OperatorLocation,
+    OperatorSpec,
     RunningOperator,
     RunningView,
     WarmUp,
 )
 from coordinator_actor.run.owners import Assignment, SessionHosts
 from coordinator_actor.run.query_state import QueryState
+
+log = logging.getLogger(__name__)
 
 
 def assign_owners(
@@ -234,6 +239,7 @@ class Locations:
             run.registration.key_groups,
             run.versions.completed,
             tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
+            _watermark_of(run, spec),
         )
 
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
@@ -310,6 +316,17 @@ class Locations:
             owners,
             registration.state_location,
         )
+
+
+def _watermark_of(run: QueryState, spec: OperatorSpec) -> int | None:
+    """Return the watermark of the completed version if clients may ask as of it. None if storage does not have it."""
+    if spec.kind != ROLLING_KIND:
+        return None
+    try:
+        return run.spark_logs.watermark_of(run.versions.completed)
+    except Exception as error:  # noqa: BLE001 - most clients do not need the watermark; the others say that it is missing
+        log.warning("The watermark of version %s of run %s: %s", run.versions.completed, run.run_id, error)
+        return None
 
 
 class FeatureViews:

@@ -382,7 +382,7 @@ class VersionTimes:
         )
         return VersionNotFoundError(
             f"The state at {self.location} as of {_in_words(ms)} is unknown: the first version that is kept is "
-            f"{first}. More are kept with a higher min_versions_to_retain (StateStoreConf)."
+            f"{first}. More are kept with a higher min_versions_to_retain or min_seconds_to_retain (StateStoreConf)."
         )
 
 

@@ -42,8 +42,11 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     run.manifests.epochs.check()
     with run.lock:
         run.lifetime.require_current()
+        seconds = run.registration.min_seconds_to_retain
         versions.plan_retention(
-            run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
+            run.registration.min_versions_to_retain,
+            lambda s: files.is_whole(s, descriptors.get(s.file.path)),
+            newest_at_ms=(now - seconds) * 1000 if seconds else None,
         )
         recorded, unnamed = versions.recorded, [s for refs in versions.unnamed.values() for s in refs]
         if recorded is None or recorded.oldest == 0 or run.machine.rewriting.at(now) is not None:

@@ -16,6 +16,8 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
+MAX_VERSIONS_BY_TIME = 20_000
+"""``min_seconds_to_retain`` keeps at most this many versions: each takes memory, and time of every snapshot."""
 
 
 class QueryVersions:
@@ -173,11 +175,37 @@ class QueryVersions:
         """Return the versions that are kept for savepoints and lookups, by their holders."""
         return self._pinned
 
-    def plan_retention(self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool]) -> None:
-        """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded."""
+    def plan_retention(
+        self,
+        min_versions_to_retain: int,
+        is_sound: Callable[[SnapshotRef], bool],
+        newest_at_ms: float | None = None,
+    ) -> None:
+        """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded.
+
+        ``newest_at_ms``: the version that was the newest completed one at that time is kept, with all later ones, but
+        for no more than ``MAX_VERSIONS_BY_TIME``.
+        """
         target = max(0, self.completed - min_versions_to_retain - 1)
+        if newest_at_ms is not None:
+            target = max(self._newest_at(newest_at_ms, target), min(target, self.completed - MAX_VERSIONS_BY_TIME))
         target = min((target, *self._pinned.values()))
         self.planned = manifest_chain.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
+
+    def _newest_at(self, ms: float, below: int) -> int:
+        """Return the newest version up to ``below`` that was completed by a time; the oldest kept one if none was.
+
+        Without the time of its completion, that of the next manifest counts: it is later.
+        """
+        oldest = min(self.chain, default=below)
+        for version in range(below, oldest, -1):
+            following = self.chain.get(version + 1)
+            if following is None:
+                continue
+            completed_ms = following.parent_completed_ms
+            if (following.created_ms if completed_ms is None else completed_ms) <= ms:
+                return version
+        return min(oldest, below)
 
     def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
         """Keep only the contents of these snapshots, by path."""

@@ -112,6 +112,30 @@ class Rolling:
     def longest(self) -> Horizon:
         return self.horizons[-1]
 
+    def floored(self, moment: Integers) -> Integers:
+        """Return the last multiples of the shortest hop up to moments: a watermark is answered as of that time."""
+        hop = self.horizons[0].hop
+        floored: Integers = moment // hop * hop if hop else moment
+        return floored
+
+    def at_watermark(self, watermark_ms: int) -> int:
+        """Return the moment in microseconds of an answer as of a watermark."""
+        return int(self.floored(np.array([watermark_ms * 1000]))[0])
+
+    def expired(self, watermark: int) -> int:
+        """Return the time in microseconds up to which rows are late: no horizon as of the watermark or later has
+        them.
+        """
+        return int(self.longest.start(self.floored(np.array([watermark])))[0])
+
+    def due(self, newest: Integers) -> Integers:
+        """Return the first watermark in microseconds by which keys with newest rows of these times are expired."""
+        hop, longest = self.horizons[0].hop, self.longest
+        if not longest.hop:
+            return newest + longest.us
+        due: Integers = -(-(-(-newest // longest.hop) * longest.hop + longest.us) // hop) * hop
+        return due
+
     def to_text(self) -> str:
         """Return the text that ``of_text`` reads."""
         return json.dumps([[o, [[h.name, h.us, h.hop, h.since] for h in hs]] for o, hs in self.outputs])

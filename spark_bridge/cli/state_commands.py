@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from spark_bridge.cli.sources import (
     with_state_source,
 )
 from spark_bridge.exceptions import QueryEndedError, RequestError
-from spark_bridge.queryable.client.json_values import bound_of_json, rows_to_json, to_json, window_of_text
+from spark_bridge.queryable.client.json_values import at_of_text, bound_of_json, rows_to_json, to_json, window_of_text
 from spark_bridge.queryable.sql.sql import SqlLimits, import_duckdb, is_out_of_memory
 from spark_bridge.state_format.stored_rows import AFTER, BEFORE, CHANGE_TYPE
 
@@ -34,6 +34,15 @@ QueryName = Annotated[
 StateName = Annotated[str | None, typer.Option("--state", help="The state variable, if the operator has several.")]
 AtVersion = Annotated[
     int | None, typer.Option("--version", min=0, help="A version that is kept; default: the last completed one.")
+]
+AtTime = Annotated[
+    str | None,
+    typer.Option(
+        "--at",
+        metavar="TIME",
+        help="The time that rolling aggregates are of, in ISO 8601, in UTC without a zone; default: now. 'watermark': "
+        "that of the last completed version.",
+    ),
 ]
 FormOption = Annotated[output.PrintedForm, typer.Option("--format", help="How rows are printed.")]
 KEY_HELP = "column=value for each column; or the values in order; or JSON."
@@ -48,6 +57,7 @@ def get(
         str | None, typer.Option(help="The start of the key's window, or start/end, in ISO 8601.")
     ] = None,
     version: AtVersion = None,
+    at: AtTime = None,
     state: StateName = None,
     query: QueryName = None,
     as_json: output.AsJson = False,
@@ -60,17 +70,29 @@ def get(
     with output.errors_explained(), source.client() as client:
         asked = key_of_words(key, client.key_schema(operator, query, state))
         wanted = None if window is None else window_of_text(window)
-        values = client.get(operator, asked, query, state, window=wanted, version=version)
+        values = client.get(operator, asked, query, state, window=wanted, version=version, at=_time(at))
+        of_time = {} if client.answered_at is None else {"at": to_json(client.answered_at)}
     value = to_json(values)
     if as_json:
-        typer.echo(output.json_line({"operator": operator, "key": to_json(asked), "value": value}))
+        typer.echo(output.json_line({"operator": operator, "key": to_json(asked), "value": value, **of_time}))
     elif values is None:
         output.complain(f"Operator {operator} has nothing for this key.")
     else:
         for line in _lines(value):
             output.printer().print(line, markup=False, highlight=False, soft_wrap=True)
+        _say_time(of_time.values())
     if values is None:
         raise typer.Exit(output.FOUND)
+
+
+def _time(at: str | None) -> Any:
+    return None if at is None else at_of_text(at)
+
+
+def _say_time(times: Iterable[str]) -> None:
+    """Say on stderr what time the rolling aggregates are of, if there are any."""
+    for time in sorted(set(times)):
+        output.complain(f"Rolling aggregates are as of {time}.")
 
 
 def _lines(value: Any) -> list[str]:
@@ -93,6 +115,7 @@ def scan(
     columns: Annotated[str | None, typer.Option(help="The wanted columns, with commas between.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="The most rows; 0 for all.")] = 100,
     version: AtVersion = None,
+    at: AtTime = None,
     state: StateName = None,
     query: QueryName = None,
     form: FormOption = output.PrintedForm.table,
@@ -118,12 +141,15 @@ def scan(
             where=[condition_of(one) for one in where or ()],
             query=query,
             version=version,
+            at=_time(at),
             **bounds,
         )
         with rows:
             shown = _Limited(limit)
-            about = {"operator": operator, "version": rows.version}
+            of_time = {} if rows.at is None else {"at": to_json(rows.at)}
+            about = {"operator": operator, "version": rows.version, **of_time}
             output.print_rows(rows.schema, map(shown.of, rows), output.PrintedForm.json if as_json else form, about)
+    _say_time(() if as_json or form is output.PrintedForm.json else of_time.values())
     if shown.is_cut:
         output.complain(f"There are more than {limit} rows; --limit 0 shows all.")
 
@@ -149,6 +175,7 @@ def sql(
     source: Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
     version: AtVersion = None,
+    at: AtTime = None,
     form: FormOption = output.PrintedForm.table,
     as_json: output.AsJson = False,
     sql_memory: Annotated[
@@ -163,9 +190,10 @@ def sql(
     text = sys.stdin.read() if statement == "-" else statement
     limits = SqlLimits(memory_bytes=sql_memory << 20)
     with output.errors_explained(), _sql_explained(limits), source.client() as client:
-        result = client.sql(text, version=version, limits=limits)
+        result = client.sql(text, version=version, at=_time(at), limits=limits)
         reader = result.to_arrow_reader()
         output.print_rows(reader.schema, reader, output.PrintedForm.json if as_json else form)
+        _say_time(map(to_json, result.times.values()))
 
 
 @contextmanager

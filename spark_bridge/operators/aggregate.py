@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from backends.encoding.columns import from_spark_type, normalized_type
-from backends.encoding.operator_schema import HORIZONS, OperatorSchema
+from backends.encoding.operator_schema import HORIZONS, ROLLING_KIND, OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
@@ -477,7 +477,7 @@ def _declared_rolling(
     schema = rolling_schema(by_key, keys.names, pieces, {HORIZONS: rolling.to_text()}, aggregator.zeros)
     logic = RollingLogic(schema, aggregator, rolling, pa.schema([*by_key, *results]), event_time)
     lag_ms = columns.watermark_lag_ms(rows.schema, columns.event_time_of(rows.schema, [event_time]))
-    return _Declared("rolling_aggregate", schema, list(keys.names), logic, True, lag_ms, results)
+    return _Declared(ROLLING_KIND, schema, list(keys.names), logic, True, lag_ms, results)
 
 
 def _declared(

@@ -117,7 +117,7 @@ class _RollingBatch(GroupedBatch):
         self._singles = SingleAnswers.of(logic.rolling, states, numbers, pa.schema([]))
         self._detail = FINE
         self._watermark = store.times.watermark_ms * 1000
-        self._expired = int(self._rolling.longest.start(np.array([self._watermark]))[0])
+        self._expired = self._rolling.expired(self._watermark)
         """Rows up to this time (in microseconds) are in no horizon as of the watermark or later: they are late."""
 
     # -- rows to pieces ------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class _RollingBatch(GroupedBatch):
         if len(visits):
             rank = (ends - 1)[pieces.ids] - np.arange(len(pieces.ids))
             is_moving = moves[pieces.ids] & (rank >= detail.kept)
-            # As of its newest row a key is emitted, and clients ask as of the watermark or later.
-            reference = np.minimum(newest, self._watermark)
+            # As of its newest row a key is emitted, and clients ask as of the floored watermark or later.
+            reference = self._rolling.floored(np.minimum(newest, self._watermark))
             refreshed = self._refresh(new.keys, visits, reference, pieces.take(is_moving), moves, starts)
             pieces = pieces.take(~is_moving)
             merged = merged.replaced(visits, refreshed)
@@ -285,13 +285,13 @@ class _RollingBatch(GroupedBatch):
         newest: Integers,
     ) -> None:
         """Stage the newest pieces of keys, the merged states of their tiles, and when they are due."""
-        num_keys, longest = len(keys), self._rolling.longest
+        num_keys = len(keys)
         value = self._logic.schema.families[DEFAULT_FAMILY].value
         was_due = np.asarray(due.is_valid())
         old_due = due.cast(pa.int64()).fill_null(0).to_numpy()
         stays = ~is_expired
         holds = stays & was_due & (old_due > self._watermark)
-        new_due = np.where(holds, old_due, newest + longest.us + longest.hop)
+        new_due = np.where(holds, old_due, self._rolling.due(newest))
         columns = [
             pieces.lists(num_keys, value.field(0).type),
             merged.lists(num_keys, value.field(1).type),

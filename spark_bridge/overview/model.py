@@ -239,6 +239,7 @@ class Variable:
 
     ``inner`` are the columns that tell the rows of one key apart: the user's key of a map, when a timer fires, the
     bounds of a session. ``window`` names the key column that is a window, ``index`` the columns that have an index.
+    ``horizons`` are those of the outputs of rolling aggregates: by output and by the end of the column's name.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Variable:
     inner: dict[str, str] = field(default_factory=dict)
     window: str | None = None
     ttl_ms: int | None = None
+    horizons: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     index: list[str] = field(default_factory=list)
 
 

@@ -52,6 +52,10 @@ were asked for.
 """
 
 
+WATERMARK = "watermark"
+"""The ``at=`` of a call whose rolling aggregates are as of the watermark of the version that it reads."""
+
+
 class At(Struct, frozen=True, array_like=True):
     """The version to read.
 

@@ -253,6 +253,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 int(self._spark.conf.get(settings.MIN_BATCHES_CONF, "100") or 100),
             ),
             maintenance_interval=self._cluster.conf.maintenance_interval,
+            min_seconds_to_retain=self._cluster.conf.min_seconds_to_retain,
         )
         initial = self._initial_states(
             registration, {o.spec.name: o.initial for o in declared if o.initial is not None}

@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from msgspec import structs
 
+from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.records import FeatureViewRecords
-from coordinator_actor.durable.spark_commits import query_id_of
+from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.messages import (
     HostInfo,
     LocatedView,
@@ -182,7 +183,13 @@ class StoredReads(PartitionedReads):
             registration.key_groups,
             newest,
             (owner,) * spec.num_partitions,
+            self._watermark_of(newest) if spec.kind == ROLLING_KIND else None,
         )
+
+    def _watermark_of(self, version: int) -> int | None:
+        """Return the watermark of the batch that made a version, which is in Spark's offset log."""
+        spark = SparkCommits(self._open(self.place.checkpoint_location, self.place.options))
+        return spark.watermark_ms(version - 1) if version else None
 
     def operators(self) -> list[dict[str, Any]]:
         versions = self.versions()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from backends.encoding.columns import to_spark_type
-from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.aggregates.aggregator import is_aggregate_state
@@ -108,6 +108,8 @@ def operator_kind(schema: OperatorSchema) -> str:
         return "transform_with_state"
     (variable,) = schema.variables
     rows = VariableRows(schema, variable)
+    if rows.rolling is not None:
+        return ROLLING_KIND
     if not is_aggregate_state(rows.stored_value):
         return "deduplicate"
     return "session_aggregate" if rows.kind == SESSIONS else "aggregate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +26,8 @@ from spark_bridge.state_http.service import EVENT_STREAM, HttpWatches, Statement
 
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"
+TIME_HEADER = "X-Statestore-Time"
+TIMES_HEADER = "X-Statestore-Times"
 PAGE = "/ui"
 """The path of the page. It checks tokens by itself, which browsers send in a cookie."""
 DESCRIPTION = """
@@ -62,7 +65,8 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
         'comes later, the last line is `{"problem": ...}` and the connection is cut before the body\'s end.',
         "content": {LINES: {"schema": {"type": "string"}}, ARROW: {"schema": {"type": "string", "format": "binary"}}},
         "headers": {
-            VERSION_HEADER: {"description": "The version that all rows are of.", "schema": {"type": "integer"}}
+            VERSION_HEADER: {"description": "The version that all rows are of.", "schema": {"type": "integer"}},
+            TIME_HEADER: {"description": "The time that rolling aggregates are of.", "schema": {"type": "string"}},
         },
     }
 }
@@ -81,7 +85,12 @@ _TABLES: dict[int | str, dict[str, Any]] = {
             VERSIONS_HEADER: {
                 "description": "The versions read, as `query id=version`, with commas between.",
                 "schema": {"type": "string"},
-            }
+            },
+            TIMES_HEADER: {
+                "description": "The times of the rolling aggregates that were read, as `query id=time`, with commas "
+                "between.",
+                "schema": {"type": "string"},
+            },
         },
     }
 }
@@ -175,9 +184,10 @@ def create_app(
         window: Annotated[str | None, Query(description="The window's start, or start/end, in ISO 8601.")] = None,
         isolation: models.Isolation = models.Isolation.completed,
         version: Annotated[int | None, Query(ge=0, description="A version that is still retained.")] = None,
+        at: Annotated[str | None, Query(description=models.AT_TEXT)] = None,
     ) -> Response:
         named = {"query": query, "state": state, "isolation": isolation.value, "version": version}
-        return _json(await service.get(operator, key, window, named))
+        return _json(await service.get(operator, key, window, at, named))
 
     @app.post(
         "/v1/operators/{operator}/lookup",
@@ -187,11 +197,12 @@ def create_app(
         dependencies=schemes,
     )
     async def lookup(operator: str, body: models.LookupRequest, request: Request) -> Response:
-        table = await service.lookup(operator, body)
+        table, at = await service.lookup(operator, body)
         if _wants_arrow(request):
-            return Response(await asyncio.to_thread(arrow_stream, table), media_type=ARROW)
+            return Response(await asyncio.to_thread(arrow_stream, table), media_type=ARROW, headers=_time_header(at))
         rows = await asyncio.to_thread(json_values.rows_to_json, table)
-        return await asyncio.to_thread(_json, {"operator": operator, "rows": rows})
+        answer = {"operator": operator, "rows": rows, **({} if at is None else {"at": json_values.to_json(at)})}
+        return await asyncio.to_thread(_json, answer)
 
     @app.get(
         "/v1/features",
@@ -227,10 +238,9 @@ def create_app(
     )
     async def scan(operator: str, body: models.ScanRequest, request: Request) -> Response:
         as_arrow = _wants_arrow(request)
-        version, pieces = await service.scan(operator, body, as_arrow=as_arrow)
-        return StreamingResponse(
-            pieces, media_type=ARROW if as_arrow else LINES, headers={VERSION_HEADER: str(version)}
-        )
+        (version, at), pieces = await service.scan(operator, body, as_arrow=as_arrow)
+        headers = {VERSION_HEADER: str(version), **_time_header(at)}
+        return StreamingResponse(pieces, media_type=ARROW if as_arrow else LINES, headers=headers)
 
     @app.post(
         "/v1/sql",
@@ -248,9 +258,13 @@ def create_app(
         if piece is None:
             await pieces.aclose()
             return Response(status_code=499)
-        assert isinstance(piece, dict)
-        named = _named(piece)
-        return StreamingResponse(pieces, media_type=media_type, headers={VERSIONS_HEADER: named} if named else None)
+        versions, times = piece
+        named = {
+            VERSIONS_HEADER: _named(versions),
+            TIMES_HEADER: _named({query: json_values.to_json(at) for query, at in times.items()}),
+        }
+        headers = {header: text for header, text in named.items() if text}
+        return StreamingResponse(pieces, media_type=media_type, headers=headers)
 
     @app.get(
         "/v1/operators/{operator}/watch",
@@ -288,6 +302,10 @@ def _named(versions: Mapping[str, int]) -> str:
 
 def _json(content: Any) -> Response:
     return Response(json_values.json_bytes(content), media_type="application/json")
+
+
+def _time_header(at: dt.datetime | None) -> dict[str, str]:
+    return {} if at is None else {TIME_HEADER: json_values.to_json(at)}
 
 
 def _wants_arrow(request: Request) -> bool:

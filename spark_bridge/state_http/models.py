@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class KeyAnswer(BaseModel):
     operator: str
     key: Any
     value: Any
+    at: str | None = Field(default=None, description="The time that rolling aggregates are of; absent for others.")
 
 
 QueryField = Annotated[
@@ -95,6 +97,12 @@ StateField = Annotated[str | None, Field(description="The state variable, if the
 VersionField = Annotated[
     int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")
 ]
+
+AT_TEXT = (
+    "The time that rolling aggregates are of, in ISO 8601, in UTC without a zone; by default now. With `watermark`, "
+    "the watermark of the last completed version, which is then read."
+)
+AtField = Annotated[str | None, Field(description=AT_TEXT)]
 
 
 class LookupRequest(BaseModel):
@@ -113,6 +121,7 @@ class LookupRequest(BaseModel):
     ] = None
     isolation: Isolation = Isolation.completed
     version: VersionField = None
+    at: AtField = None
 
 
 class LookupAnswer(BaseModel):
@@ -120,6 +129,7 @@ class LookupAnswer(BaseModel):
 
     operator: str
     rows: list[dict[str, Any]]
+    at: str | None = Field(default=None, description="The time that rolling aggregates are of; absent for others.")
 
 
 class FeatureViewList(BaseModel):
@@ -193,6 +203,7 @@ class ScanRequest(BaseModel):
     state: StateField = None
     isolation: Isolation = Isolation.completed
     version: VersionField = None
+    at: AtField = None
 
 
 class SqlRequest(BaseModel):
@@ -216,6 +227,7 @@ class SqlRequest(BaseModel):
     version: Annotated[
         int | None, Field(ge=0, description="A version that is still retained, of a statement over one query.")
     ] = None
+    at: AtField = None
     limit: Annotated[int | None, Field(ge=0, description="At most this many rows; others are left out.")] = None
 
 
@@ -227,10 +239,15 @@ class SqlColumn(BaseModel):
 
 
 class SqlAnswer(BaseModel):
-    """The rows of a statement. ``versions`` has the version that was read of each query, by its id."""
+    """The rows of a statement.
+
+    By the id of each query, ``versions`` has the version that was read, and ``times`` the time of the rolling
+    aggregates, if there are any.
+    """
 
     columns: list[SqlColumn]
     versions: dict[str, int]
+    times: dict[str, str]
     rows: list[dict[str, Any]]
 
 
@@ -283,11 +300,12 @@ class LinesBody:
 
 
 class DocumentBody:
-    """One JSON document: ``{"columns": [{"name", "type"}], "versions": {query id: version}, "rows": [objects]}``."""
+    """One JSON document: ``{"columns": [{"name", "type"}], "versions": {query id: version}, "times": ..., "rows"}``."""
 
-    def __init__(self, schema: pa.Schema, versions: Mapping[str, int]) -> None:
+    def __init__(self, schema: pa.Schema, versions: Mapping[str, int], times: Mapping[str, dt.datetime]) -> None:
         columns = [{"name": f.name, "type": str(f.type)} for f in schema]
-        head = json_values.json_bytes({"columns": columns, "versions": dict(versions)})
+        times_of = json_values.to_json(dict(times))
+        head = json_values.json_bytes({"columns": columns, "versions": dict(versions), "times": times_of})
         self._next = head[:-1] + b',"rows":['
 
     def rows(self, batch: pa.RecordBatch) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from fastapi import Request
@@ -33,8 +34,10 @@ from spark_bridge.queryable.client.async_client import (
 )
 from spark_bridge.queryable.client.features import FeatureRows
 from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.protocol import WATERMARK
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.state_format.layouts import ROLLING
 from spark_bridge.state_http import models
 from spark_bridge.state_http.access import (
     CALLER_SCOPE,
@@ -51,12 +54,22 @@ SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
 
 
+class VersionAndTime(NamedTuple):
+    """The version of an answer, and the time that its rolling aggregates are of; None for other operators."""
+
+    version: int
+    at: dt.datetime | None
+
+
 @dataclass(frozen=True)
 class KeyShape:
-    """The columns of an operator's keys in their order, and which of them is the window."""
+    """The columns of an operator's keys in their order, which of them is the window, and whether values are rolling
+    aggregates.
+    """
 
     schema: pa.Schema
     window: str | None
+    is_rolling: bool = False
 
     @cached_property
     def plain(self) -> pa.Schema:
@@ -120,19 +133,45 @@ class StateService:
     async def describe(self, operator: str, query: str | None) -> Any:
         return await (await self.client()).describe(operator, query)
 
-    async def get(self, operator: str, text: str, window: str | None, named: dict[str, Any]) -> dict[str, Any]:
+    async def get(
+        self, operator: str, text: str, window: str | None, at: str | None, named: dict[str, Any]
+    ) -> dict[str, Any]:
         """See the route. Raises ``MissingKeyError``."""
         client = await self.client()
         shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
         of_window = None if window is None else json_values.window_of_text(window)
+        version_and_time = await self._as_of(client, shape, operator, {**named, "at": at})
+        named = {**named, **version_and_time}
         state = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
         if state is None:
             in_window = "" if window is None else f" in the window {window}"
             raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{in_window}.")
-        return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(state)}
+        answer = {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(state)}
+        return answer | {name: json_values.to_json(value) for name, value in version_and_time.items() if name == "at"}
 
-    async def lookup(self, operator: str, request: models.LookupRequest) -> pa.Table:
+    async def _as_of(
+        self, client: AsyncQueryableStateClient, shape: KeyShape, operator: str, asked: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the time ``at`` of an answer for the client, and with "watermark" the version of that watermark.
+
+        Nothing for an operator without rolling aggregates, of which the client refuses an ``at`` that was given.
+        Raises ``RequestError``.
+        """
+        at = None if asked["at"] is None else json_values.at_of_text(asked["at"])
+        if not shape.is_rolling:
+            return {} if at is None else {"at": at}
+        if at is None:
+            return {"at": client.now()}
+        if at != WATERMARK:
+            return {"at": at}
+        # The version and the time of the watermark, so that the answer can name it.
+        rows = await client.scan(operator, limit=0, timeout=self.limits.timeout, **{**asked, "at": at})
+        await rows.aclose()
+        return {"at": rows.at, "isolation": "completed", "version": rows.version}
+
+    async def lookup(self, operator: str, request: models.LookupRequest) -> tuple[pa.Table, dt.datetime | None]:
+        """Return the rows, and the time that rolling aggregates are of; None for others."""
         if len(request.keys) > self.limits.max_keys:
             raise RequestLimitError(
                 f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
@@ -140,22 +179,26 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
+        named = {
+            "query": request.query,
+            "state": request.state,
+            "isolation": request.isolation.value,
+            "version": request.version,
+        }
+        version_and_time = await self._as_of(client, shape, operator, {**named, "at": request.at})
         table: pa.Table = await client.get_many(
             operator,
             keys,
-            request.query,
-            request.state,
             window=None if request.window is None else json_values.window_of_text(request.window),
-            isolation=request.isolation.value,
-            version=request.version,
             timeout=self.limits.timeout,
+            **{**named, **version_and_time},
         )
         if table.nbytes > self.limits.max_lookup_bytes:
             raise RequestLimitError(
                 f"What these {len(keys)} keys have is {table.nbytes} bytes; {self.limits.max_lookup_bytes} are the "
                 "limit. Ask for fewer."
             )
-        return table
+        return table, version_and_time.get("at")
 
     async def feature_views(self) -> dict[str, Any]:
         return {"views": await (await self.client()).feature_views()}
@@ -179,8 +222,8 @@ class StateService:
 
     async def scan(
         self, operator: str, request: models.ScanRequest, *, as_arrow: bool
-    ) -> tuple[int, AsyncIterator[bytes]]:
-        """Return the version, and the body in pieces; see the route.
+    ) -> tuple[VersionAndTime, AsyncIterator[bytes]]:
+        """Return the version and the time of rolling aggregates, and the body in pieces; see the route.
 
         A caller that stops early must close the iterator.
         """
@@ -189,12 +232,14 @@ class StateService:
             raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a scan may give.")
         pieces = self._scan(operator, request, as_arrow)
         # Up to the first rows, so that an error still decides the status.
-        version = await pieces.__anext__()
-        assert isinstance(version, int)
-        return version, pieces  # type: ignore[return-value]
+        first = await pieces.__anext__()
+        assert isinstance(first, VersionAndTime)
+        return first, pieces  # type: ignore[return-value]
 
-    async def _scan(self, operator: str, request: models.ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
-        """Yield the version, and then the pieces of the body."""
+    async def _scan(
+        self, operator: str, request: models.ScanRequest, as_arrow: bool
+    ) -> AsyncIterator[VersionAndTime | bytes]:
+        """Yield the version and the time, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scans.slot():
             client = await self.client()
@@ -217,10 +262,11 @@ class StateService:
                 isolation=request.isolation.value,
                 version=request.version,
                 timeout=self.limits.timeout,
+                **({} if request.at is None else {"at": json_values.at_of_text(request.at)}),
             )
             try:
                 body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
-                yield rows.version
+                yield VersionAndTime(rows.version, rows.at)
                 try:
                     async for piece in self._pieces(rows, body, deadline):
                         yield piece
@@ -273,7 +319,7 @@ class StateService:
         await rows.aclose()
         described = _variable(await client.operators(), operator, query, state)
         schema = pa.schema([rows.schema.field(name) for name in described["key"]])
-        shape = KeyShape(schema, described.get("window"))
+        shape = KeyShape(schema, described.get("window"), described["kind"] == ROLLING)
         self._shapes[asked] = (time.monotonic() + SHAPE_SECONDS, shape)
         return shape
 
@@ -318,11 +364,11 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
 
 T = TypeVar("T")
 
-BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], models.Body]] = {
+BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int], Mapping[str, dt.datetime]], models.Body]] = {
     models.JSON: models.DocumentBody,
-    models.LINES: lambda schema, versions: models.LinesBody(),
-    models.CSV: lambda schema, versions: models.CsvBody(schema),
-    models.ARROW: lambda schema, versions: models.ArrowBody(schema),
+    models.LINES: lambda schema, versions, times: models.LinesBody(),
+    models.CSV: lambda schema, versions, times: models.CsvBody(schema),
+    models.ARROW: lambda schema, versions, times: models.ArrowBody(schema),
 }
 """The formats of answers, by media type."""
 _ANY = {"": models.JSON, "*/*": models.JSON, "application/*": models.JSON, "text/*": models.CSV}
@@ -350,7 +396,8 @@ class Statements:
         )
 
     def begun(self, request: models.SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
-        """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
+        """Return the media type, and a generator: a pair of the versions and of the times of rolling aggregates, by
+        query id, and then the body's pieces.
 
         A caller that stops early must close the generator. Raises ``RequestError``, ``RequestLimitError``.
         """
@@ -358,9 +405,12 @@ class Statements:
         if request.limit is not None and request.limit > most:
             raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a statement may give.")
         media_type = accepted(accept)
-        return media_type, self._pieces(request, media_type)
+        at = None if request.at is None else json_values.at_of_text(request.at)
+        return media_type, self._pieces(request, at, media_type)
 
-    async def _pieces(self, request: models.SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
+    async def _pieces(
+        self, request: models.SqlRequest, at: dt.datetime | str | None, media_type: str
+    ) -> AsyncGenerator[Any, None]:
         deadline = time.monotonic() + self._limits.sql_seconds
         async with self._running.slot():
             client = await self._client()
@@ -368,6 +418,7 @@ class Statements:
                 request.sql,
                 query_params=request.params,
                 version=request.version,
+                at=at,
                 timeout=self._limits.timeout,
                 limits=self._of_one,
                 in_own_process=True,
@@ -377,8 +428,8 @@ class Statements:
                 batches = rows.__aiter__()
                 # The versions of all tables are known once the first rows have arrived, or their end.
                 first = await self._within(_next(batches), deadline)
-                body = BODIES[media_type](rows.schema, rows.versions)
-                yield rows.versions
+                body = BODIES[media_type](rows.schema, rows.versions, rows.times)
+                yield rows.versions, rows.times
                 try:
                     async for piece in self._written(first, batches, request.limit, body, deadline):
                         yield piece

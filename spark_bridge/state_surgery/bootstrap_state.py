@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups, check_partitions
-from backends.encoding.operator_schema import TIMERS
+from backends.encoding.operator_schema import ROLLING_KIND, TIMERS
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark, session_options, session_state_location
@@ -25,6 +25,7 @@ from spark_bridge.state_surgery.declared_operators import (
     schema_to_write,
     sources_of,
     targets_of,
+    without_rows,
     written_by_hand,
 )
 from spark_bridge.state_surgery.new_state import (
@@ -87,6 +88,7 @@ def bootstrap_state(
     specs = declared(program)
     groups = _key_groups(key_groups)
     operators, targets = _operators(specs, num_partitions, backend, combine, groups, as_input=as_input)
+    _check_rolling(specs, rows if isinstance(rows, Mapping) else [] if targets else specs)
     rows_by_target = rows if isinstance(rows, Mapping) else {_only(targets): rows}
     names = {key: _name(key, targets) for key in rows_by_target}
     if len(set(names.values())) != len(names):
@@ -121,6 +123,14 @@ def bootstrap_state(
         reference=reference,
     )
     return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
+
+
+def _check_rolling(specs: Mapping[str, OfProgram], names: Collection[Any]) -> None:
+    """Raise ``InvalidStateStoreArgument`` if rows are given for rolling aggregates."""
+    given = {key[0] if isinstance(key, tuple) else key for key in names}
+    for name, (spec, *_) in specs.items():
+        if spec.kind == ROLLING_KIND and name in given:
+            raise InvalidStateStoreArgument(f"{without_rows(name)} Leave {name!r} out of rows=.")
 
 
 def _operators(

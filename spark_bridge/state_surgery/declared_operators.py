@@ -19,7 +19,7 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.operators.join_sides import JoinSide, SideTimes
-from spark_bridge.state_format.layouts import ALL_ROWS_KEY
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, ROLLING
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery.shuffle import (
@@ -141,12 +141,31 @@ def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> Operat
 
 
 def written_by_hand(schema: OperatorSchema, variables: Sequence[StateVariable]) -> list[StateVariable]:
-    """Return the variables that can get rows: all but the sides of ``join``, which wait by times of the program."""
-    return [v for v in variables if not PairsOfRows(VariableRows(schema, v, raw=True)).is_by_time_of_program]
+    """Return the variables that can get rows: not the sides of ``join``, which wait by times of the program, nor
+    rolling aggregates, whose pieces depend on the watermark.
+    """
+    return [v for v in variables if _can_get_rows(PairsOfRows(VariableRows(schema, v, raw=True)))]
+
+
+def _can_get_rows(pairs: PairsOfRows) -> bool:
+    return not pairs.is_by_time_of_program and pairs.rows.kind != ROLLING
+
+
+def without_rows(operator: str) -> str:
+    """Return why rolling aggregates get no rows, and what their operator does instead."""
+    return (
+        f"Operator {operator!r} has rolling aggregates: only aggregate(...) makes the tiles of their state, from "
+        "events. It begins empty: let its sources begin as far back as the longest horizon."
+    )
 
 
 def check_written_by_hand(operator: str, schema: OperatorSchema, variable: StateVariable) -> None:
-    """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``."""
+    """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``, and for rolling aggregates."""
+    if VariableRows(schema, variable).kind == ROLLING:
+        raise InvalidStateStoreArgument(
+            f"{without_rows(operator)} For that give None as their function. Without {operator!r} in operator= its "
+            "state stays as it is; other outputs or horizons only need a restart of the query."
+        )
     if not written_by_hand(schema, [variable]):
         raise InvalidStateStoreArgument(
             f"The rows of {variable.name!r} of operator {operator!r} cannot be rewritten: only join(...) knows how "
@@ -187,7 +206,8 @@ def targets_of(
     aggregator: Aggregator | None = None,
     sides: Sequence[JoinSide] = (),
 ) -> tuple[Target, ...]:
-    """Return the targets of the rows of some variables of an operator: those of a join only if ``sides`` are given.
+    """Return the targets of the rows of some variables of an operator: those of a join only if ``sides`` are given, and
+    none for rolling aggregates.
 
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
@@ -195,7 +215,7 @@ def targets_of(
     times = {side.name: SideTimes(side) for side in sides if side.expires_after_us is not None}
     for variable in variables:
         pairs = PairsOfRows(VariableRows(schema, variable, raw=True), times.get(variable.name))
-        if pairs.is_by_time_of_program:
+        if pairs.is_by_time_of_program or pairs.rows.kind == ROLLING:
             continue
         name = (operator, variable.name)
         how = combine.get(name)

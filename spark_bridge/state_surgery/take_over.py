@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from backends.encoding.key_groups import check_partitions
-from backends.encoding.operator_schema import TIMERS, OperatorSchema
+from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -29,6 +29,7 @@ from spark_bridge.state_surgery.declared_operators import (
     sources_of,
     staged_rows,
     targets_of,
+    without_rows,
 )
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
@@ -160,6 +161,12 @@ def _matched(
     query: SparkQuery, specs: Mapping[str, OfProgram], operators: Mapping[str, int] | None
 ) -> dict[str, SparkOperator]:
     """Return the operator of Spark for each operator of the program."""
+    for name, spec in specs.items():
+        if _kind(spec) == ROLLING_KIND:
+            raise InvalidStateStoreArgument(
+                f"{without_rows(name)} Spark has no such state: take over with a program without {name!r}, and start "
+                "it as a query of its own."
+            )
     of_spark, there = {one.id: one for one in query.operators}, ", ".join(one.in_words for one in query.operators)
     if unreadable := [one.in_words for one in query.operators if one.name not in KINDS_BY_SPARK]:
         raise InvalidStateStoreArgument(

@@ -7,7 +7,7 @@ import binascii
 import datetime as dt
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.json_values import at_of_text, to_json
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.ui.requests import PageCall, StateTable
 
@@ -105,12 +106,19 @@ NULL_PREFIX = "null."
 
 @dataclass(frozen=True)
 class Found:
-    """Rows of one version. ``is_cut``: there are more."""
+    """Rows of one version. ``is_cut``: there are more. ``at``: the time that rolling aggregates are of, or ""."""
 
     version: int | None
     columns: list[str]
     rows: list[list[Any]]
     is_cut: bool = False
+    at: str = ""
+
+
+def time_given(call: PageCall) -> dict[str, Any]:
+    """Return the time that the request gives for rolling aggregates, for the client. Raises ``RequestError``."""
+    text = call.given("at")
+    return {"at": at_of_text(text)} if text else {}
 
 
 def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
@@ -174,16 +182,17 @@ def take_rows(rows: StateScan, most: int) -> Found:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
         table = pa.Table.from_batches(list(_until(rows, most + 1)), rows.schema)
-        version = rows.version
-    return found_in(table, most, version)
+        version, at = rows.version, rows.at
+    return found_in(table, most, version, [] if at is None else [at])
 
 
-def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
-    """Return up to ``most`` rows of a table."""
+def found_in(table: pa.Table, most: int, version: int | None = None, times: Collection[dt.datetime] = ()) -> Found:
+    """Return up to ``most`` rows of a table, whose rolling aggregates are of ``times``."""
     shown = table.slice(0, most)
     columns = [python_values(column) for column in shown.columns]
     rows = [list(row) for row in zip(*columns, strict=True)]
-    return Found(version, list(table.schema.names), rows, table.num_rows > most)
+    at = " and ".join(sorted({str(to_json(time)) for time in times}))
+    return Found(version, list(table.schema.names), rows, table.num_rows > most, at)
 
 
 def _until(rows: StateScan, most: int) -> Iterator[pa.RecordBatch]:

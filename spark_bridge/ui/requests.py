@@ -27,6 +27,7 @@ from spark_bridge.overview.model import CLUSTER, Fault, Overview, Query
 from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import MAX_TOKEN, Grant, TokenVerifier
+from spark_bridge.state_format.layouts import ROLLING
 from spark_bridge.ui.charts import value
 
 if TYPE_CHECKING:
@@ -159,6 +160,11 @@ class StateTable:
     versions: range
     types: dict[str, str] = field(default_factory=dict, hash=False)
     schema_version: int | None = None
+
+    @property
+    def is_rolling(self) -> bool:
+        """Return whether the values are rolling aggregates, as of a time."""
+        return self.kind == ROLLING
 
     @property
     def id(self) -> str:

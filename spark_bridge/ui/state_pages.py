@@ -103,7 +103,7 @@ def keys(call: PageCall) -> Response:
                 key = lookups.key_of_call(call, table, schema)
                 answers = [_found(call, table, key, version) for version in _versions(call, table)]
                 values = {n: v for n, v in call.query.items() if n.startswith(("key.", "null."))}
-                watch = call.url("watch", table=table.id, **values)
+                watch = "" if table.is_rolling else call.url("watch", table=table.id, **values)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -135,7 +135,13 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
 
 def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.Found:
     rows = call.client().key_rows(
-        table.operator, [key], table.state, query=table.query, version=version, timeout=lookups.PAGE_READ_SECONDS
+        table.operator,
+        [key],
+        table.state,
+        query=table.query,
+        version=version,
+        timeout=lookups.PAGE_READ_SECONDS,
+        **lookups.time_given(call),
     )
     return lookups.take_rows(rows, MAX_KEY_ROWS)
 
@@ -318,6 +324,7 @@ def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit
         query=table.query,
         version=version,
         timeout=lookups.PAGE_READ_SECONDS,
+        **lookups.time_given(call),
     )
 
 
@@ -343,7 +350,8 @@ def sql(call: PageCall) -> Response:
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
-                result = lookups.found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
+                rows = _first(answer, MAX_SQL_ROWS + 1)
+                result = lookups.found_in(rows, MAX_SQL_ROWS, times=answer.times.values())
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -373,6 +381,7 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
         answer = ProcessStatement(
             call.client(),
             call.form["statement"],
+            **lookups.time_given(call),
             timeout=lookups.PAGE_READ_SECONDS,
             limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),
         )

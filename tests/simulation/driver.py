@@ -125,6 +125,7 @@ class Query:
             ),
             key_groups=model.KEY_GROUPS,
             min_versions_to_retain=stream.keep,
+            min_seconds_to_retain=stream.keep_seconds,
             maintenance_interval=self.world.constants.maintenance_interval,
         )
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 BATCHES_AFTER = 10
+TURNED_BACK = 10.0
+"""Clocks may have been turned back so many seconds in all."""
 PATIENCE = 400.0
 """Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
 
@@ -90,7 +92,9 @@ def _litter(world: World, stream: Stream) -> str | None:
     head = stream.model.head()
     assert head is not None
     files = world.disk.all_files(stream.state)
-    if head.version - head.oldest > 4 * stream.keep + 8:
+    since_ms = head.created_ms - (stream.keep_seconds + world.constants.maintenance_interval) * 1000
+    recent = sum(m.created_ms >= since_ms for m in stream.model.manifests.values()) if stream.keep_seconds else 0
+    if head.version - head.oldest > 4 * stream.keep + 8 + recent:
         return f"Version {head.version} still keeps version {head.oldest}."
     num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
     # Snapshots share their .sst files with later ones.
@@ -99,7 +103,8 @@ def _litter(world: World, stream: Stream) -> str | None:
     returned = [p for p in old if stream.model.has_forgotten_rows(files[p])]
     if returned:
         return f"Files of versions long not kept have rows of forgotten keys: {returned[:5]}."
-    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * stream.keep + 40:
+    most_manifests = 6 * stream.keep + 40 + recent
+    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > most_manifests:
         return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
     return None
 
@@ -125,12 +130,26 @@ def _verify(world: World, stream: Stream) -> None:
         )
     token = world.disk.directory(stream.checkpoint, "offsets")[f"offsets/{last}"].decode()
     plan = stream.model.plans[token]
+    _verify_seconds(stream, run)
     for version in range(run.versions.completed, max(run.versions.oldest, 1) - 1, -1):
         for operator in stream.model.operators:
             for partition in range(stream.num_partitions):
                 _verify_one(world, stream, run, plan, version, operator, partition)
         assert plan is not None
         plan = plan.parent  # type: ignore[assignment]
+
+
+def _verify_seconds(stream: Stream, run: Any) -> None:
+    """Check that the versions of the last ``keep_seconds`` are kept, by clocks that may have been turned back a bit."""
+    chain, oldest = run.versions.chain, run.versions.oldest
+    following, head = chain.get(oldest + 1), stream.model.head()
+    if not stream.keep_seconds or not oldest or following is None:
+        return
+    completed_ms = following.parent_completed_ms or following.created_ms
+    if completed_ms > head.created_ms - (stream.keep_seconds - TURNED_BACK) * 1000:
+        raise Violation(
+            f"Version {oldest} is the oldest one kept, at {head.created_ms} ms: it is of {completed_ms} ms."
+        )
 
 
 def _verify_one(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 from msgspec.structs import replace
 
+from backends.conf import DEFAULT_FAMILY
 from backends.exceptions import (
     InvalidStateStoreArgument,
     LocalDiskFullError,
@@ -547,7 +548,7 @@ class StorageReader(Outsider):
         elif record.version != self._first[0]:
             raise Violation(f"Batch {batch} has looked up version {self._first[0]}, and then {record.version}.")
         found = in_storage(place, operator, None, None, record)
-        given = found.values(pa.array(model.KEYS, pa.binary())).to_pylist()
+        given = found.values(pa.array(model.KEYS, pa.binary()), DEFAULT_FAMILY).to_pylist()
         if self._first is None:
             self._first = record.version, given
         elif any(

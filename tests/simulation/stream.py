@@ -26,6 +26,8 @@ class Stream:
     num_runs: int = 0
     keep: int = 4
     """So many versions and batches are retained."""
+    keep_seconds: int = 0
+    """Versions that were the newest one within so many seconds are retained, too."""
     batches: int = 0
     committed: dict[str, int] = field(default_factory=dict)
     """By run, the version of the last batch that Spark has committed."""

@@ -213,6 +213,7 @@ class World:
         self.backends = engine.backends(is_rocksdb=seed % 3 == 0)
         self.streams = [Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), self.backends[0])]
         self.streams[0].keep = r.choice((1, 2, 3, 4, 4, 4))
+        self.streams[0].keep_seconds = 20 if seed % 4 == 1 else 0
         self.is_calm = is_calm(seed)
         if self.is_calm or r.random() < 0.3:
             self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), self.backends[0]))

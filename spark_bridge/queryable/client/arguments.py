@@ -28,7 +28,7 @@ from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys, first_key_after
 from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.protocol import At, Comparison
+from spark_bridge.queryable.protocol import WATERMARK, At, Comparison
 
 # Many keys in the containers of pandas, Polars, numpy and Arrow, as columns.
 
@@ -509,6 +509,8 @@ def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
 
 COMPLETED = At()
 ISOLATIONS = ("completed", "latest")
+AT_WATERMARK = -(1 << 63)
+"""The moment of ``WATERMARK``, until the client knows the watermark. No client sends it."""
 
 
 def requested_version(isolation: str, version: int | None, moment: Any = None) -> At:
@@ -517,6 +519,12 @@ def requested_version(isolation: str, version: int | None, moment: Any = None) -
     Raises ``RequestError`` for a version or a time that there cannot be.
     """
     at = _version_of(isolation, version)
+    if isinstance(moment, str) and moment == WATERMARK:
+        if at.isolation == "latest":
+            raise RequestError(
+                "at='watermark' needs a completed version, whose watermark is known: leave isolation='latest' out."
+            )
+        return replace(at, moment=AT_WATERMARK)
     return at if moment is None else replace(at, moment=_microseconds(moment))
 
 
@@ -529,7 +537,7 @@ def _microseconds(moment: Any) -> int:
         )
         if not np.isnat(us):
             return int(us.astype("datetime64[us]").astype(np.int64))
-    raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone.")
+    raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone, or 'watermark'.")
 
 
 def _version_of(isolation: str, version: int | None) -> At:

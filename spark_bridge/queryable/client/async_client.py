@@ -111,6 +111,11 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
         return self._required().version
 
     @property
+    def at(self) -> dt.datetime | None:
+        """See ``StateScan.at``, once the scan has begun."""
+        return self._required().at
+
+    @property
     def schema(self) -> pa.Schema:
         """The columns of every batch, once the scan has begun."""
         return self._required().schema
@@ -244,6 +249,13 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         self._required()
         assert self._relation is not None
         return self._relation.versions
+
+    @property
+    def times(self) -> dict[str, dt.datetime]:
+        """The time of the rolling aggregates that were read, by query id, once the statement has begun."""
+        self._required()
+        assert self._relation is not None
+        return self._relation.times
 
     async def __anext__(self) -> pa.RecordBatch:
         await self._begun()

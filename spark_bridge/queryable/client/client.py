@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from msgspec.structs import replace
 
+from backends.host_memory import BoundedDict
 from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.exceptions import QueryableStateError
+from spark_bridge.exceptions import QueryableStateError, StateTimeError, StateVersionError
 from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
@@ -33,14 +34,13 @@ from spark_bridge.queryable.client.discovery import (
 from spark_bridge.queryable.client.features import (
     FeatureRows,
     at_one_version,
-    datetime_of,
     described_view,
     moment_of,
     versions_of,
 )
 from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
-from spark_bridge.queryable.client.scans import StateScan, VersionDiff
+from spark_bridge.queryable.client.scans import StateScan, VersionDiff, utc_time
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
@@ -62,6 +62,11 @@ from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from spark_bridge.queryable.sql.sql import SqlLimits, StateRelation
+
+
+LOCATE_AGAIN_SECONDS = 0.05
+KEPT_WATERMARKS = 1000
+"""The watermarks of versions that a client has read, which it can read as of their watermark again."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,9 @@ class QueryableStateClient:
 
     **Rolling aggregates** are as of ``at=``, a datetime (in UTC if it has no zone), by default now by the clock of the
     host that the client is connected to. Rows after that time do not count. ``answered_at`` has the time of the last
-    answer. ``StateTimeError`` says that the version no longer has the tiles for that time.
+    answer. ``at="watermark"`` reads the last completed version as of the watermark of its batch, floored to a multiple
+    of the shortest hop: for a replay of history, whose events are long past. ``StateTimeError`` says that the version
+    no longer has the tiles for a time.
 
     **Waiting.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
     ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
@@ -119,6 +126,7 @@ class QueryableStateClient:
         self._scope = discovery.scope if isinstance(discovery, ScopedDiscovery) else ALL
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._answered_at: int | None = None
+        self._watermarks: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
 
     @property
@@ -143,7 +151,7 @@ class QueryableStateClient:
 
     def now(self) -> dt.datetime:
         """Return the clock of the host that the client was connected to last: the default of ``at=``."""
-        return datetime_of(self._connections.now_us())
+        return utc_time(self._connections.now_us())
 
     @property
     def answered_at(self) -> dt.datetime | None:
@@ -152,7 +160,7 @@ class QueryableStateClient:
         All hosts that gave parts of the answer were asked as of this time. With its version, ``at=`` of this time gives
         the same answer again.
         """
-        return None if self._answered_at is None else datetime_of(self._answered_at)
+        return None if self._answered_at is None else utc_time(self._answered_at)
 
     @property
     def answered_version(self) -> int:
@@ -255,7 +263,8 @@ class QueryableStateClient:
             if view.kind in (VALUE, ROWS):
                 fast = _FastLookup(target, view.family, view.codec.encode_one, view.decode_one)
                 self._fast[operator, query, state] = fast
-            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).one(key, window)
+            version_and_time = self._as_of(target, view, asked, deadline)
+            return KeyLookups(self._router, target, view, version_and_time, deadline).one(key, window)
 
         return self._access.answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
@@ -279,7 +288,8 @@ class QueryableStateClient:
 
         def ask(target: KnownOperator, deadline: float) -> list[Any]:
             view = target.view(state)
-            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).each(keys)
+            version_and_time = self._as_of(target, view, asked, deadline)
+            return KeyLookups(self._router, target, view, version_and_time, deadline).each(keys)
 
         return self._access.answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -317,7 +327,8 @@ class QueryableStateClient:
 
         def ask(target: KnownOperator, deadline: float) -> pa.Table:
             view = target.view(state)
-            return KeyLookups(self._router, target, view, self._as_of(view, asked), deadline).table(all_keys, window)
+            version_and_time = self._as_of(target, view, asked, deadline)
+            return KeyLookups(self._router, target, view, version_and_time, deadline).table(all_keys, window)
 
         what = f"get_many of {len(all_keys)} keys of {operator!r}"
         return formed(self._access.answer(what, (operator, query), timeout, ask), as_)
@@ -350,11 +361,12 @@ class QueryableStateClient:
             location = target.location
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
-            version_and_time = self._as_of(view, asked)
+            version_and_time = self._as_of(target, view, asked, deadline)
             request = KeyRowsRequest(location.run_id, location.operator.name, state, version_and_time, wanted)
             answer = KeyLookups(self._router, target, view, version_and_time, deadline).key_rows(request, encoded)
             names = answer.schema.names
-            return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
+            columns_asked = [i for i, name in enumerate(names) if i > 0]
+            return StateScan(answer, None, columns_asked, moment=version_and_time.moment)
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -506,13 +518,14 @@ class QueryableStateClient:
         arguments.check_limit(limit)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
-            request = self._scan_request(target, state, prefix, start, end, limit, columns, where, asked)
+            request = self._scan_request(target, deadline, state, prefix, start, end, limit, columns, where, asked)
 
             def relocate(error: Exception) -> Any:
                 self._access.moved((operator, query), error)
                 return self._access.known((operator, query), time.monotonic() + self._access.timeout).location
 
-            return StateScan(self._router.scan(target.location, request, deadline, relocate), limit)
+            answer = self._router.scan(target.location, request, deadline, relocate)
+            return StateScan(answer, limit, moment=request.at.moment)
 
         return self._access.answer(f"scan({operator!r})", (operator, query), timeout, ask)
 
@@ -556,16 +569,47 @@ class QueryableStateClient:
             timeout=timeout,
         )
 
-    def _as_of(self, view: StateView, asked: At) -> At:
+    def _as_of(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
         at = view.as_of(asked, self._connections.now_us)
+        if at.moment == arguments.AT_WATERMARK:
+            at = self._at_watermark(target, view, at, deadline)
         if at.moment is not None:
             self._answered_at = at.moment
         return at
 
+    def _at_watermark(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
+        """Return a version, by default the one that is completed now, and its watermark."""
+        run_id, version = target.location.run_id, asked.version
+        is_newest = asked.isolation == "completed"
+        watermark_ms = None if is_newest else self._watermarks.get((run_id, version))
+        if watermark_ms is None:
+            location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            while location.completed_version < self._router.seen.get(run_id) and time.monotonic() < deadline:
+                time.sleep(LOCATE_AGAIN_SECONDS)  # the host has not heard of the version that another host answered
+                location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            newest = location.completed_version
+            self._router.seen.note(run_id, newest)
+            if location.watermark_ms is not None:
+                self._watermarks[run_id, newest] = location.watermark_ms
+            version = newest if is_newest else version
+            watermark_ms = self._watermarks.get((run_id, version))
+            if watermark_ms is None and version != newest:
+                raise StateVersionError(
+                    f"The watermark of version {version} of operator {view.operator!r} is not known: hosts know that "
+                    f"of the last completed version, {newest}. Leave version= out, or give at= a datetime."
+                )
+        if watermark_ms is None:
+            raise StateTimeError(
+                f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
+                "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
+            )
+        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
+
     def _scan_request(
         self,
         target: KnownOperator,
+        deadline: float,
         state: str | None,
         prefix: Any,
         start: Any,
@@ -581,7 +625,7 @@ class QueryableStateClient:
             target.location.run_id,
             target.location.operator.name,
             state,
-            self._as_of(view, asked),
+            self._as_of(target, view, asked, deadline),
             first,
             behind,
             None if columns is None else list(columns),
@@ -608,7 +652,7 @@ class QueryableStateClient:
         asked = arguments.requested_version(isolation, version, at)
 
         def ask(target: KnownOperator, deadline: float) -> int:
-            request = self._scan_request(target, state, prefix, start, end, None, None, where, asked)
+            request = self._scan_request(target, deadline, state, prefix, start, end, None, None, where, asked)
             return self._router.count(target.location, request, deadline)[1]
 
         return self._access.answer(f"count({operator!r})", (operator, query), timeout, ask)

@@ -15,8 +15,10 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.arguments import AT_WATERMARK
 from spark_bridge.queryable.client.discovery import KnownView
 from spark_bridge.queryable.client.results import formed
+from spark_bridge.queryable.client.scans import utc_time
 from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
 
 
@@ -68,7 +70,7 @@ class FeatureRows:
     @property
     def at(self) -> dt.datetime | None:
         """The time that the rolling aggregates are of; None without any."""
-        return None if self._moment is None else datetime_of(self._moment)
+        return None if self._moment is None else utc_time(self._moment)
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -121,11 +123,6 @@ class FeatureRows:
         return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
 
 
-def datetime_of(us: int) -> dt.datetime:
-    """Return the time of microseconds since 1970."""
-    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)
-
-
 def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
     kind = column.type
     if column.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
@@ -142,6 +139,11 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
 
     Raises ``RequestError`` for a moment if the view has no rolling aggregates.
     """
+    if asked.moment == AT_WATERMARK:
+        raise RequestError(
+            f"Feature view {location.view.name!r} may be of several queries, each with its own watermark: "
+            "at='watermark' is of one operator. Read one with at='watermark', and give at=client.answered_at."
+        )
     if asked.moment is not None and not location.is_rolling:
         raise RequestError(
             f"View {location.view.name!r} has no rolling aggregates, and at= is the time that those are of: leave it "

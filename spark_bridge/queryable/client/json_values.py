@@ -31,7 +31,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.user_values import python_values
-from spark_bridge.exceptions import UnknownKeyOrNamespaceError
+from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
+from spark_bridge.queryable.protocol import WATERMARK
 
 EXACT = (1 << 53) - 1
 """Greater integers are strings."""
@@ -254,6 +255,25 @@ def window_of_text(text: str) -> Any:
     if len(times) > 2:
         raise UnknownKeyOrNamespaceError(f"window={text!r} has {len(times)} times; a window has a start and an end.")
     return times[0] if len(times) == 1 else tuple(times)
+
+
+def at_of_text(text: str) -> dt.datetime | str:
+    """Return the ``at`` of a request: a time in ISO 8601, in UTC if it has no zone, or "watermark".
+
+    Raises ``RequestError``.
+    """
+    if text == WATERMARK:
+        return text
+    try:
+        at = time_of(text)
+        if not isinstance(at, dt.datetime):
+            raise ValueError("Years are 1 to 9999.")
+    except (ValueError, OverflowError) as error:
+        raise RequestError(
+            f"at={text!r}: give a time in ISO 8601, as 2024-03-09T23:00:00Z, in UTC if it has no zone, or 'watermark'. "
+            f"{error}"
+        ) from error
+    return at
 
 
 # -- keys ----------------------------------------------------------------------------------------

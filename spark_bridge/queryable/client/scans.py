@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
 
 
+def utc_time(us: int) -> dt.datetime:
+    """Return the time of microseconds since 1970."""
+    return dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=us)
+
+
 class StateScan:
     """The rows of a state variable at one version, batch by batch as they come from the hosts.
 
@@ -36,8 +42,11 @@ class StateScan:
             frame = client.scan("user_totals", where=[("n", ">", 10)]).to_polars()
     """
 
-    def __init__(self, answer: StateAnswer, limit: int | None, columns: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, answer: StateAnswer, limit: int | None, columns: Sequence[int] | None = None, *, moment: int | None = None
+    ) -> None:
         self._answer = answer
+        self._moment = moment
         self._columns = columns
         self._rows = self._limited(limit)
 
@@ -45,6 +54,11 @@ class StateScan:
     def version(self) -> int:
         """The version of all rows."""
         return self._answer.version
+
+    @property
+    def at(self) -> dt.datetime | None:
+        """The time that rolling aggregates are of; None for rows of other operators."""
+        return None if self._moment is None else utc_time(self._moment)
 
     @property
     def schema(self) -> pa.Schema:

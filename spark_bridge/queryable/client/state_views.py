@@ -14,6 +14,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.aggregates.aggregator import result_fields
+from spark_bridge.aggregates.rolling import Rolling
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError
 from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
@@ -61,6 +62,13 @@ class StateView:
                 )
             return at
         return at if at.moment is not None else msgspec.structs.replace(at, moment=now_us())
+
+    @cached_property
+    def rolling(self) -> Rolling:
+        """The horizons, if the kind is ``ROLLING``."""
+        rolling = VariableRows(self.operator_schema, self.variable).rolling
+        assert rolling is not None
+        return rolling
 
     @cached_property
     def family(self) -> str:

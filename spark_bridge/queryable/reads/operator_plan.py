@@ -17,7 +17,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import binary_array, binary_content, even_rows, gather_fixed, gather_ranges
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES
-from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
+from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema, StateVariable
 from backends.host_memory import BoundedDict
 from coordinator_actor.messages import OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
 from coordinator_actor.reading.stored_versions import StatePlace
@@ -281,15 +281,22 @@ class OperatorDirectory:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """See ``StateReads``.
 
-        The answer may be ``DIRECTORY_SECONDS`` old.
+        The answer may be ``DIRECTORY_SECONDS`` old. That of an operator whose watermark clients read is not older than
+        the last version that this host knows.
         """
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
-        if location is None or now >= until:
+        if location is None or now >= until or self._has_later(location):
             location = self._host.coordinator.locate(operator, query)
             with self._lock:
                 self._locations[key] = (now + DIRECTORY_SECONDS, location)
         return location
+
+    def _has_later(self, location: OperatorLocation) -> bool:
+        if location.operator.kind != ROLLING_KIND:
+            return False
+        completed = self._host.completed.newest(location.run_id)
+        return completed is not None and completed.version > location.completed_version
 
     def operators(self) -> list[dict[str, Any]]:
         return [operator_summary(running) for running in self._running()]

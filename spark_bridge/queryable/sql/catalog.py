@@ -6,7 +6,7 @@ import datetime as dt
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from backends.encoding.operator_schema import TIMERS
+from spark_bridge.queryable.protocol import WATERMARK
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, push_down
 from spark_bridge.state_format.layouts import ROLLING
 
@@ -159,6 +160,10 @@ class VersionedRows(Protocol):
     def version(self) -> int:
         """The version of all rows."""
 
+    @property
+    def at(self) -> dt.datetime | None:
+        """The time that rolling aggregates are of; None for rows of other operators."""
+
     def __iter__(self) -> Iterator[pa.RecordBatch]: ...
 
     def close(self) -> None:
@@ -190,7 +195,7 @@ class StatementSnapshot:
     """The state as one statement sees it: everything of a query is read at one version.
 
     The first rows that are read fix that version, unless ``version`` does, and the time of rolling aggregates, unless
-    ``at`` does.
+    ``at`` does. ``at="watermark"`` is the watermark of each query's version.
     """
 
     def __init__(
@@ -203,6 +208,10 @@ class StatementSnapshot:
         self._lock = threading.Lock()
         self.versions: dict[str, int] = {}
         """The version by query id. ``_lock`` guards the choice of a version."""
+        self.times: dict[str, dt.datetime] = {}
+        """The time of the rolling aggregates that were read, by query id."""
+        self.rolling: dict[str, CatalogTable] = {}
+        """By query id, a table of rolling aggregates that the statement reads."""
         self._failure: Exception | None = None
 
     def failed(self, error: Exception) -> None:
@@ -219,10 +228,18 @@ class StatementSnapshot:
         with self._lock:
             version = self.versions.get(table.query_id)
             if version is None:
-                rows = self._open(table, pushdown, limit, self._version)
+                rows = self._open(table, pushdown, limit, self._first_version(table.query_id))
                 self.versions[table.query_id] = rows.version
                 return rows
         return self._open(table, pushdown, limit, version)
+
+    def _first_version(self, query_id: str) -> int | None:
+        """Return the version to read first: as of the watermark, one whose watermark the client knows."""
+        rolling = self.rolling.get(query_id)
+        if self._version is not None or rolling is None or self._at != WATERMARK:
+            return self._version
+        with closing(self._open(rolling, ScanPushdown(), 0, None)) as rows:
+            return rows.version
 
     def _open(
         self, table: CatalogTable, pushdown: ScanPushdown, limit: int | None, version: int | None
@@ -233,9 +250,13 @@ class StatementSnapshot:
             self._at = self._client.now() if self._at is None else self._at
             asked["at"] = self._at
         if pushdown.keys is not None:
-            return self._client.key_rows(table.operator, pushdown.keys, table.state, **asked)
-        bounds = pushdown.prefix, pushdown.start, pushdown.end
-        return self._client.scan(table.operator, table.state, *bounds, limit=limit, where=pushdown.where, **asked)
+            rows = self._client.key_rows(table.operator, pushdown.keys, table.state, **asked)
+        else:
+            bounds = pushdown.prefix, pushdown.start, pushdown.end
+            rows = self._client.scan(table.operator, table.state, *bounds, limit=limit, where=pushdown.where, **asked)
+        if rows.at is not None:
+            self.times[table.query_id] = rows.at
+        return rows
 
 
 class StateDataset(pads.Dataset):  # type: ignore[misc]

@@ -8,6 +8,7 @@ filter that ``pushdown`` understands; Arrow then applies the whole filter to the
 from __future__ import annotations
 
 import atexit
+import datetime as dt
 import os
 import re
 import shutil
@@ -260,6 +261,11 @@ class StateRelation:
         return dict(self._snapshot.versions)
 
     @property
+    def times(self) -> dict[str, dt.datetime]:
+        """The time of the rolling aggregates that were read, by query id."""
+        return dict(self._snapshot.times)
+
+    @property
     def columns(self) -> list[str]:
         """The names of the columns."""
         return list(self.relation.columns)
@@ -378,7 +384,8 @@ def sql(
     - each of these as one quoted name with dots.
 
     All tables of a query are read at one version: ``version``, which needs a statement over one query, or that of the
-    first rows. All rolling aggregates are as of ``at``, a datetime, or of the time when the first rows were asked for.
+    first rows. All rolling aggregates are as of ``at``, a datetime, or of the time when the first rows were asked for;
+    with ``at="watermark"`` those of a query are as of the watermark of its version.
     Rows are fetched when the result is read, and again each time.
 
     ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection``, the statement must be a
@@ -409,6 +416,8 @@ def sql(
             if table is not None:
                 tables[name] = StateDataset(snapshot, table)
                 queries[table.query_id] = table.full_name
+                if table.is_rolling:
+                    snapshot.rolling[table.query_id] = table
     if version is not None and len(queries) > 1:
         raise RequestError(
             f"version={version} is one of several queries here, whose versions have nothing to do with each other: the "

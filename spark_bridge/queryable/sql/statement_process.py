@@ -34,7 +34,7 @@ import msgspec
 import pyarrow as pa
 
 from spark_bridge import exceptions
-from spark_bridge.queryable.protocol import Comparison
+from spark_bridge.queryable.protocol import WATERMARK, Comparison
 from spark_bridge.queryable.sql.catalog import SqlClient, VersionedRows
 from spark_bridge.queryable.sql.sql import SqlLimits, StatementDatabase, import_duckdb, spill_directory, sql
 
@@ -72,13 +72,15 @@ class ProcessStatement:
         *,
         query_params: Sequence[Any] | Mapping[str, Any] | None = None,
         version: int | None = None,
-        at: dt.datetime | None = None,
+        at: dt.datetime | str | None = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
     ) -> None:
         self.client, self.timeout, self.limits = client, timeout, limits or SqlLimits()
         self.versions: dict[str, int] = {}
         """The version read, by query id."""
+        self.times: dict[str, dt.datetime] = {}
+        """The time of the rolling aggregates that were read, by query id."""
         self.failure: Exception | None = None
         """The first error in this process. It has precedence over an error that the child reports."""
         try:
@@ -87,7 +89,7 @@ class ProcessStatement:
                     "statement": statement,
                     "query_params": query_params,
                     "version": version,
-                    "at": None if at is None else at.isoformat(),
+                    "at": _text_of_at(at),
                     "limits": asdict(self.limits),
                     "operators": client.operators(),
                 }
@@ -294,7 +296,7 @@ def _opened(statement: ProcessStatement, request: Any) -> VersionedRows:
     """Begin the scan that a process asks for."""
     asked = json.loads(request.readline())
     if "at" in asked:
-        asked["at"] = dt.datetime.fromisoformat(asked["at"])
+        asked["at"] = _at_of_text(asked["at"])
     with pa.ipc.open_stream(request) as reader:
         keys = reader.read_next_batch()
     where, operator, state, is_lookup = (asked.pop(name) for name in ("where", "operator", "state", "is_lookup"))
@@ -314,7 +316,19 @@ def _opened(statement: ProcessStatement, request: Any) -> VersionedRows:
             **asked,
         )
     statement.versions.setdefault(asked["query"], rows.version)
+    if rows.at is not None:
+        statement.times[asked["query"]] = rows.at
     return rows
+
+
+def _text_of_at(at: dt.datetime | str | None) -> str | None:
+    if at is not None and at != WATERMARK and not isinstance(at, dt.datetime):
+        raise exceptions.RequestError(f"at={at!r} is neither a datetime nor 'watermark'.")
+    return at.isoformat() if isinstance(at, dt.datetime) else at
+
+
+def _at_of_text(text: str | None) -> dt.datetime | str | None:
+    return text if text is None or text == WATERMARK else dt.datetime.fromisoformat(text)
 
 
 _idle: list[_Process] = []
@@ -435,7 +449,7 @@ def _run(request: dict[str, Any], limits: SqlLimits, scans: socket.socket, file:
             request["statement"],
             query_params=request["query_params"],
             version=request["version"],
-            at=request["at"] and dt.datetime.fromisoformat(request["at"]),
+            at=_at_of_text(request["at"]),
             limits=limits,
         )
         schema, batches = relation.record_batches(request["batch_size"])
@@ -518,7 +532,7 @@ class _ParentClient:
             file = ours.makefile("rwb")
         del asked["timeout"]  # the parent has it
         if "at" in asked:
-            asked["at"] = asked["at"].isoformat()
+            asked["at"] = _text_of_at(asked["at"])
         request = {"operator": operator, "state": state, "where": where, "is_lookup": is_lookup, **asked}
         file.write(json.dumps(request).encode() + b"\n")
         with pa.ipc.new_stream(file, keys.schema) as writer:
@@ -537,6 +551,7 @@ class _ParentRows:
             # The parent has its error.
             raise exceptions.ConnectionClosedError("The scan of a SQL statement has failed.")
         self.version = int.from_bytes(version, "little", signed=True)
+        self.at: dt.datetime | None = None  # the parent notes it
         self._reader = pa.ipc.open_stream(file)
         self.schema = self._reader.schema
 

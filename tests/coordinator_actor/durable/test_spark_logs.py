@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator_actor.durable.spark_commits import SparkLogs
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
 from tests.patience import PATIENCE
 
 
@@ -98,3 +100,18 @@ def test_an_error_reaches_the_caller_that_asked(commits: Commits) -> None:
         with pytest.raises(OSError, match="storage fails"):
             first.result(PATIENCE)
         assert second.result(PATIENCE) is True
+
+
+def test_the_watermark_of_a_version_is_that_of_its_batch(tmp_path: Path) -> None:
+    """From storage before a run has opened a batch, and then from the batch itself, or from the next one."""
+    storage = CheckpointStorage.open(str(tmp_path))
+    for batch, watermark in enumerate((0, 5000, 7000)):
+        storage.put_new(
+            f"offsets/{batch}", f'v1\n{{"batchWatermarkMs":{watermark},"batchTimestampMs":9}}\n{{}}'.encode()
+        )
+    logs = SparkLogs(SparkCommits(storage), lambda: 0.0, uses_time=True)
+    assert [logs.watermark_of(version) for version in (0, 1, 2, 3, 4)] == [None, None, 5000, 7000, None]
+    logs.times_for_tasks(2)
+    for batch in range(3):
+        storage.delete(f"offsets/{batch}")
+    assert [logs.watermark_of(version) for version in (2, 3)] == [5000, 7000]

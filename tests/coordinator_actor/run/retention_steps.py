@@ -17,9 +17,11 @@ from tests.coordinator_actor.coordinators import run_of
 KEEP = 3
 
 
-def begin(world: World, run: str = "run1", c: Coordinator | None = None) -> Coordinator:
+def begin(world: World, run: str = "run1", c: Coordinator | None = None, *, seconds: int = 0) -> Coordinator:
     c = c or world.coordinator()
-    registration = world.registration(run, min_versions_to_retain=KEEP, maintenance_interval=10.0)
+    registration = world.registration(
+        run, min_versions_to_retain=KEEP, maintenance_interval=10.0, min_seconds_to_retain=seconds
+    )
     answer = c.register_query(registration)
     assert answer.refusal is None, answer.refusal
     return c

@@ -19,7 +19,7 @@ from coordinator_actor.messages import HostReport, SnapshotUploaded
 from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
-from tests.coordinator_actor.run.retention_steps import begin, maintain, names, plan_spark, run_batches, upload
+from tests.coordinator_actor.run.retention_steps import KEEP, begin, maintain, names, plan_spark, run_batches, upload
 
 
 @pytest.fixture
@@ -294,3 +294,38 @@ def test_more_removed_from_sparks_logs_than_is_kept_is_refused_until_it_is_resto
         path.write_text(text)
     answer = world.coordinator().register_query(world.registration("run2"))
     assert (answer.refusal, answer.completed_version) == (None, 13)
+
+
+def test_versions_that_were_the_newest_within_some_seconds_are_kept(world: World) -> None:
+    """With ``min_seconds_to_retain``, the version of any time in these seconds can be read, across restarts too.
+
+    A version of which no manifest says when it was completed counts from the next manifest on.
+    """
+    c = begin(world, seconds=100)
+    completed_at: dict[int, float] = {}
+
+    def batches(first: int, last: int, c: Coordinator, run: str) -> None:
+        for batch in range(first, last + 1):
+            run_batches(world, c, batch, batch, run)
+            completed_at[batch + 1] = world.now
+            for p in (0, 1):
+                upload(world, c, p, run)
+            maintain(world, c)
+            readable = run_of(c, run).versions.readable
+            newest_then = max((v for v, at in completed_at.items() if at <= world.now - 100), default=1)
+            assert readable[0] <= newest_then, "the version that was the newest one 100 s ago"
+
+    batches(0, 25, c, "run1")
+    oldest = run_of(c, "run1").versions.readable[0]
+    assert 26 - 10 >= oldest >= 26 - 20, "older ones are removed"
+    assert names(world, 0, "changelog")[0] >= oldest - 4
+    again = begin(world, "run2", world.coordinator(), seconds=100)
+    batches(26, 32, again, "run2")
+    assert run_of(again, "run2").versions.readable[0] > oldest
+    shorter = begin(world, "run3", again, seconds=0)
+    for batch in range(33, 37):
+        run_batches(world, shorter, batch, batch, "run3")
+        for p in (0, 1):
+            upload(world, shorter, p, "run3")
+        maintain(world, shorter)
+    assert run_of(shorter, "run3").versions.readable[0] >= 37 - KEEP - 4, "without the seconds, versions alone count"

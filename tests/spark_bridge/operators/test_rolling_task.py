@@ -6,14 +6,32 @@ import random
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
-from spark_bridge.aggregates.rolling import HOUR, MINUTE, SECOND, declared_rolling
+from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved
+from coordinator_actor.messages import BatchTimes
+from spark_bridge.aggregates.rolling import HOUR, MINUTE, SECOND, Rolling, declared_rolling
+from spark_bridge.exceptions import StateTimeError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY
+from spark_bridge.state_format.stored_rows import VariableRows
+from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import OperatorRun, Watermark, batch_of
-from tests.spark_bridge.operators.rolling_model import HORIZONS, ROWS, model, random_rows, rolling_operator
+from tests.spark_bridge.operators.rolling_model import (
+    EVERY_FUNCTION,
+    HORIZONS,
+    ROWS,
+    EveryRow,
+    differences,
+    every_batch,
+    every_result,
+    every_row,
+    model,
+    random_rows,
+    rolling_operator,
+)
 
 
 @pytest.mark.parametrize("provider", [FileStateStoreProvider, RocksDBStateStoreProvider])
@@ -33,7 +51,7 @@ def test_batches_emit_what_the_model_has(monkeypatch: pytest.MonkeyPatch, provid
         clock += rng.choice((1, 20, 300, 3000, 40_000 if step % 9 == 8 else 60))
         new = random_rows(rng, clock, rng.choice((3, 60)), rng.choice((2, 200)))
         times = watermark.times()
-        bound = int(rolling.longest.start(np.array([times.watermark_ms * 1000]))[0])
+        bound = rolling.expired(times.watermark_ms * 1000)
         expected: dict[str, dict[str, Any]] = {}
         for key, at, value in new:
             us = int(at * SECOND)
@@ -113,3 +131,107 @@ def test_horizons_are_named_after_their_duration(text: str, name: str, us: int) 
     ((_, (horizon,)),) = declared_rolling({"n": [text]}, exact=False).outputs
     assert (horizon.name, horizon.us) == (name, us)
     assert horizon.hop * 10 <= us
+
+
+MILLISECONDS, DAYS = ("5 ms", "40 ms", "1 second"), ("1 hour", "36 hours", "10 days")
+
+
+@pytest.mark.parametrize("seed", effort(range(6), range(60)))
+def test_every_function_equals_the_model_at_random_moments(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Random streams with late rows, restarts, and outputs that restarts add and remove; horizons of ms to days.
+
+    A moment that is a multiple of the shortest hop, from the floored watermark on, always has an answer. Others may be
+    refused, and never have a wrong answer.
+    """
+    rng = random.Random(seed)
+    horizons = (MILLISECONDS, HORIZONS, DAYS)[seed % 3]
+    monkeypatch.setattr(rolling_task, "FEW_ROWS", 0 if seed % 2 else rolling_task.FEW_ROWS)
+    first = set(rng.sample(EVERY_FUNCTION, 12)) if seed % 3 else set(EVERY_FUNCTION)
+    outputs = [o for o in EVERY_FUNCTION if o in first]
+    logic, rolling = rolling_operator(horizons, outputs=outputs, exact=seed % 6 == 5)
+    provider = (FileStateStoreProvider, RocksDBStateStoreProvider)[seed // 2 % 2]
+    run = OperatorRun(logic, logic.schema, ["k"], 2, provider)
+    begun = {o.name: 0 for o in outputs}
+    unit = rolling.horizons[0].us
+    clock, newest, late_ms, watermark_ms = 10**15, 0, 0, 0
+    lag = rng.choice((0, unit // 3, 5 * unit))
+    rows: dict[str, list[tuple[int, EveryRow]]] = {}
+    for step in range(25):
+        clock += rng.choice((1, unit // 7, unit, rolling.longest.us // 5, rolling.longest.us * (step % 9 == 8)))
+        bound = rolling.expired(watermark_ms * 1000)
+        new = []
+        for _ in range(rng.choice((1, 8, 60))):
+            late = rng.choice((0, 0, rng.randrange(unit), rng.randrange(rolling.longest.us)))
+            new.append(every_row(rng, f"k{rng.randrange(4)}", clock - late - rng.randrange(unit)))
+        for row in new:
+            if row[1] > bound:
+                rows.setdefault(row[0], []).append((step, row))
+        rows = {key: of for key, of in rows.items() if max(row[1] for _, row in of) > bound}
+        if step == 12:
+            kept = [o for o in outputs if rng.random() < 0.7] or outputs[:1]
+            added = [o for o in EVERY_FUNCTION if o not in outputs]
+            outputs = [*kept, *added]
+            begun = {**{o.name: 0 for o in kept}, **{o.name: step for o in added}}
+            logic, rolling = rolling_operator(horizons, outputs=outputs, exact=seed % 6 == 5)
+            run.schema = evolved(run.schema, OperatorSchema.from_json(logic.schema.to_json()), ROLLING_KIND)
+            run.logic = logic
+            run.restart()
+        emitted = run.batch(every_batch(new), BatchTimes(0, watermark_ms, late_ms), [rng.randrange(len(new))])
+        for row in emitted:
+            at = round(row["ts"].timestamp() * 10**6)
+            assert at == max(r[1] for _, r in rows[row["k"]])
+            assert differences(row, expected_results(rolling, rows[row["k"]], at, begun)) == {}, (seed, step)
+        floored = rolling.at_watermark(watermark_ms)
+        hop = max(1, rolling.horizons[0].hop)
+        for _ in range(2):
+            ahead = rng.choice((0, rng.randrange(hop * 20), rng.randrange(2 * rolling.longest.us)))
+            moment = floored + ahead // hop * hop
+            answers = answers_at(run, moment)
+            assert set(answers) == set(rows), (seed, step)
+            for key, answer in answers.items():
+                assert differences(answer, expected_results(rolling, rows[key], moment, begun)) == {}, (seed, step)
+        moment = max(floored, clock - rng.randrange(unit))
+        try:
+            answers = answers_at(run, moment)
+        except StateTimeError as error:
+            assert "merged in one tile" in str(error)
+        else:
+            for key, answer in answers.items():
+                assert differences(answer, expected_results(rolling, rows[key], moment, begun)) == {}, (seed, step)
+        newest = max(newest, *(row[1] for row in new))
+        late_ms, watermark_ms = watermark_ms, max(watermark_ms, (newest - lag) // 1000)
+        if rng.random() < 0.15:
+            run.restart()
+    run.close()
+
+
+def expected_results(
+    rolling: Rolling, rows: list[tuple[int, EveryRow]], moment: int, begun: dict[str, int]
+) -> dict[str, Any]:
+    """The results of a key's rows, each with the step of its batch; an output counts from the step that it began."""
+    answers: dict[tuple[int, int], dict[str, Any]] = {}
+    results: dict[str, Any] = {}
+    for output, horizons in rolling.outputs:
+        for h in horizons:
+            of = h.us, begun[output]
+            if of not in answers:
+                start = int(h.start(np.array([moment]))[0])
+                answers[of] = every_result([row for step, row in rows if start < row[1] <= moment and step >= of[1]])
+            results[f"{output}_{h.name}"] = answers[of][output]
+    return results
+
+
+def answers_at(run: OperatorRun, moment: int) -> dict[str, dict[str, Any]]:
+    """What clients read from the state as of a moment."""
+    (variable,) = run.schema.variables
+    rows = VariableRows(run.schema, variable, moment=moment)
+    answers: dict[str, dict[str, Any]] = {}
+    for provider in run.providers:
+        store = provider.get_read_store(provider.latest_version())
+        for pairs in store.scan(b"", None, "default") if provider.latest_version() else ():
+            tiles = store.get_many(pairs.column(0), TILES_FAMILY)
+            decoded = rows.decode_rolling(pairs.column(0), pairs.column(1), tiles).columns
+            names = ["k", *rows.value.names]
+            answers |= {row.pop("k"): row for row in pa.table(decoded, names=names).to_pylist()}
+        store.abort()
+    return answers

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+from fastapi.testclient import TestClient
 
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.server.tokens import CoordinatorTokens
+from spark_bridge.state_http.access import HttpLimits
+from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_http.memory_client import TOKEN, MemoryClient, Rows
 
@@ -119,3 +127,35 @@ def raw(app: Any, method: str, path: str, body: bytes, leave_after: int | None =
     except Exception:  # noqa: BLE001 - a server logs it, whatever it is
         assert not ended
     return pieces, ended
+
+
+# -- real hosts ----------------------------------------------------------------------------------
+
+SECRET = "the-cluster's"
+
+
+class TokensOnly:
+    """A coordinator, as far as tokens go."""
+
+    def __init__(self) -> None:
+        self.tokens = AccessTokens(SECRET, MemoryTokenStore(), lambda: 1e9)
+        self.is_away = False
+
+    def __call__(self, method: str) -> Any:
+        if self.is_away:
+            raise HostUnavailableError("The coordinator does not answer.")
+        return {"token": lambda: SECRET, "list_tokens": self.tokens.list_tokens}[method]()
+
+
+@contextmanager
+def answering(client: Any, limits: HttpLimits | None = None) -> Iterator[TestClient]:
+    tokens = CoordinatorTokens(TokensOnly())
+    made = AsyncQueryableStateClient(client)
+
+    async def connect() -> AsyncQueryableStateClient:
+        return made
+
+    app = create_app(connect, tokens, limits or HttpLimits(timeout=PATIENCE), tokens.kept_up)
+    with TestClient(app, headers={"Authorization": f"Bearer {SECRET}"}) as http:
+        tokens.ask()
+        yield http

@@ -41,6 +41,7 @@ class Rows:
     version: int
     owner: MemoryClient
     closed: bool = False
+    at: None = None
 
     @property
     def schema(self) -> pa.Schema:

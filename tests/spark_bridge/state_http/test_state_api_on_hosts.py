@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from fastapi.testclient import TestClient
 from msgspec.structs import replace
 
-from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.server.tokens import STALE_SECONDS, CoordinatorTokens
@@ -30,35 +28,7 @@ from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_flows import Flow
-
-SECRET = "the-cluster's"
-
-
-class Coordinator:
-    """As far as tokens go."""
-
-    def __init__(self) -> None:
-        self.tokens = AccessTokens(SECRET, MemoryTokenStore(), lambda: 1e9)
-        self.is_away = False
-
-    def __call__(self, method: str) -> Any:
-        if self.is_away:
-            raise HostUnavailableError("The coordinator does not answer.")
-        return {"token": lambda: SECRET, "list_tokens": self.tokens.list_tokens}[method]()
-
-
-@contextmanager
-def answering(client: Any, limits: HttpLimits | None = None) -> Iterator[TestClient]:
-    tokens = CoordinatorTokens(Coordinator())
-    made = AsyncQueryableStateClient(client)
-
-    async def connect() -> AsyncQueryableStateClient:
-        return made
-
-    app = create_app(connect, tokens, limits or HttpLimits(timeout=PATIENCE), tokens.kept_up)
-    with TestClient(app, headers={"Authorization": f"Bearer {SECRET}"}) as http:
-        tokens.ask()
-        yield http
+from tests.spark_bridge.state_http.http_state import SECRET, TokensOnly, answering
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +132,7 @@ CALLERS = effort(40, 90)
 
 def test_concurrent_callers(cluster: Cluster) -> None:
     made = AsyncQueryableStateClient(cluster.client())
-    tokens = CoordinatorTokens(Coordinator())
+    tokens = CoordinatorTokens(TokensOnly())
     tokens.ask()
 
     async def connect() -> AsyncQueryableStateClient:
@@ -276,7 +246,7 @@ def test_scans_leave_no_threads(http: TestClient) -> None:
 
 def test_tokens_are_those_of_the_coordinator() -> None:
     now = [0.0]
-    coordinator = Coordinator()
+    coordinator = TokensOnly()
     tokens = CoordinatorTokens(coordinator, lambda: now[0])
     token = coordinator.tokens.issue_token("browser")
     made = create_app(_nobody, tokens)
@@ -303,7 +273,7 @@ def test_tokens_are_those_of_the_coordinator() -> None:
 
 def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.queryable.server.tokens.REVOCATION_SECONDS", 0.02)
-    coordinator = Coordinator()
+    coordinator = TokensOnly()
     coordinator.is_away = True
     tokens = CoordinatorTokens(coordinator)
     token = coordinator.tokens.issue_token("browser")

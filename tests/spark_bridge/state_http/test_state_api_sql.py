@@ -71,7 +71,7 @@ def test_rows_in_every_format(http: TestClient) -> None:
         {"user": 2, "n": 20, "name": "user 2"},
     ]
     columns = [{"name": "user", "type": "int64"}, {"name": "n", "type": "int64"}, {"name": "name", "type": "string"}]
-    assert answer.json() == {"columns": columns, "versions": {"q": 1}, "rows": rows}
+    assert answer.json() == {"columns": columns, "versions": {"q": 1}, "times": {}, "rows": rows}
     lines = http.post("/v1/sql", json=asked, headers={"Accept": LINES})
     assert [httpx.Response(200, content=line).json() for line in lines.text.splitlines()] == rows
     table = http.post("/v1/sql", json=asked, headers={"Accept": CSV})

@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from starlette.testclient import TestClient
 
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from backends.encoding.values import encode_values
+from backends.exceptions import InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.feature_views import Feature, FeatureView
+from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.reading.stored_files import opened_partition
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.computation import Output
 from spark_bridge.aggregates.rolling import SECOND, Pieces, Rolling, declared_rolling, piece_fields
-from spark_bridge.exceptions import RequestError, StateTimeError
+from spark_bridge.cli.main import app
+from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
-from spark_bridge.state_format.layouts import TILES_FAMILY, rolling_schema
+from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY, rolling_schema
 from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
+from spark_bridge.state_surgery import take_over
+from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
+from spark_bridge.state_surgery.declared_operators import OfProgram
+from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.state_surgery.rewrite_state import planned_rewrite, rewrite_state
+from spark_bridge.ui.app import create_ui
+from spark_bridge.ui.live import StoredSystem
+from tests.command_line import CliRunner
+from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import TS, batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
+from tests.spark_bridge.state_http.http_state import answering
+from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.ui.systems import ACT, Tokens
 
+TOTALS = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())]))
 HORIZONS = ("30 seconds", "10 minutes", "1 hour")
 
 
@@ -37,7 +65,10 @@ def time_of(us: int) -> dt.datetime:
 class Stream:
     """A query of rolling aggregates, batch by batch, with the rows of each key."""
 
-    def __init__(self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1") -> None:
+    def __init__(
+        self, root: Path, seed: int, n: int = 2, backend: str = "file", run: str = "run1", lag_ms: int = 60_000
+    ) -> None:
+        self.lag_ms = lag_ms
         self.rng = random.Random(seed)
         self.logic, self.rolling = rolling_operator(HORIZONS)
         self.query = Query(root, self.logic.schema, "rolling_aggregate", n, backend, run)
@@ -51,8 +82,8 @@ class Stream:
         """A batch with some late rows; the watermark is a minute behind."""
         self.clock += self.rng.choice((1, 20, 300, 3000))
         new = random_rows(self.rng, self.clock, num or self.rng.choice((2, 20)), self.rng.choice((2, 200)))
-        self.watermark = max(self.watermark, (self.newest - 60) * 1000) if self.newest else 0
-        bound = int(self.rolling.longest.start(np.array([self.watermark * 1000]))[0])
+        self.watermark = max(self.watermark, self.newest * 1000 - self.lag_ms) if self.newest else 0
+        bound = self.rolling.expired(self.watermark * 1000)
         for key, at, value in new:
             if at * SECOND > bound:
                 self.rows.setdefault(key, []).append((int(at * SECOND), value))
@@ -236,6 +267,210 @@ def test_another_layout_keeps_the_answers(tmp_path: Path, backend: str) -> None:
             answers = expected(stream.rolling, stream.rows, moment)
             assert {row["k"]: without_key(row) for row in scanned} == answers
     stream.query.close()
+
+
+def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
+    """``at="watermark"`` is as of the floored watermark of the newest version, through every method.
+
+    Watermarks are between two hops: what was merged by such a watermark can be answered as of the floored one.
+    """
+    stream = Stream(tmp_path, 21, lag_ms=59_300)
+    with served(stream.query) as client:
+        stream.batch(5)
+        stream.query.host.heartbeat()
+        with pytest.raises(StateTimeError, match="Version 1 of operator 'op' has no watermark yet"):
+            client.get("op", "k1", at="watermark")
+        for _ in range(12):
+            stream.batch(60)
+            stream.query.host.heartbeat()
+            floored = stream.rolling.at_watermark(stream.watermark)
+            answers = expected(stream.rolling, stream.rows, floored)
+            keys = sorted(stream.rows)
+            assert [client.get("op", k, at="watermark") for k in keys] == [answers[k] for k in keys]
+            assert (client.answered_at, client.answered_version) == (time_of(floored), stream.query.version)
+            assert client.get_each("op", keys, at="watermark") == [answers[k] for k in keys]
+            with client.scan("op", at="watermark") as rows:
+                assert (rows.version, rows.at) == (stream.query.version, time_of(floored))
+                assert {row["k"]: without_key(row) for row in rows.to_pylist()} == answers
+            relation = client.sql("select k, n_1h from op union all select k, n_1h from op", at="watermark")
+            assert sorted(relation.fetchall()) == sorted([(k, a["n_1h"]) for k, a in answers.items()] * 2)
+            assert list(relation.times.values()) == [time_of(floored)]
+            checkpoint = CheckpointClient.open(stream.query.location)
+            assert {k: checkpoint.get("op", k, at="watermark") for k in keys[:2]} == {k: answers[k] for k in keys[:2]}
+            assert checkpoint.answered_at == time_of(floored)
+            checkpoint.close()
+        again = client.get("op", keys[0], at="watermark", version=stream.query.version)
+        assert again == answers[keys[0]]
+        client._watermarks.clear()
+        with pytest.raises(StateVersionError, match=r"watermark of version 2 .* is not known"):
+            client.get("op", keys[0], at="watermark", version=2)
+        with pytest.raises(RequestError, match="leave isolation='latest' out"):
+            client.get("op", keys[0], at="watermark", isolation="latest")
+    stream.query.close()
+
+
+def test_http_the_command_line_and_the_page_take_a_time_and_name_it(tmp_path: Path) -> None:
+    """Every route that reads takes ``at``; the answer names its time, also if nobody gave one."""
+    stream = Stream(tmp_path, 23, lag_ms=59_300)
+    for _ in range(6):
+        stream.batch(40)
+    floored = stream.rolling.at_watermark(stream.watermark)
+    key = sorted(stream.rows)[0]
+    with served(stream.query) as client, answering(client) as http:
+        stream.query.host.heartbeat()
+        for at, us in (("watermark", floored), (text_of_time(floored + 90 * SECOND), floored + 90 * SECOND)):
+            answers, text = expected(stream.rolling, stream.rows, us), text_of_time(us)
+            one = http.get(f"/v1/operators/op/keys/{key}", params={"at": at}).json()
+            assert (one["value"], one["at"]) == (answers[key], text)
+            many = http.post("/v1/operators/op/lookup", json={"keys": sorted(answers), "at": at})
+            assert many.json()["at"] == text
+            assert [without_key(row) for row in many.json()["rows"]] == [answers[k] for k in sorted(answers)]
+            arrow = http.post("/v1/operators/op/lookup", json={"keys": [key], "at": at}, headers={"Accept": ARROW})
+            assert arrow.headers[TIME_HEADER] == text
+            assert without_key(pa.ipc.open_stream(arrow.content).read_all().to_pylist()[0]) == answers[key]
+            rows = http.post("/v1/operators/op/scan", json={"at": at})
+            assert rows.headers[TIME_HEADER] == text
+            scanned = map(json.loads, rows.text.splitlines())
+            assert {row["k"]: without_key(row) for row in scanned} == answers
+            selected = http.post("/v1/sql", json={"sql": "select k, n_1h from op", "at": at})
+            assert selected.headers[TIMES_HEADER] == f"q={text}"
+            assert selected.json()["times"] == {"q": text}
+            assert {row["k"]: row["n_1h"] for row in selected.json()["rows"]} == {
+                k: a["n_1h"] for k, a in answers.items()
+            }
+            run = CliRunner().invoke
+            checkpoint = ["--checkpoint", stream.query.location, "--at", at]
+            shown = json.loads(run(app, ["get", "op", key, "--json", *checkpoint]).stdout)
+            assert (shown["value"], shown["at"]) == (answers[key], text)
+            shown = json.loads(run(app, ["scan", "op", "--json", *checkpoint]).stdout)
+            assert shown["at"] == text
+            assert {row["k"]: without_key(row) for row in shown["rows"]} == answers
+            printed = run(app, ["sql", "select count(*) as n from op where n_1h > 0", *checkpoint])
+            assert f"Rolling aggregates are as of {text}." in printed.stderr
+            page = TestClient(create_ui(StoredSystem(stream.query.location), Tokens()), headers=page_token())
+            looked_up = page.get("/keys", params={"table": "q/op/default", "key.k": key, "at": at}).text
+            assert f"as of {text}" in looked_up and "Watch this key" not in looked_up
+            assert f"as of {text}" in page.get("/scan", params={"table": "q/op/default", "limit": 5, "at": at}).text
+        now = http.get(f"/v1/operators/op/keys/{key}").json()
+        assert now["value"]["n_1h"] == 0 and now["at"].startswith(str(dt.datetime.now(dt.timezone.utc).year))
+        assert "as of" in page.get("/scan", params={"table": "q/op/default", "limit": 5}).text
+        wrong = http.get(f"/v1/operators/op/keys/{key}", params={"at": "yesterday"})
+        assert wrong.status_code == 400 and "ISO 8601" in wrong.json()["detail"]
+        assert http.post("/v1/sql", json={"sql": "select * from op", "at": "+12000-01-01"}).status_code == 400
+    stream.query.close()
+
+
+def text_of_time(us: int) -> str:
+    return time_of(us).isoformat().replace("+00:00", "Z")
+
+
+def page_token() -> dict[str, str]:
+    return {"Authorization": f"Bearer {ACT}"}
+
+
+# -- savepoints, copies and other changes of stored state --------------------------------------
+
+
+def answers_of(location: str, moment: int, operator: str = "op") -> dict[str, Any]:
+    rows = state_table(location, operator, at=time_of(moment)).to_pylist()
+    return {row["k"]: without_key(row) for row in rows}
+
+
+def stored_keys(location: str) -> dict[str, int]:
+    """How many rows each column family has."""
+    versions = StateVersions.look(find_state(location))
+    counts: dict[str, int] = {}
+    for piece in versions.reading("op", versions.newest_completed()).pieces:
+        with opened_partition(versions.place, piece) as state:
+            for family in ("default", TILES_FAMILY, DUE_FAMILY):
+                counts[family] = counts.get(family, 0) + sum(
+                    part.num_rows for part in state.reads.scan(None, None, None, family)
+                )
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_savepoints_and_rewritten_checkpoints_have_all_families(tmp_path: Path, backend: str) -> None:
+    """A savepoint restored with more partitions, and a checkpoint in which another operator is rewritten."""
+    stream = Stream(tmp_path, 31, backend=backend)
+    for _ in range(8):
+        stream.batch(40)
+    stream.query.c.trigger_savepoint("r1", "name", str(tmp_path / "sp"))
+    deadline = time.monotonic() + PATIENCE
+    while (path := stream.query.c.savepoint_status("r1").path) is None:
+        assert time.monotonic() < deadline, stream.query.c.savepoint_status("r1")
+        stream.query.c.expire()
+        stream.query.host.heartbeat()
+    moment = stream.moment()
+    answers = expected(stream.rolling, stream.rows, moment)
+    families = stored_keys(stream.query.location)
+    assert families[TILES_FAMILY] and families["default"] == families[DUE_FAMILY]
+    stream.query.stop()
+    restored = str(tmp_path / "restored")
+    restore_into_checkpoint(path, restored, num_partitions=5, open_storage=stream.query.world.storage)
+    assert (answers_of(restored, moment), stored_keys(restored)) == (answers, families)
+
+
+def test_forgotten_keys_leave_all_families(tmp_path: Path) -> None:
+    """No byte of a key is left, in tiles and due times neither; the others keep their answers, and the stream goes
+    on.
+    """
+    stream = Stream(tmp_path, 33)
+    gone = "a name that no other bytes are by chance"
+    rows = [(gone, 1_000_000 + 60 * i, 1.0) for i in range(40)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), 0)
+    for _ in range(8):
+        stream.batch(40)
+    moment = stream.moment()
+    answers = expected(stream.rolling, stream.rows, moment)
+    stream.query.stop()
+    before = stored_keys(stream.query.location)
+    assert files_with(stream.query.location, gone)
+    forget_keys(stream.query.location, "op", [gone])
+    assert files_with(stream.query.location, gone) == []
+    there = stored_keys(stream.query.location)
+    assert [before[family] - there[family] for family in before] == [1, 1, 1]
+    assert answers_of(stream.query.location, moment) == answers
+
+
+def test_rows_of_rolling_aggregates_cannot_be_rewritten(tmp_path: Path) -> None:
+    """Refused before anything is written; what the error advises works: the operator stays, or begins empty."""
+    stream = Stream(tmp_path, 35)
+    for _ in range(6):
+        stream.batch(40)
+    moment = stream.moment()
+    stream.query.stop()
+    old, new = stream.query.location, tmp_path / "new"
+    with pytest.raises(InvalidStateStoreArgument, match=r"has rolling aggregates.*as far back as the longest horizon"):
+        rewrite_state(old, "op", lambda batch: batch, str(new), workers=OwnWorkers())
+    schema = stream.logic.schema.to_json()
+    totals = OperatorSpec("totals", 2, OperatorSchema.of_rows(TOTALS).to_json())
+    program = [OperatorSpec("op", 2, schema, kind="rolling_aggregate", uses_time=True), totals]
+    rows = pa.table({"k": ["a"], "n": pa.array([1], pa.int64())})
+    for given, of in (({"op": rows}, program), ({("op", "default"): rows}, program), (rows, program[:1])):
+        with pytest.raises(InvalidStateStoreArgument, match=r"'op' has rolling aggregates.*Leave 'op' out of rows="):
+            bootstrap_state(given, str(new), of, workers=OwnWorkers())
+    with pytest.raises(InvalidStateStoreArgument, match="take over with a program without 'op'"):
+        take_over._matched(SimpleNamespace(), {"op": OfProgram(program[0])}, None)
+    assert not new.exists()
+
+    bootstrap_state({"totals": rows}, str(new), program, workers=OwnWorkers())
+    assert answers_of(str(new), moment) == {}
+    rewrite_state(old, "op", None, str(tmp_path / "empty"), program=program[:1], workers=OwnWorkers())
+    assert answers_of(str(tmp_path / "empty"), moment) == {}
+    versions = StateVersions.look(find_state(old))
+    options = dict.fromkeys(("key", "combine", "num_partitions", "backend"))
+    plan = planned_rewrite(
+        versions,
+        versions.newest_completed(),
+        {},
+        program=program[:1],
+        **options,
+        sample=lambda *_: {},
+        open_storage=CheckpointStorage.open,
+    )
+    (same,) = plan.operators
+    assert same.copied is not None and set(same.copied.families) == {"default", TILES_FAMILY, DUE_FAMILY}
 
 
 def special_values(rng: random.Random, kind: pa.DataType, num: int) -> list[Any]:

@@ -24,6 +24,7 @@ class Rows:
     version: int
     batches: Iterator[pa.RecordBatch]
     closed: bool = False
+    at: None = None
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         return self.batches
