@@ -135,7 +135,7 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
     assert list(task().run(iter([]))) == []
     with pytest.raises(StateVersionError, match="Version 9 of the state"):
         in_storage(find_state(str(cluster.root / "ck")), "totals", None, None, LookupRecord(9, "", 0)).values(
-            pa.array([b"x"], pa.binary()), "default"
+            pa.array([b"\x00\x00x"], pa.binary()), "default"
         )
 
 
