@@ -163,7 +163,9 @@ _CLIENTS = [
 ]
 _PAGE = ["tests/spark_bridge/ui"]
 _PLANTED = "tests/simulation/test_planted_faults.py"
-_OF_THE_TREE = [f"tests/test_{name}.py" for name in ("entry_points", "imports", "names", "public_names", "run")]
+_OF_THE_TREE = [
+    f"tests/test_{name}.py" for name in ("entry_points", "feast", "imports", "names", "public_names", "run")
+]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/spark_bridge/state_http", *_OF_THE_TREE, _PLANTED]
 WITHOUT_CLUSTERS = {
     "state": _STATE,

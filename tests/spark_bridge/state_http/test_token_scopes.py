@@ -307,7 +307,7 @@ CALLS: dict[str, Callable[[Any, str, str], Any]] = {
     "key_schema": lambda c, o, q: c.key_schema(o, q),
 }
 NOT_OF_OPERATORS = {"answered_at", "answered_version", "now", "connect", "close", "operators", "timeout", "lag_seconds"}
-VIEW_METHODS = {"features", "feature_views", "entity_schema"}
+VIEW_METHODS = {"features", "features_of_views", "feature_views", "entity_schema"}
 
 
 def test_every_method_of_the_client_is_tried() -> None:
@@ -542,8 +542,14 @@ def test_a_client_reads_the_views_of_its_token(cluster: TwoQueries, kind: str, w
     else:
         client = cluster.client(token=cluster.token(kind), direct=way == "direct")
     assert [view["view"] for view in client.feature_views()] == allowed_views(kind)
+    calls = [
+        lambda v: client.features(v, [KEY]),
+        lambda v: client.features(v, [KEY, 8]),
+        lambda v: client.features_of_views([(v, [KEY])])[0],
+        client.entity_schema,
+    ]
     for view, place in VIEWS.items():
-        for call in (lambda v: client.features(v, [KEY]), lambda v: client.features(v, [KEY, 8]), client.entity_schema):
+        for call in calls:
             if view in allowed_views(kind) and view != "broken":
                 assert len(call(view))
                 continue
