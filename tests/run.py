@@ -155,7 +155,7 @@ _QUERIES = ["tests/spark_bridge/queryable"]
 _PROTOCOL = ["tests/spark_bridge/transport", "tests/coordinator_actor", "tests/simulation"]
 _SURGERY = [
     *(f"tests/spark_bridge/{name}" for name in ("cli", "overview", "state_surgery")),
-    *(f"tests/spark_bridge/test_{name}.py" for name in ("followed_query", "lookup_task", "wrong_use")),
+    *(f"tests/spark_bridge/test_{name}.py" for name in ("followed_query", "indexes", "lookup_task", "wrong_use")),
 ]
 _CLIENTS = [
     f"tests/spark_bridge/queryable/{name}"
