@@ -439,7 +439,9 @@ def quantiles(accuracy: float, percentages: list[float], sketches: pa.Array) -> 
     middles = _middles(buckets["code"].astype(np.int64), accuracy)
     answers = []
     for percentage in percentages:
-        rank = np.floor(percentage * np.maximum(num_values - 1, 0)).astype(np.int64)
+        rank = (
+            round(percentage * BILLION) * np.maximum(num_values - 1, 0) // BILLION
+        )  # exact, unlike a product of floats
         place = np.searchsorted(totals, totals[begins] + rank, "right") - 1
         place = np.minimum(place, max(0, len(middles) - 1))
         found = middles[place] if len(middles) else np.zeros(len(place))

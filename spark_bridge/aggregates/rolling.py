@@ -363,7 +363,7 @@ def answers_as_of(
     num_keys = len(merged_at)
     pieces = Pieces.concatenated(tiles, recent, by_time=False)
     if moment is None:
-        moments = np.zeros(num_keys, np.int64)
+        moments = np.full(num_keys, np.iinfo(np.int64).min)
         np.maximum.at(moments, recent.ids, recent.last)
     else:
         moments = np.full(num_keys, moment) if isinstance(moment, int) else moment

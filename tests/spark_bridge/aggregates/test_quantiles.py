@@ -74,3 +74,11 @@ def test_wrong_arguments_are_refused() -> None:
             S.percentile_approx("v", percentage)  # type: ignore[arg-type]
     with pytest.raises(InvalidOperatorError, match=r"accuracy=10000 is out of range; it is the relative error"):
         S.percentile_approx("v", 0.5, 10000)
+
+
+def test_the_rank_is_exact() -> None:
+    """0.29 of 100 is 29, although the product of the doubles is less."""
+    of = aggregator(0.0001, 0.29, 0.57)
+    states = of.partial(np.zeros(101, np.int64), 1, pa.record_batch({"v": pa.array(np.arange(101.0))}))
+    (result,) = of.results(states)[0].to_pylist()
+    assert [round(value) for value in result] == [29, 57]
