@@ -105,6 +105,14 @@ class StateTimeError(QueryableStateError, ValueError):
         )
 
     @classmethod
+    def at_start(cls, horizon: str, last: int, us: int) -> StateTimeError:
+        """Return the error for a horizon that begins inside a tile, whose last row is of the time ``last``."""
+        return cls(
+            f"The horizon {horizon} begins between rows that are merged in one tile: a restart has given the operator "
+            f"shorter tiles, or exact_windows=True, and these rows are older. Ask as of {_utc(last + us)} or later."
+        )
+
+    @classmethod
     def too_old(cls, moment: int, oldest: int) -> StateTimeError:
         """Return the error for a moment before the watermark of the last merge."""
         return cls(

@@ -250,20 +250,23 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str =
     )
 
 
-def horizons_since(stored: str, declared: str, complete_from: int) -> str:
-    """Return the declared setting ``HORIZONS`` of a restarted query, with the times from which horizons are complete.
+def horizons_since(stored: str, declared: str, watermark_us: int) -> str:
+    """Return the declared setting ``HORIZONS`` of a restarted query, with the event time since which each is complete.
 
-    A setting is JSON: for each output its name and its horizons, each with name, microseconds, hop, and the time from
-    which it is complete (0: always), in microseconds since 1970. Rows from before ``complete_from`` may have been
-    removed, since no horizon of ``stored`` had them.
+    A setting is JSON: for each output its name and its horizons, each with name, microseconds, hop, and that time (0:
+    always), in microseconds since 1970. Rows before the longest stored horizon, as of ``watermark_us``, may have been
+    removed. Rows before the watermark may be in tiles that are too long for a shorter hop.
     """
-    before = sorted((us, since) for _, horizons in json.loads(stored) for _, us, _, since in horizons)
+    before = sorted((us, hop, since) for _, horizons in json.loads(stored) for _, us, hop, since in horizons)
+    oldest = max(0, watermark_us - before[-1][0])
 
-    def since(us: int) -> int:
-        return next((earlier for length, earlier in before if length >= us), complete_from)
+    def since(us: int, hop: int) -> int:
+        longer = [(of_hop, earlier) for length, of_hop, earlier in before if length >= us]
+        fitting = [earlier for of_hop, earlier in longer if of_hop <= hop]
+        return fitting[0] if fitting else watermark_us if longer else oldest
 
     outputs = json.loads(declared)
-    return json.dumps([[o, [[name, us, hop, since(us)] for name, us, hop, _ in hs]] for o, hs in outputs])
+    return json.dumps([[o, [[name, us, hop, since(us, hop)] for name, us, hop, _ in hs]] for o, hs in outputs])
 
 
 def _evolved_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -141,16 +140,14 @@ def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> Oper
     schema = evolved(stored, declared, spec.kind)
     if HORIZONS not in schema.settings:
         return schema
-    since = horizons_since(stored.settings[HORIZONS], schema.settings[HORIZONS], _oldest_us(run, stored))
+    since = horizons_since(stored.settings[HORIZONS], schema.settings[HORIZONS], _watermark_us(run))
     return replace(schema, settings={**schema.settings, HORIZONS: since})
 
 
-def _oldest_us(run: QueryState, stored: OperatorSchema) -> int:
-    """Return the event time up to which the query may have removed rows of its horizons, in microseconds."""
-    longest = max(us for _, horizons in json.loads(stored.settings[HORIZONS]) for _, us, _, _ in horizons)
+def _watermark_us(run: QueryState) -> int:
+    """Return the watermark of the last batch that Spark has planned, in microseconds; 0 without one."""
     last = run.commits.last_begun()
-    watermark_ms = 0 if last is None else run.commits.times(last).watermark_ms
-    return max(0, watermark_ms * 1000 - int(longest))
+    return 0 if last is None else run.commits.times(last).watermark_ms * 1000
 
 
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:

@@ -316,7 +316,8 @@ def piece_fields(time: pa.DataType, states: pa.Schema) -> list[pa.Field]:
 def states_as_of(rolling: Rolling, pieces: Pieces, moments: Integers) -> pa.RecordBatch:
     """Return the state of each horizon of each key as of the key's moment: the first horizon of all keys, the next ...
 
-    Raises ``StateTimeError`` if rows on both sides of a moment are in one piece.
+    Raises ``StateTimeError`` if rows on both sides of a moment, or of the start of a horizon, are in one piece. The
+    latter is possible after a restart with shorter tiles only.
     """
     num_keys = len(moments)
     moment = moments[pieces.ids]
@@ -327,15 +328,25 @@ def states_as_of(rolling: Rolling, pieces: Pieces, moments: Integers) -> pa.Reco
     is_past = pieces.last <= moment
     places, groups = [], []
     for i, horizon in enumerate(rolling.horizons):
-        chosen = np.flatnonzero(is_past & (pieces.last > horizon.start(moment)))
+        start = horizon.start(moment)
+        is_after = is_past & (pieces.last > start)
+        straddling = np.flatnonzero(is_after & (pieces.first <= start))
+        if len(straddling):
+            raise StateTimeError.at_start(horizon.name, int(pieces.last[straddling].max()), horizon.us + horizon.hop)
+        chosen = np.flatnonzero(is_after)
         places.append(chosen)
         groups.append(pieces.ids[chosen] + i * num_keys)
     states = pieces.states.take(pa.array(np.concatenate(places)))
     return merge_states(states, np.concatenate(groups), num_keys * len(rolling.horizons))
 
 
-def results_of(rolling: Rolling, states: pa.RecordBatch, num_keys: int) -> list[pa.Array]:
-    """Return the columns of ``Rolling.fields`` of the rows of ``states_as_of``. A sum of no rows is 0."""
+def results_of(
+    rolling: Rolling, states: pa.RecordBatch, num_keys: int, unknown: npt.NDArray[np.bool_] | None = None
+) -> list[pa.Array]:
+    """Return the columns of ``Rolling.fields`` of the rows of ``states_as_of``. A sum of no rows is 0.
+
+    ``unknown`` has a row for each key, and a column for each horizon: the results that it marks are null.
+    """
     columns = dict(zip((name for name, _, _ in outputs_of(states.schema)), results(states), strict=True))
     functions = {name: split_function(function)[0] for name, function, _ in outputs_of(states.schema)}
     places = {(h.us, h.hop): i for i, h in enumerate(rolling.horizons)}
@@ -344,7 +355,12 @@ def results_of(rolling: Rolling, states: pa.RecordBatch, num_keys: int) -> list[
         column = columns[output]
         if functions[output] == "sum" and column.null_count:
             column = pc.fill_null(column, pa.scalar(0).cast(column.type))
-        answers += [column.slice(places[h.us, h.hop] * num_keys, num_keys) for h in horizons]
+        for horizon in horizons:
+            place = places[horizon.us, horizon.hop]
+            answer = column.slice(place * num_keys, num_keys)
+            if unknown is not None and unknown[:, place].any():
+                answer = answer.take(pa.array(np.arange(num_keys), mask=unknown[:, place]))
+            answers.append(answer)
     return answers
 
 

@@ -95,6 +95,9 @@ class SingleAnswers:
             for horizon in self._horizons:
                 start = moment - horizon.us
                 start = start // horizon.hop * horizon.hop if horizon.hop else start
+                last = max((piece[2] for piece in pieces if piece[1] <= start < piece[2]), default=None)
+                if last is not None:
+                    raise StateTimeError.at_start(horizon.name, last, horizon.us + horizon.hop)
                 chosen.append([piece for piece in pieces if start < piece[2] <= moment])
             answers = [result(chosen[place]) for place, result in self._results]
         except _Unsure:
@@ -109,18 +112,18 @@ class SingleAnswers:
         None leaves the keys to ``StateSchema.decode_values``. Tiles may be null, newest pieces not.
         """
         newest = self._of_values(recent, self._numbers[0], self._recent_dtype)
-        older = self._of_values(tiles.drop_null(), self._numbers[1], self._tiles_dtype)
-        if newest is None or older is None:
-            return None
-        merged_at = np.full(len(tiles), np.iinfo(np.int64).min)
-        has_tiles = np.flatnonzero(tiles.is_valid())
-        merged_at[has_tiles] = older[1]
-        return newest[0], replace(older[0], ids=has_tiles[older[0].ids]), merged_at
+        older = self.tiles(tiles)
+        return None if newest is None or older is None else (newest[0], *older)
 
-    def tiles(self, values: pa.BinaryArray) -> Pieces | None:
-        """Return the pieces in the tiles of keys; values may be null. None leaves them to ``decode_values``."""
+    def tiles(self, values: pa.BinaryArray) -> tuple[Pieces, Integers] | None:
+        """Return the pieces in the tiles of keys, and when these were merged, as ``pieces`` does."""
         older = self._of_values(values.drop_null(), self._numbers[1], self._tiles_dtype)
-        return None if older is None else replace(older[0], ids=np.flatnonzero(values.is_valid())[older[0].ids])
+        if older is None:
+            return None
+        merged_at = np.full(len(values), np.iinfo(np.int64).min)
+        has_tiles = np.flatnonzero(values.is_valid())
+        merged_at[has_tiles] = older[1]
+        return replace(older[0], ids=has_tiles[older[0].ids]), merged_at
 
     def _of_values(self, values: pa.BinaryArray, number: int, dtype: np.dtype[Any]) -> tuple[Pieces, Integers] | None:
         """Return the pieces of the first list of each stored value, and the time in the value's head."""

@@ -27,7 +27,7 @@ from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_or
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, OLDER, RECENT, TILES, TILES_FAMILY, is_present
+from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, MERGED_AT, OLDER, RECENT, TILES, TILES_FAMILY, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
@@ -242,14 +242,18 @@ class _RollingBatch(GroupedBatch):
         self._timer.step("merge_ms")
         stored = self._store.get_many(visited, TILES_FAMILY)
         self._timer.step("get_ms")
-        tiles = None if self._singles is None else self._singles.tiles(stored)
-        if tiles is None:
-            tiles = Pieces.of_lists(schema.decode_values(stored).column(TILES))
+        decoded = None if self._singles is None else self._singles.tiles(stored)
+        if decoded is None:
+            rows = schema.decode_values(stored)
+            merged_at = rows.column(MERGED_AT).cast(pa.int64()).fill_null(-MAX_TIME)
+            decoded = Pieces.of_lists(rows.column(TILES)), np.asarray(merged_at)
+        tiles, earlier = decoded
         if len(moving.ids):
             tiles = Pieces.concatenated(tiles, replace(moving, ids=number[moving.ids]))
             is_moved = moves[visits]
             of_moved = is_moved[tiles.ids]
-            reference = reference[visits]
+            # A restart with longer hops rounds the watermark down further, and what is merged stays merged.
+            reference = np.maximum(reference[visits], earlier)
             is_needed = tiles.last > self._rolling.longest.start(reference)[tiles.ids]
             merged = self._merged(tiles.take(of_moved & is_needed), self._kept(tiles, len(visits)), reference)
             tiles = Pieces.concatenated(tiles.take(~of_moved), merged) if not of_moved.all() else merged
@@ -261,7 +265,21 @@ class _RollingBatch(GroupedBatch):
         groups = np.concatenate([tiles.ids[chosen] * num_horizons + i for i, chosen in enumerate(places)])
         chosen_states = tiles.states.take(pa.array(np.concatenate(places)))
         states = self._logic.aggregator.merge(groups, num_states, chosen_states)
-        return _OlderStates(np.repeat(visits, num_horizons), of_visits.reshape(-1), states)
+        # A start that is inside a tile is one too low: so the state is unknown, and out of date at the next look.
+        begins = of_visits - self._straddled(tiles, of_visits)
+        return _OlderStates(np.repeat(visits, num_horizons), begins.reshape(-1), states)
+
+    @staticmethod
+    def _straddled(pieces: Pieces, starts: Integers) -> Mask:
+        """Return for each key and horizon whether the start of the horizon is inside a piece.
+
+        That is possible after a restart with shorter tiles only.
+        """
+        straddled = np.zeros(starts.shape, np.bool_)
+        for i in range(starts.shape[1]):
+            start = starts[:, i][pieces.ids]
+            straddled[pieces.ids[(pieces.first <= start) & (pieces.last > start)], i] = True
+        return straddled
 
     def _kept(self, tiles: Pieces, num_keys: int) -> Integers:
         """Return how many of a key's pieces in tiles stay apart: those after the watermark, unless there are many."""
@@ -334,11 +352,12 @@ class _RollingBatch(GroupedBatch):
             pieces = replace(pieces, ids=number[pieces.ids])
             merged = merged.renumbered(chosen, number)
         states = self._states(pieces, merged, starts[chosen])
+        unknown = self._straddled(pieces, starts[chosen]) | merged.unknown(starts[chosen])
         key_columns = decode_keys(keys.filter(pa.array(chosen)), logic.keys)
         columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))
         columns[logic.time] = pa.array(newest[chosen]).cast(logic.output.field(logic.time).type)
         names = [f.name for f in self._rolling.fields(logic.aggregator.state_schema)]
-        columns.update(zip(names, results_of(self._rolling, states, num_keys), strict=True))
+        columns.update(zip(names, results_of(self._rolling, states, num_keys, unknown), strict=True))
         spool.add(pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output))
 
     def _states(self, pieces: Pieces, merged: _OlderStates, starts: Integers) -> pa.RecordBatch:
@@ -397,6 +416,13 @@ class _OlderStates:
             of_fitting = self.begins[fits[self.ids]].reshape(-1, num_horizons)
             is_stale[fits] = (of_fitting != starts[fits]).any(axis=1)
         return counts > 0, is_stale
+
+    def unknown(self, starts: Integers) -> Mask:
+        """Return for each key and horizon whether its state has other starts than the horizons."""
+        unknown = np.zeros(starts.shape, np.bool_)
+        keys = self.ids[:: starts.shape[1]]
+        unknown[keys] = self.begins.reshape(-1, starts.shape[1]) != starts[keys]
+        return unknown
 
     def replaced(self, keys: Integers, states: _OlderStates) -> _OlderStates:
         """Return the states with those of some keys replaced."""

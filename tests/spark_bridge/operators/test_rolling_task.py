@@ -235,3 +235,83 @@ def answers_at(run: OperatorRun, moment: int) -> dict[str, dict[str, Any]]:
             answers |= {row.pop("k"): row for row in pa.table(decoded, names=names).to_pylist()}
         store.abort()
     return answers
+
+
+SETS = (("1 day",), ("10 minutes", "1 day"), ("30 seconds", "1 hour", "1 day"), ("1 minute", "20 minutes", "1 day"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_restarts_with_other_horizons_give_the_models_numbers_or_none(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A horizon that starts inside an earlier tile has null, and an error for clients, until it has passed.
+
+    No answer counts a row too many or too few, and in the end all are known.
+    """
+    rng = random.Random(seed)
+    monkeypatch.setattr(rolling_task, "FEW_ROWS", (rolling_task.FEW_ROWS, 0)[seed % 2])
+    logic, rolling = rolling_operator(SETS[0])
+    run = OperatorRun(logic, logic.schema, ["k"], 1)
+    watermark = Watermark(60)
+    rows: dict[str, list[tuple[int, float]]] = {}
+    clock = 1_000_000
+    for step in range(60):
+        if step and step % 8 == 0 and step < 50:
+            logic, rolling = rolling_operator(rng.choice(SETS), exact=step == 24)
+            run.schema = evolved(run.schema, OperatorSchema.from_json(logic.schema.to_json()), "rolling_aggregate")
+            run.logic = logic
+            run.restart()
+        clock += rng.choice((20, 300, 2000)) if step < 50 else 20_000
+        new = [(f"k{rng.randrange(3)}", clock - rng.randrange(200), float(rng.randrange(9))) for _ in range(40)]
+        times = watermark.times()
+        bound = int(rolling.longest.start(rolling.floored(np.array([times.watermark_ms * 1000])))[0])
+        for key, at, value in new:
+            if at * SECOND > bound:
+                rows.setdefault(key, []).append((at * SECOND, value))
+        emitted = {r.pop("k"): r for r in run.batch(batch_of(ROWS, new), times)}
+        watermark.advance([at for _, at, _ in new])
+        for key, row in emitted.items():
+            newest = max(t for t, _ in rows[key])
+            expected = model(rolling, rows[key], newest)
+            del row["ts"]
+            is_unknown = {name: row[name] is None and expected[name] is not None for name in row}
+            assert {name: row[name] for name in row if not is_unknown[name]} == {
+                name: expected[name] for name in row if not is_unknown[name]
+            }
+            assert step < 58 or not any(is_unknown.values())
+            moments = [newest + s * SECOND for s in (0, 100, 3000)]
+            for moment in moments:
+                try:
+                    (answer,) = [a for k, a in answers_at(run, moment).items() if k == key]
+                except StateTimeError as error:
+                    # Another key may have rows around the moment.
+                    assert step < 58 or "is between rows of" in str(error)
+                else:
+                    assert answer == model(rolling, rows[key], moment)
+    run.close()
+
+
+@pytest.mark.parametrize("few_rows", [0, 1 << 15])
+def test_a_finer_horizon_is_unknown_until_the_time_that_the_error_names(
+    monkeypatch: pytest.MonkeyPatch, few_rows: int
+) -> None:
+    """Tiles of two hours cannot tell the last ten minutes: neither the stream nor clients get a wrong number."""
+    monkeypatch.setattr(rolling_task, "FEW_ROWS", few_rows)
+    logic, _ = rolling_operator(("1 day",))
+    run = OperatorRun(logic, logic.schema, ["k"], 1)
+    rows = [("a", 10**6 + i * 60, 1.0) for i in range(300)]
+    run.batch(batch_of(ROWS, rows), BatchTimes(0, 0, 0))
+    logic, rolling = rolling_operator(("10 minutes", "1 day"))
+    run.schema = evolved(run.schema, OperatorSchema.from_json(logic.schema.to_json()), ROLLING_KIND)
+    run.logic = logic
+    run.restart()
+    newest = 10**6 + 300 * 60
+    (row,) = run.batch(batch_of(ROWS, [("a", newest, 1.0)]), BatchTimes(0, (newest - 60) * 1000, 0))
+    assert (row["n_10m"], row["total_10m"], row["n_1d"]) == (None, None, 301)
+    with pytest.raises(StateTimeError, match="begins between rows") as raised:
+        answers_at(run, newest * SECOND)
+    named = str(raised.value).partition("Ask as of ")[2].partition("Z")[0]
+    moment = int(np.datetime64(named, "us").astype(np.int64))
+    times = [(at * SECOND, value) for _, at, value in [*rows, ("a", newest, 1.0)]]
+    assert answers_at(run, moment)["a"] == model(rolling, times, moment)
+    run.close()
