@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 
 from backends.conf import DEFAULT_FAMILY
-from backends.encoding.columns import fixed_dtype
+from backends.encoding.columns import Integers, Mask, fixed_dtype
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KeyRange, decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
@@ -23,6 +23,8 @@ from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.columns import spark_struct
 from spark_bridge.operators.index_entries import move_entries, remove_entries
 from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.state_format.layouts import is_present
+from spark_bridge.state_format.stored_rows import by_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, parts_of, scanned
@@ -136,6 +138,15 @@ class GroupedBatch:
         self._rows += rows.num_rows
         if rows.num_rows:
             reducer.add(self._by_key(rows, self._store.num_key_groups))
+
+    def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Integers, family: str, *, present: bool) -> None:
+        """Stage the chosen keys by their due times in a family, or the removal of such keys."""
+        if not chosen.any():
+            return
+        by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
+        schema = self._store.schema.families[family]
+        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
+        self._store.stage(by_due, values, family)
 
     @staticmethod
     def _in_steps(

@@ -27,8 +27,8 @@ from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_or
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, MERGED_AT, OLDER, RECENT, TILES, TILES_FAMILY, is_present
-from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
+from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, MERGED_AT, OLDER, RECENT, TILES, TILES_FAMILY
+from spark_bridge.state_format.stored_rows import without_expiry
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
@@ -320,17 +320,8 @@ class _RollingBatch(GroupedBatch):
         or_removed = values if stays.all() else pc.if_else(pa.array(stays), values, pa.scalar(None, pa.binary()))
         self._store.stage(keys.filter(changed), or_removed.filter(changed))
         self._removed += int(np.count_nonzero(is_expired & present))
-        self._stage_due(keys, was_due & ~holds, old_due, present=False)
-        self._stage_due(keys, stays & ~holds, new_due, present=True)
-
-    def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Integers, *, present: bool) -> None:
-        """Stage the chosen keys by their due times, or the removal of such keys."""
-        if not chosen.any():
-            return
-        by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
-        schema = self._logic.schema.families[DUE_FAMILY]
-        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
-        self._store.stage(by_due, values, DUE_FAMILY)
+        self._stage_due(keys, was_due & ~holds, old_due, DUE_FAMILY, present=False)
+        self._stage_due(keys, stays & ~holds, new_due, DUE_FAMILY, present=True)
 
     def _emit(
         self,

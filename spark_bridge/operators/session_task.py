@@ -24,8 +24,8 @@ from backends.encoding.sorted_pairs import key_order
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START, is_present
-from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
+from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START
+from spark_bridge.state_format.stored_rows import without_expiry
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
@@ -259,17 +259,8 @@ class _SessionBatch(GroupedBatch):
         changed = pa.array(has_sessions | present)
         or_removed = pc.if_else(pa.array(has_sessions), values, pa.scalar(None, pa.binary()))
         self._store.stage(keys.filter(changed), or_removed.filter(changed))
-        self._stage_due(keys, was_due & ~holds, old_due, present=False)
-        self._stage_due(keys, has_sessions & ~holds, new_due, present=True)
-
-    def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Times, *, present: bool) -> None:
-        """Stage the chosen keys by their due times, or the removal of such keys."""
-        if not chosen.any():
-            return
-        by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
-        schema = self._logic.schema.families[ENDS_FAMILY]
-        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
-        self._store.stage(by_due, values, ENDS_FAMILY)
+        self._stage_due(keys, was_due & ~holds, old_due, ENDS_FAMILY, present=False)
+        self._stage_due(keys, has_sessions & ~holds, new_due, ENDS_FAMILY, present=True)
 
     def _emit_others(
         self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: keyed_rows.Spool
