@@ -4,7 +4,7 @@
 ``redis-server``: that of the cell "feast" of ``tests/matrix.py``. Prints a table of medians over the turns, and their
 range.
 
-One host in a process of its own answers from the state that it has in memory; Redis has the same rows, which Feast
+One host in another process answers from the state that it has in memory; Redis has the same rows, which Feast
 wrote there. One thread asks both stores through the same view of Feast. Before anything is timed, all answers are
 compared.
 """

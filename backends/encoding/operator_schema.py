@@ -251,7 +251,7 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str =
 
 
 def horizons_since(stored: str, declared: str, watermark_us: int) -> str:
-    """Return the declared setting ``HORIZONS`` of a restarted query, with the event time since which each is complete.
+    """Return the declared setting ``HORIZONS`` of a restarted query, and since when each is complete.
 
     A setting is JSON: for each output its name and its horizons, each with name, microseconds, hop, and that time (0:
     always), in microseconds since 1970. Rows before the longest stored horizon, as of ``watermark_us``, may have been

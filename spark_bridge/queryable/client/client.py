@@ -586,7 +586,7 @@ class QueryableStateClient:
         if watermark_ms is None:
             location = self._discovery.locate(target.location.operator.name, run_id, deadline)
             while location.completed_version < self._router.seen.get(run_id) and time.monotonic() < deadline:
-                time.sleep(LOCATE_AGAIN_SECONDS)  # the host has not heard of the version that another host answered
+                time.sleep(LOCATE_AGAIN_SECONDS)  # the host does not have the version yet that another host answered
                 location = self._discovery.locate(target.location.operator.name, run_id, deadline)
             newest = location.completed_version
             self._router.seen.note(run_id, newest)

@@ -59,7 +59,7 @@ class FoundPairs:
     """Stored pairs that were found in one partition, and the positions of their keys, ascending.
 
     ``more`` has, by position, the pairs that are too long to be stored with the key: chunks of lists, entries of
-    large maps. ``tiles`` are the values of tiles that keys with horizons have besides, else nulls.
+    large maps. ``tiles`` are the values of the tiles of keys with horizons, else nulls.
     """
 
     positions: Positions

@@ -310,7 +310,7 @@ def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
 
 
 def test_http_the_command_line_and_the_page_take_a_time_and_name_it(tmp_path: Path) -> None:
-    """Every route that reads takes ``at``; the answer names its time, also if nobody gave one."""
+    """Every route that reads takes ``at``; the answer names its time, also without ``at``."""
     stream = Stream(tmp_path, 23, lag_ms=59_300)
     for _ in range(6):
         stream.batch(40)
