@@ -75,6 +75,10 @@ test-matrix: $(STAMP) ## Run a part of the tests in each supported environment, 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)
 
+.PHONY: services
+services: $(STAMP) ## Fetch Kafka, HDFS and YARN for the tests that need them into .services; needs Maven
+	@$(BIN)/python -m tests.services.artifacts $(ARGS)
+
 .PHONY: lab
 lab: $(STAMP) ## Four machines on this one, a stream over them, and a prompt to kill, cut off and slow machines; needs root
 	@$(BIN)/python -m tests.lab $(ARGS)
@@ -127,5 +131,5 @@ $(BENCH_STAMP): $(STAMP)
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) .venv3* .venvs .venv-quix benchmarks/.environments docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .services .venv3* .venvs .venv-quix benchmarks/.environments docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
