@@ -86,6 +86,10 @@ class KafkaBroker:
         except KafkaException:
             return False
 
+    def topics(self) -> set[str]:
+        """Return the names of all topics."""
+        return set(self._admin.list_topics(timeout=PATIENCE).topics)
+
     def create_topic(self, name: str, partitions: int = 2, **configs: str) -> None:
         """Create a topic; ``configs`` have underscores where Kafka's names have dots."""
         from confluent_kafka.admin import NewTopic
