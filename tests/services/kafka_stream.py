@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType
 
-from tests.services.kafka import KafkaBroker, Record
+from tests.services.kafka import KafkaTopics, Record
 from tests.spark_bridge.conftest import Stream
 
 
@@ -29,16 +30,18 @@ def json_value(value: Any) -> Any:
 class KafkaStream(Stream):
     """A stream whose batches are records of a topic with one partition: one record is one micro-batch.
 
-    So it replaces ``Stream`` in tests that count on batches. ``options`` are those of the source.
+    So it replaces ``Stream`` in tests that count on batches. ``address`` is the broker's, and ``options`` are those of
+    the source.
     """
 
-    broker: KafkaBroker = field(kw_only=True)
+    address: str = field(kw_only=True)
     options: dict[str, str] = field(kw_only=True, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.topic = self.root.as_posix().strip("/").replace("/", ".")[-200:]
-        if self.topic not in self.broker.topics():
-            self.broker.create_topic(self.topic, partitions=1)
+        self.topic = re.sub("[^A-Za-z0-9._-]", "-", self.root.as_posix())[-200:]
+        self._topics = KafkaTopics(self.address)
+        if self.topic not in self._topics.names():
+            self._topics.create(self.topic, partitions=1)
 
     def add(self, rows: list[tuple[Any, ...]] | pd.DataFrame) -> None:
         """Append one record with all these rows."""
@@ -47,13 +50,13 @@ class KafkaStream(Stream):
             table = pa.Table.from_pandas(rows, schema=self.arrow_schema, preserve_index=False).to_pylist()
         else:
             table = [dict(zip(names, row, strict=True)) for row in rows]
-        self.broker.send(self.topic, [Record(None, json.dumps(table, default=json_value).encode())])
+        self._topics.send(self.topic, [Record(None, json.dumps(table, default=json_value).encode())])
         self.files += 1
 
     def read(self, name: str | None = None) -> DataFrame:
         """Return the stream; Spark 4.2 takes the ``name`` of its source, if sources have names."""
         options = {
-            "kafka.bootstrap.servers": self.broker.address,
+            "kafka.bootstrap.servers": self.address,
             "subscribe": self.topic,
             "startingOffsets": "earliest",
             "maxOffsetsPerTrigger": "1",

@@ -174,7 +174,7 @@ def make_stream(request: pytest.FixtureRequest, spark: SparkSession, tmp_path: P
         if SOURCE == "kafka":
             from tests.services.kafka_stream import KafkaStream
 
-            return KafkaStream(spark, root, schema, broker=request.getfixturevalue("kafka"))
+            return KafkaStream(spark, root, schema, address=request.getfixturevalue("kafka").address)
         return Stream(spark, root, schema)
 
     return make
