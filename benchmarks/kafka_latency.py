@@ -116,15 +116,18 @@ def measure(command: list[str], sees: Callable[[dict[str, Any]], bool], patience
         lines = process.stdout
 
         def read() -> None:
-            probes.extend(map(json.loads, lines))
+            for line in map(json.loads, lines):
+                if "behind" in line:
+                    turn.load_behind = line["behind"]
+                else:
+                    probes.append(line)
 
         reader = Thread(target=read, daemon=True)
         reader.start()
         last = time.time()
         while True:
             is_over = not reader.is_alive()
-            waiting = len(probes) - is_over  # the last line is no probe
-            if len(turn.latencies) < waiting:
+            if len(turn.latencies) < len(probes):
                 probe = probes[len(turn.latencies)]
                 if sees(probe):
                     last = time.time()
@@ -135,7 +138,6 @@ def measure(command: list[str], sees: Callable[[dict[str, Any]], bool], patience
             if time.time() - last > patience:
                 raise TimeoutError(f"{command}: no further probe within {patience} s, after {len(turn.latencies)}")
             time.sleep(0.0005)
-    turn.load_behind = probes[-1]["behind"]
     return turn
 
 
