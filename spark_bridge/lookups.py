@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from backends import spans
 from backends.conf import DEFAULT_FAMILY
 from backends.decoders import convert
+from backends.encoding.keys import encode_keys
 from backends.exceptions import VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing import try_set_up
@@ -42,8 +43,8 @@ from spark_bridge.queryable.reads.scans import MAX_RANGES
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
 from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
-from spark_bridge.state_format.layouts import ROLLING, ROWS, TILES_FAMILY, VALUE
-from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_format.layouts import LOST_FAMILY, LOST_GROUP, ROLLING, ROWS, TILES_FAMILY, VALUE
+from spark_bridge.state_format.stored_rows import VariableRows, key_groups_of
 from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
 from spark_bridge.task.state_task import OUTPUT_ROWS
 from spark_bridge.transport.flight_client import client_for, forget_client
@@ -97,6 +98,7 @@ class LookedUpState:
             values = view.unexpired(self.values(keys, view.family), self.at_ms)
             columns = [column.take(places) for column in view.value_columns(values, self.at_ms)]
             return columns, values.is_valid().take(places).fill_null(False)
+        self._require_retained(keys, places, moments)
         recent = self.values(keys, DEFAULT_FAMILY).take(places)
         is_there = recent.is_valid()
         of_rows = places.filter(is_there)
@@ -107,6 +109,18 @@ class LookedUpState:
         answers = rows.rolled(recent.filter(is_there), self.values(keys, TILES_FAMILY).take(of_rows))
         back = np.where(is_there, np.cumsum(is_there) - 1, -1)
         return [column.take(pa.array(back, mask=back < 0)) for column in answers], is_there
+
+    def _require_retained(self, keys: pa.BinaryArray, places: pa.Array, moments: pa.Array | None) -> None:
+        """Raise ``StateTimeError`` if rolling aggregates as of one of the moments need rows that are gone."""
+        if not len(keys):
+            return
+        groups = np.unique(key_groups_of(keys))
+        lost = self.values(encode_keys(pa.record_batch([groups], names=[LOST_GROUP]), groups), LOST_FAMILY)
+        moment: Moment = self.at_ms * 1000
+        if moments is not None:
+            moment = np.asarray(moments.filter(places.is_valid()))
+        rows = VariableRows(self.view.operator_schema, self.view.variable, moment=moment)
+        rows.require_retained(rows.first_moment([lost]))
 
 
 def state_in_cluster(

@@ -106,7 +106,7 @@ class QueryableStateClient:
     host that the client is connected to. Rows after that time do not count. ``answered_at`` has the time of the last
     answer. ``at="watermark"`` reads the last completed version as of the watermark of its batch, floored to a multiple
     of the shortest hop: for a replay of history, whose events are long past. ``StateTimeError`` says that the version
-    no longer has the tiles for a time.
+    no longer has the rows or tiles for a time.
 
     **Waiting.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
     ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
