@@ -31,10 +31,10 @@ from spark_bridge.aggregates.computation import Output
 from spark_bridge.aggregates.rolling import SECOND, Pieces, Rolling, declared_rolling, piece_fields
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
-from spark_bridge.lookups import in_storage
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
+from spark_bridge.state_data.looked_up_state import in_storage
 from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY, rolling_schema
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
