@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
+from backends.host_memory import BoundedDict
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
@@ -25,13 +26,16 @@ from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import (
+    At,
     DescribeReply,
     LocateOperatorRequest,
     LocateReply,
     Request,
     ViewLocation,
     ViewsRequest,
+    are_plain,
 )
+from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.scopes import ScopedOperators
 
@@ -53,6 +57,59 @@ class Discovery(Protocol):
 
     def failed(self) -> None:
         """Report that the proxy did not answer."""
+
+    def note(self, addresses: Sequence[str]) -> None:
+        """Note the addresses of hosts that an answer has named: the next proxies."""
+
+
+LOCATE_AGAIN_SECONDS = 0.05
+KEPT_WATERMARKS = 1000
+"""The watermarks of versions that a client has read, which it can read as of their watermark again."""
+
+
+class Watermarks:
+    """The watermarks of the versions that a client has read."""
+
+    def __init__(self, discovery: Discovery, router: StateRouter) -> None:
+        self._discovery = discovery
+        self._router = router
+        self._of_versions: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
+
+    def forget(self) -> None:
+        """Forget all watermarks."""
+        self._of_versions.clear()
+
+    def version_at(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
+        """Return a version, by default the one that is completed now, as of its watermark.
+
+        Raises ``StateVersionError`` for an earlier version that the client has not read as of its watermark, and
+        ``StateTimeError`` if the version has no watermark.
+        """
+        run_id, version = target.location.run_id, asked.version
+        is_newest = asked.isolation == "completed"
+        watermark_ms = None if is_newest else self._of_versions.get((run_id, version))
+        if watermark_ms is None:
+            location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            while location.completed_version < self._router.seen.get(run_id) and time.monotonic() < deadline:
+                time.sleep(LOCATE_AGAIN_SECONDS)  # the host does not have the version yet that another host answered
+                location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            newest = location.completed_version
+            self._router.seen.note(run_id, newest)
+            if location.watermark_ms is not None:
+                self._of_versions[run_id, newest] = location.watermark_ms
+            version = newest if is_newest else version
+            watermark_ms = self._of_versions.get((run_id, version))
+            if watermark_ms is None and version != newest:
+                raise exceptions.StateVersionError(
+                    f"The watermark of version {version} of operator {view.operator!r} is not known: hosts know that "
+                    f"of the last completed version, {newest}. Leave version= out, or give at= a datetime."
+                )
+        if watermark_ms is None:
+            raise exceptions.StateTimeError(
+                f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
+                "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
+            )
+        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
 
 
 class ProxyDiscovery:
@@ -86,6 +143,9 @@ class ProxyDiscovery:
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
+
+    def note(self, addresses: Sequence[str]) -> None:
+        self._named = list(dict.fromkeys(filter(None, addresses))) or self._named
 
 
 def addresses_in(location: OperatorLocation) -> list[str]:
@@ -135,6 +195,9 @@ class CoordinatorDiscovery:
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
 
+    def note(self, addresses: Sequence[str]) -> None:
+        self._addresses = list(dict.fromkeys(filter(None, addresses))) or self._addresses
+
 
 class ScopedDiscovery:
     """Finds only operators that a token with ``scope`` may read, for a client that itself may read all of them.
@@ -159,6 +222,9 @@ class ScopedDiscovery:
 
     def failed(self) -> None:
         self._discovery.failed()
+
+    def note(self, addresses: Sequence[str]) -> None:
+        self._discovery.note(addresses)
 
 
 class NoRunningQueryError(exceptions.QueryableStateError):
@@ -277,6 +343,11 @@ class KnownView:
     def dtypes(self) -> list[np.dtype[Any]]:
         """The types of numpy of the columns."""
         return [np.dtype(kind.to_pandas_dtype()) for kind in self.columns.types]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether hosts send the features of one key as a list of values."""
+        return are_plain(self.columns)
 
     @classmethod
     def of(cls, location: ViewLocation) -> KnownView:
@@ -458,6 +529,7 @@ class ClusterAccess:
 
     def _locate_view(self, view: str, _: str | None, deadline: float, earlier: KnownView | None) -> KnownView:
         (location,) = self.find_views(ViewsRequest(view), deadline)
+        self._discovery.note(location.addresses)
         if earlier is not None and earlier.location.revision == location.revision:
             return KnownView(location, earlier.codec, earlier.columns)
         return KnownView.of(location)
