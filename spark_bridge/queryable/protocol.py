@@ -426,7 +426,7 @@ class FeatureAnswer:
         return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
 
 
-def are_plain(columns: pa.Schema) -> bool:
+def have_plain_values(columns: pa.Schema) -> bool:
     """Return whether msgpack has a value for each value of the columns of features."""
     return all(
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or kind == pa.string()

@@ -7,14 +7,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from coordinator_actor.access_tokens import ALL, Scope
+from coordinator_actor.access_tokens import ALL
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
@@ -23,15 +21,12 @@ from spark_bridge.queryable.client.discovery import (
     KnownOperator,
     KnownView,
     NoRunningQueryError,
-    ProxyDiscovery,
     ScopedDiscovery,
     Watermarks,
-    addresses_of,
-    coordinator_in_cluster,
-    from_environment,
+    connected,
 )
 from spark_bridge.queryable.client.features import FeatureRows, described_view, read_view, read_views
-from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
+from spark_bridge.queryable.client.lookups import KeyLookups, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff, scan_request, utc_time
 from spark_bridge.queryable.client.state_views import StateView
@@ -42,12 +37,11 @@ from spark_bridge.queryable.protocol import (
     DescribeRequest,
     FeatureAnswer,
     FeaturesRequest,
-    KeyRowsRequest,
     OperatorsRequest,
     features_of,
 )
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.scopes import is_in_scope, view_errors, views_within
+from spark_bridge.queryable.routing.scopes import is_in_scope
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -179,26 +173,7 @@ class QueryableStateClient:
 
         With an address, ``connect`` does no I/O: a wrong address or token shows with the first call.
         """
-        address, token = from_environment(address, token)
-        context = tls.client_context() if isinstance(tls, TlsConf) else tls
-        if address is None:
-            discovery_in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
-            connections = KvConnections(token or own_token, context, timeout)
-            if direct is False:
-                return cls(
-                    discovery_in_cluster, connections, StateRouter(connections, via=discovery_in_cluster.proxy), timeout
-                )
-            return cls(discovery_in_cluster, connections, StateRouter(connections), timeout)
-        if token is None:
-            raise QueryableStateError(
-                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
-                "without one. `statestore token` issues them."
-            )
-        addresses = addresses_of(address)
-        connections = KvConnections(token, context, timeout)
-        discovery = ProxyDiscovery(addresses, connections)
-        router = StateRouter(connections) if direct else StateRouter(connections, via=discovery.proxy)
-        return cls(discovery, connections, router, timeout)
+        return cls(*connected(namespace, coordinator_name, address, token, tls, timeout, direct), timeout)
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -341,18 +316,8 @@ class QueryableStateClient:
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
             view = target.view(state)
-            codec, chosen = view.without_window, all_keys
-            if view.window is not None and have_windows(view, all_keys):
-                chosen = view.codec.columns(all_keys).select(list(codec.by))
-            location = target.location
-            wanted = None if columns is None else list(columns)
-            encoded = codec.encode(codec.columns(chosen)).unique()
             version_and_time = self._as_of(target, view, asked, deadline)
-            request = KeyRowsRequest(location.run_id, location.operator.name, state, version_and_time, wanted)
-            answer = KeyLookups(self._router, target, view, version_and_time, deadline).key_rows(request, encoded)
-            names = answer.schema.names
-            columns_asked = [i for i, name in enumerate(names) if i > 0]
-            return StateScan(answer, None, columns_asked, moment=version_and_time.moment)
+            return KeyLookups(self._router, target, view, version_and_time, deadline).rows(all_keys, state, columns)
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -667,27 +632,3 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
-    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
-
-    For an application whose callers have separate tokens. It is not closed: the connections are shared.
-    """
-    if scope.is_all:
-        return client
-    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
-    scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
-    find = client._access.find_views
-    scoped._access.find_views = lambda request, deadline: views_within(scope, partial(find, deadline=deadline), request)
-    return scoped
-
-
-class _ScopedClient(QueryableStateClient):
-    """A client for callers who must not learn of other views and operators from errors."""
-
-    def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
-    ) -> FeatureAnswer:
-        with view_errors(target.location.view.name):
-            return super()._ask_features(target, at, defaults, keys, deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,11 +34,12 @@ from spark_bridge.queryable.protocol import (
     Request,
     ViewLocation,
     ViewsRequest,
-    are_plain,
+    have_plain_values,
 )
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.scopes import ScopedOperators
+from spark_bridge.transport.tls import TlsConf
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -250,6 +252,33 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     return addresses
 
 
+def connected(
+    namespace: str,
+    coordinator_name: str,
+    address: str | Sequence[str] | None,
+    token: str | None,
+    tls: TlsConf | ssl.SSLContext | None,
+    timeout: float,
+    direct: bool | None,
+) -> tuple[Discovery, KvConnections, StateRouter]:
+    """Return the way to hosts for the arguments of ``QueryableStateClient.connect``."""
+    address, token = from_environment(address, token)
+    context = tls.client_context() if isinstance(tls, TlsConf) else tls
+    if address is None:
+        in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
+        connections = KvConnections(token or own_token, context, timeout)
+        return in_cluster, connections, StateRouter(connections, via=in_cluster.proxy if direct is False else None)
+    if token is None:
+        raise exceptions.QueryableStateError(
+            "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
+            "without one. `statestore token` issues them."
+        )
+    addresses = addresses_of(address)
+    connections = KvConnections(token, context, timeout)
+    discovery = ProxyDiscovery(addresses, connections)
+    return discovery, connections, StateRouter(connections, via=None if direct else discovery.proxy)
+
+
 def from_environment(
     address: str | Sequence[str] | None, token: str | None
 ) -> tuple[str | Sequence[str] | None, str | None]:
@@ -347,7 +376,7 @@ class KnownView:
     @cached_property
     def is_plain(self) -> bool:
         """Whether hosts send the features of one key as a list of values."""
-        return are_plain(self.columns)
+        return have_plain_values(self.columns)
 
     @classmethod
     def of(cls, location: ViewLocation) -> KnownView:

@@ -33,7 +33,7 @@ from spark_bridge.queryable.protocol import (
     ViewLocation,
     ViewQuery,
     ViewsRequest,
-    are_plain,
+    have_plain_values,
 )
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import variables_of
@@ -174,7 +174,7 @@ class ResolvedView:
     @cached_property
     def is_plain(self) -> bool:
         """Whether msgpack has a value for each value of the columns."""
-        return are_plain(self.columns)
+        return have_plain_values(self.columns)
 
     def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
         """Return the features of one key: those of ``rows``, several times faster for one row."""
