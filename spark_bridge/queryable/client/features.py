@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +21,12 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
 )
 from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED
-from spark_bridge.queryable.client.discovery import KnownView
+from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
+from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
-
-if TYPE_CHECKING:
-    from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.routing.router import StateRouter
 
 
 class FeatureRows:
@@ -156,8 +155,26 @@ def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
     return array
 
 
+class ViewClient(Protocol):
+    """What reads of views need of ``QueryableStateClient``."""
+
+    _connections: KvConnections
+    _router: StateRouter
+    _access: ClusterAccess
+    _answered_at: int | None
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer: ...
+
+    def features(
+        self, view: str, keys: Any, *, defaults: bool = True, isolation: str = "completed", timeout: float | None = None
+    ) -> FeatureRows:
+        """See ``QueryableStateClient.features``."""
+
+
 def read_view(
-    client: QueryableStateClient,
+    client: ViewClient,
     view: str,
     keys: Any,
     asked: At,
@@ -172,7 +189,7 @@ def read_view(
 
 
 def read_views(
-    client: QueryableStateClient, requests: Sequence[tuple[str, Any]], *, defaults: bool, timeout: float | None
+    client: ViewClient, requests: Sequence[tuple[str, Any]], *, defaults: bool, timeout: float | None
 ) -> list[FeatureRows]:
     """Return the answer of ``QueryableStateClient.features_of_views``."""
     moment = client._connections.now_us()
@@ -187,7 +204,7 @@ def read_views(
 
 
 def _read(
-    client: QueryableStateClient,
+    client: ViewClient,
     view: str,
     keys: Any,
     as_of: Callable[[ViewLocation], At],
@@ -221,7 +238,7 @@ def _read(
 
 
 def features_each(
-    client: QueryableStateClient,
+    client: ViewClient,
     view: str,
     requests: Sequence[list[Any]],
     *,
