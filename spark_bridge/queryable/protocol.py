@@ -426,6 +426,14 @@ class FeatureAnswer:
         return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
 
 
+def have_plain_values(columns: pa.Schema) -> bool:
+    """Return whether msgpack has a value for each value of the columns of features."""
+    return all(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or kind == pa.string()
+        for kind in columns.types
+    )
+
+
 class StateReads(Protocol):
     """Answers the requests of this module. Thread-safe. All rows of an answer are of one version.
 

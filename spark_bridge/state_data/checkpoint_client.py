@@ -409,6 +409,9 @@ class _InStorage:
     def failed(self) -> None:
         """Do nothing: a checkpoint has no other host."""
 
+    def note(self, addresses: Sequence[str]) -> None:
+        """Do nothing: no host is asked."""
+
 
 class StoredWatch:
     """The changes of an operator's state, version by version, like ``StateWatch``; it looks every second.
