@@ -79,6 +79,10 @@ test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (
 services: $(STAMP) ## Fetch Kafka, HDFS and YARN for the tests that need them into .services; needs Maven
 	@$(BIN)/python -m tests.services.artifacts $(ARGS)
 
+.PHONY: test-services
+test-services: $(STAMP) $(STAMP42) services ## Run the tests over a real Kafka, HDFS and YARN
+	@$(BIN)/python -m tests.run --services $(ARGS)
+
 .PHONY: lab
 lab: $(STAMP) ## Four machines on this one, a stream over them, and a prompt to kill, cut off and slow machines; needs root
 	@$(BIN)/python -m tests.lab $(ARGS)

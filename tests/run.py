@@ -135,13 +135,25 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
 
 
 LINES_AND_THEIR_REST = (
-    ("(ray or spark) and not spark42_only", "(ray or spark) and (spark42_only or thorough)"),
-    ("spark42 or spark42_only", "(ray or spark) and (thorough or not (spark42 or spark42_only))"),
+    (
+        "(ray or spark) and not spark42_only and not service",
+        "(ray or spark) and not service and (spark42_only or thorough)",
+    ),
+    (
+        "(spark42 or spark42_only) and not service",
+        "(ray or spark) and not service and (thorough or not (spark42 or spark42_only))",
+    ),
 )
 """The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
+SERVICES = (
+    "service and not (spark or ray)",
+    "service and (spark or ray) and not spark42_only",
+    "service and (spark42 or spark42_only)",
+)
+"""The marks of the tests that a run with services chooses: without clusters, for Spark 3.5, and for Spark 4.2."""
 SIMULATED_FOR = "10m"
 """A thorough run searches worlds of fresh seeds for broken rules for this long."""
-NO_CLUSTER = ("-m", "not ray and not spark")
+NO_CLUSTER = ("-m", "not ray and not spark and not service")
 _STATE = [
     *(f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")),
     "tests/spark_bridge/state_data",
@@ -214,6 +226,16 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     ]
 
 
+def steps_of_services(arguments: Sequence[str]) -> list[list[Part]]:
+    """Return the steps of the tests that need real services."""
+    names, venvs = ("services", "Spark 3.5", "Spark 4.2"), (".venv", ".venv", ".venv42")
+    parts = [
+        Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", marks, *arguments])
+        for name, venv, marks in zip(names, venvs, SERVICES, strict=True)
+    ]
+    return [parts[:1], parts[1:]]
+
+
 def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
     """Return the part without clusters and the demo for each environment, one after the other."""
 
@@ -235,15 +257,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="Other arguments are those of pytest.")
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
+    parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:
         parser.error("--pythons runs the tests without clusters and the demo: leave --without-clusters out.")
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
+    steps = steps_of_services(rest) if given.services else steps
     if given.without_clusters:
         steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
-    bound = None if given.thorough or given.pythons or given.without_clusters else 600.0
+    is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)
+    bound = 600.0 if is_usual else None
     outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1

@@ -91,11 +91,24 @@ def test_each_test_of_clusters_runs_on_both_lines_of_spark(line: int, marks: tup
     given = dict(zip(("ray", "spark42", "spark42_only", "thorough"), marks, strict=True)) | {"spark": not marks[0]}
     if given["spark42"] and given["spark42_only"]:
         return  # "on both" and "on one"
+    given["service"] = False
     usual = [not given["thorough"] and bool(eval(of, {}, given)) for of, _ in run.LINES_AND_THEIR_REST]
     thorough = [bool(eval(of, {}, given)) for _, of in run.LINES_AND_THEIR_REST]
     assert usual[line] != thorough[line]
     assert any(usual) != given["thorough"]
     assert all(usual) == (given["spark42"] and not given["thorough"])
+
+
+@pytest.mark.parametrize("marks", list(product([0, 1], repeat=4)))
+def test_each_test_of_services_runs_with_services_only(marks: tuple[int, ...]) -> None:
+    """Once without clusters; with Spark on 3.5, on 4.2, or on both."""
+    given = dict(zip(("ray", "spark", "spark42", "spark42_only"), marks, strict=True))
+    given |= {"service": True, "thorough": False, "browser": False}
+    if (given["spark42"] and given["spark42_only"]) or (given["spark42"] or given["spark42_only"]) > given["spark"]:
+        return
+    chosen = [p.command[p.command.index("-m", 3) + 1] for step in run.steps_of(False, []) for p in step]
+    assert not any(eval(of, {}, given) for of in chosen)
+    assert sum(bool(eval(of, {}, given)) for of in run.SERVICES) == 1 + given["spark42"]
 
 
 @pytest.mark.parametrize("given", [["--without-clusters", "-x"], ["--thorough", "--without-clusters", "-x"]])
@@ -129,7 +142,7 @@ def test_each_test_without_clusters_runs_once() -> None:
             if "pytest" in p.command
         ]
         for browser in (False, True):
-            given = {"ray": False, "spark": False, "spark42": False, "spark42_only": False, "thorough": False}
+            given = {"ray": False, "spark": False, "spark42": False, "spark42_only": False, "thorough": False, "service": False}
             ran = {of for of in chosen if eval(of, {}, {**given, "browser": browser})}
             assert len(ran) == 1, (is_thorough, browser, ran)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.session import ray_cluster
 from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
+from spark_bridge.session.packages import MAVEN, is_jvm_failure, jar_settings, unresolved
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def init_spark(
     executor_memory: str | int = "1g",
     *,
     configs: dict[str, str] | None = None,
+    packages: Sequence[str] = (),
     ray_address: str | None = None,
     namespace: str = NAMESPACE,
     coordinator_name: str = COORDINATOR_NAME,
@@ -61,7 +64,9 @@ def init_spark(
     Ray: joins the cluster that this process is in, else the one that ``ray_address`` or ``RAY_ADDRESS`` names, else the
     one that runs on this machine; else starts a cluster, which ``stop_spark`` stops again.
 
-    ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost actors
+    ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``packages`` are jars for the driver
+    and the executors, such as the connector of Kafka: paths of jars, directories of jars, or Maven coordinates
+    (``"org.apache.spark:spark-sql-kafka-0-10_2.12:3.5.7"``), which Spark resolves. ``num_hosts`` StateStoreHost actors
     are started (default: one per executor core), on all machines that have executors; they take no CPU slot. Hosts also
     start on the machines of executors that come later, and replace hosts that are lost with their machine.
     ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of its checkpoint
@@ -74,8 +79,9 @@ def init_spark(
     with 0 it takes any free port, and clients outside need the new port after a restart. ``request_limits`` are the
     limits of these answers.
 
-    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together.
-    Raises ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
+    Raises ``EnvironmentProblemError`` if Java is missing, packages cannot be resolved, or the versions of RayDP and
+    PySpark do not fit together. Raises ``SessionError`` if this process has a session already, ``packages`` do not
+    exist or do not fit this Spark, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
     Raises ``TlsError`` if certificates do not fit, and ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
@@ -94,6 +100,8 @@ def init_spark(
     )
     ray_cluster.ensure_java()
     _check_pair()
+    user_configs = dict(configs or {})
+    user_configs |= jar_settings(packages, user_configs, metadata.version("pyspark"))
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     started_ray = ray_cluster.join_or_start_ray(ray_address, num_executors * executor_cores)
@@ -111,17 +119,19 @@ def init_spark(
             num_executors,
             executor_cores,
             executor_memory,
-            configs=_spark_configs(configs, num_executors * executor_cores),
+            configs=_spark_configs(user_configs, num_executors * executor_cores),
             **raydp_options,
         )
-        if configs is not None and LOG_LEVEL in configs:
-            _set_log_level(spark, configs[LOG_LEVEL])
+        if LOG_LEVEL in user_configs:
+            _set_log_level(spark, user_configs[LOG_LEVEL])
         await_executors(spark, num_executors)
         _join(spark, options, raydp_app=app_name, started_ray=started_ray, group=group)
-    except BaseException:
+    except BaseException as error:
         ray_cluster.stop_raydp(group)
         if started_ray:
             ray_cluster.stop_ray()
+        if MAVEN in user_configs and is_jvm_failure(error):
+            raise unresolved(user_configs, error) from error
         raise
     return spark
 
@@ -262,19 +272,19 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
     log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
 
 
-def _spark_configs(user_configs: dict[str, str] | None, cores: int) -> dict[str, str]:
+def _spark_configs(user_configs: dict[str, str], cores: int) -> dict[str, str]:
     from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
-        **master_on_head(user_configs or {}),
+        **master_on_head(user_configs),
         **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = MasterSettings({**ours, **(user_configs or {})})
+    configs = MasterSettings({**ours, **user_configs})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

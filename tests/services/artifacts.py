@@ -70,6 +70,14 @@ def class_path(name: str) -> str:
     return ":".join(map(str, jars(name)))
 
 
+def connector_jars() -> list[str]:
+    """Return the fetched jars of Spark's Kafka connector for the PySpark of this environment; none without them."""
+    from importlib.metadata import version
+
+    line = "spark35-kafka" if version("pyspark") < "4" else "spark42-kafka"
+    return sorted(map(str, (ROOT / line).glob("*.jar")))
+
+
 def fetch(name: str) -> Path:
     """Fetch the jars of ``ARTIFACTS[name]`` unless they are there; return their directory.
 

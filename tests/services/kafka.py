@@ -28,57 +28,17 @@ class Record:
     offset: int = -1
 
 
-class KafkaBroker:
-    """A broker that keeps its port and its records over crashes and restarts."""
+class KafkaTopics:
+    """What tests do with the topics of the broker at ``address``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, address: str) -> None:
         from confluent_kafka.admin import AdminClient
 
-        self._jars = class_path("kafka")
-        port, controller = free_port(), free_port()
-        self.address = f"127.0.0.1:{port}"
-        properties = {
-            "process.roles": "broker,controller",
-            "node.id": 1,
-            "controller.quorum.voters": f"1@127.0.0.1:{controller}",
-            "controller.listener.names": "CONTROLLER",
-            "listeners": f"PLAINTEXT://{self.address},CONTROLLER://127.0.0.1:{controller}",
-            "advertised.listeners": f"PLAINTEXT://{self.address}",
-            "log.dirs": directory / "data",
-            "offsets.topic.replication.factor": 1,
-            "offsets.topic.num.partitions": 1,
-            "transaction.state.log.replication.factor": 1,
-            "transaction.state.log.min.isr": 1,
-            "group.initial.rebalance.delay.ms": 0,
-            # A broker that was killed is fenced until its old session ends.
-            "broker.session.timeout.ms": 1000,
-            "broker.heartbeat.interval.ms": 200,
-            "auto.create.topics.enable": "false",
-            "log.retention.check.interval.ms": 200,
-            "log.segment.delete.delay.ms": 0,
-        }
-        self._properties = directory / "server.properties"
-        self._properties.write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
-        storage = ["kafka.tools.StorageTool", "format", "-t", "bmQxc3RhdGVzdG9yZS10ZQ", "-c", str(self._properties)]
-        subprocess.run(["java", "-cp", self._jars, *storage], check=True, capture_output=True)
-        level = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
-        broker = [level, "-cp", self._jars, "kafka.Kafka", str(self._properties)]
-        self._service = JavaService(broker, directory / "broker.log")
-        self._admin = AdminClient({"bootstrap.servers": self.address, "log_level": 0})
+        self.address = address
+        self._admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
 
-    def start(self) -> None:
-        """Start the broker, again after ``stop`` or ``kill``, and wait until it answers."""
-        self._service.start(self._answers)
-
-    def stop(self) -> None:
-        """End the broker regularly."""
-        self._service.stop()
-
-    def kill(self) -> None:
-        """End the broker as a crash does."""
-        self._service.kill()
-
-    def _answers(self) -> bool:
+    def is_reachable(self) -> bool:
+        """Whether a broker answers."""
         from confluent_kafka import KafkaException
 
         try:
@@ -86,7 +46,11 @@ class KafkaBroker:
         except KafkaException:
             return False
 
-    def create_topic(self, name: str, partitions: int = 2, **configs: str) -> None:
+    def names(self) -> set[str]:
+        """Return the names of all topics."""
+        return set(self._admin.list_topics(timeout=PATIENCE).topics)
+
+    def create(self, name: str, partitions: int = 2, **configs: str) -> None:
         """Create a topic; ``configs`` have underscores where Kafka's names have dots."""
         from confluent_kafka.admin import NewTopic
 
@@ -170,6 +134,55 @@ class KafkaBroker:
             yield consumer
         finally:
             consumer.close()
+
+
+class KafkaBroker:
+    """A broker that keeps its port and its records over crashes and restarts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._jars = class_path("kafka")
+        port, controller = free_port(), free_port()
+        self.address = f"127.0.0.1:{port}"
+        properties = {
+            "process.roles": "broker,controller",
+            "node.id": 1,
+            "controller.quorum.voters": f"1@127.0.0.1:{controller}",
+            "controller.listener.names": "CONTROLLER",
+            "listeners": f"PLAINTEXT://{self.address},CONTROLLER://127.0.0.1:{controller}",
+            "advertised.listeners": f"PLAINTEXT://{self.address}",
+            "log.dirs": directory / "data",
+            "offsets.topic.replication.factor": 1,
+            "offsets.topic.num.partitions": 1,
+            "transaction.state.log.replication.factor": 1,
+            "transaction.state.log.min.isr": 1,
+            "group.initial.rebalance.delay.ms": 0,
+            # A broker that was killed is fenced until its old session ends.
+            "broker.session.timeout.ms": 1000,
+            "broker.heartbeat.interval.ms": 200,
+            "auto.create.topics.enable": "false",
+            "log.retention.check.interval.ms": 200,
+            "log.segment.delete.delay.ms": 0,
+        }
+        self._properties = directory / "server.properties"
+        self._properties.write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
+        storage = ["kafka.tools.StorageTool", "format", "-t", "bmQxc3RhdGVzdG9yZS10ZQ", "-c", str(self._properties)]
+        subprocess.run(["java", "-cp", self._jars, *storage], check=True, capture_output=True)
+        level = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+        broker = [level, "-cp", self._jars, "kafka.Kafka", str(self._properties)]
+        self._service = JavaService(broker, directory / "broker.log")
+        self.topics = KafkaTopics(self.address)
+
+    def start(self) -> None:
+        """Start the broker, again after ``stop`` or ``kill``, and wait until it answers."""
+        self._service.start(self.topics.is_reachable)
+
+    def stop(self) -> None:
+        """End the broker regularly."""
+        self._service.stop()
+
+    def kill(self) -> None:
+        """End the broker as a crash does."""
+        self._service.kill()
 
 
 @contextmanager

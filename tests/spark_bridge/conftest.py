@@ -28,6 +28,7 @@ from spark_bridge.session.settings import STATE_LOCATION_CONF
 from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
+from tests.services.artifacts import connector_jars
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,8 @@ _QUICK = {
 """Settings that make short streams cheap without changing their results."""
 
 
+SOURCE = os.environ.get("STATESTORE_TEST_SOURCE", "files")
+"""Where the streams of tests come from: "files", or "kafka"."""
 IS_ATTACHED = os.environ.get("STATESTORE_TEST_SESSION") == "attach"
 CONFIGS = {
     "spark.sql.shuffle.partitions": "2",
@@ -103,11 +106,12 @@ def spark() -> Iterator[SparkSession]:
     if IS_ATTACHED:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
         builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
-        for name, value in {**CONFIGS, "spark.sql.session.timeZone": "UTC"}.items():
+        jars = {"spark.jars": ",".join(connector_jars())}
+        for name, value in {**CONFIGS, **jars, "spark.sql.session.timeZone": "UTC"}.items():
             builder = builder.config(name, value)
         session = attach(builder.getOrCreate(), num_hosts=2, **options)
     else:
-        session = init_spark("tests", 2, 1, "1g", configs=CONFIGS, **options)
+        session = init_spark("tests", 2, 1, "1g", configs=CONFIGS, packages=connector_jars(), **options)
     yield session
     stop_spark()
     session.stop()
@@ -159,7 +163,7 @@ class Stream:
 
 
 @pytest.fixture
-def make_stream(spark: SparkSession, tmp_path: Path) -> Callable[..., Stream]:
+def make_stream(request: pytest.FixtureRequest, spark: SparkSession, tmp_path: Path) -> Callable[..., Stream]:
     made = 0
 
     def make(schema: str = "k long, v double") -> Stream:
@@ -167,6 +171,10 @@ def make_stream(spark: SparkSession, tmp_path: Path) -> Callable[..., Stream]:
         made += 1
         root = tmp_path / f"stream{made}"
         (root / "in").mkdir(parents=True)
+        if SOURCE == "kafka":
+            from tests.services.kafka_stream import KafkaStream
+
+            return KafkaStream(spark, root, schema, address=request.getfixturevalue("kafka").address)
         return Stream(spark, root, schema)
 
     return make

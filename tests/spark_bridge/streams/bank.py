@@ -23,10 +23,11 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.effort import effort
@@ -234,17 +235,20 @@ def check_history(directory: Path, committed: dict[int, float]) -> int:
 
 
 class Chaos:
-    """Kills hosts and the coordinator, and restarts the query, chosen by a seed."""
+    """Kills hosts and the coordinator, and restarts the query, chosen by a seed; ``strikes`` are further faults."""
 
     KINDS = ("host", "coordinator", "hosts", "query", "nothing", "nothing")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, strikes: Mapping[str, Callable[[], object]]) -> None:
         self.random = random.Random(seed)
-        self.done: dict[str, int] = dict.fromkeys(self.KINDS, 0)
+        self._strikes = strikes
+        self.done: dict[str, int] = dict.fromkeys([*self.KINDS, *strikes], 0)
 
     def choose(self) -> str:
-        """Return the next fault."""
-        kind = self.random.choice(self.KINDS)
+        """Return the next fault; the further ones come first."""
+        kind = next((k for k in self._strikes if not self.done[k]), None) or self.random.choice(
+            [*self.KINDS, *self._strikes]
+        )
         self.done[kind] += 1
         return kind
 
@@ -252,6 +256,9 @@ class Chaos:
         """Kill processes of this session."""
         from spark_bridge.session.current import current_cluster
 
+        if kind in self._strikes:
+            self._strikes[kind]()
+            return
         cluster = current_cluster()
         if kind == "coordinator":
             pids = [int(cluster.coordinator.call("describe")["pid"])]
@@ -270,12 +277,13 @@ def run_bank(
     seconds: float,
     pause: float = PAUSE,
     at_least: tuple[int, int] = (0, 0),
+    strikes: Mapping[str, Callable[[], object]] = MappingProxyType({}),
 ) -> tuple[int, dict[str, int], int]:
     """Run transfers, tellers and faults until there are ``answers``, or ``seconds`` have passed.
 
     Returns the number of answers, the faults by kind, and the highest version seen. A fault strikes every ``pause``
     seconds. If ``at_least`` (answers, version) is not reached after ``seconds``, the run continues without faults,
-    which may come faster than the processes recover.
+    which may come faster than the processes recover. ``strikes`` are further faults by name: each comes once.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with a teller's finding.
     """
@@ -286,7 +294,7 @@ def run_bank(
     from spark_bridge import functions as S
     from spark_bridge.exceptions import HostUnavailableError
 
-    bank, chaos = Bank(directory, seed), Chaos(seed)
+    bank, chaos = Bank(directory, seed), Chaos(seed, strikes)
 
     def start() -> Any:
         balances = aggregate(stream.read(), by="account", operator=OPERATOR, balance=S.sum("amount"))

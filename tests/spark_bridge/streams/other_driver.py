@@ -27,6 +27,7 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from spark_bridge import attach, stop_spark
 from spark_bridge.session.ray_cluster import ensure_java
 from spark_bridge.session.current import current_cluster
+from tests.services.artifacts import connector_jars
 from tests.spark_bridge.conftest import Stream, settle
 from tests.spark_bridge.streams.flow import SCHEMA, Flow
 
@@ -37,7 +38,8 @@ if options["ray"] == "own":
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, **ray_options)
 else:
     ray.init(address=options["ray"], **ray_options)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.jars", ",".join(connector_jars())).getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
 conf = StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3)
 coordinator_conf = CoordinatorConf(**options["coordinator_conf"])
@@ -50,6 +52,10 @@ def sink(batch, n):
         os.kill(os.getpid(), signal.SIGKILL)
 
 stream = Stream(spark, Path(options["root"]), SCHEMA)
+if options["broker"] is not None:
+    from tests.services.kafka_stream import KafkaStream
+
+    stream = KafkaStream(spark, Path(options["root"]), SCHEMA, address=options["broker"])
 writer = Flow(stream).frame(*options["partitions"]).writeStream.option("checkpointLocation", stream.checkpoint)
 query = writer.foreachBatch(sink).start()
 settle(query)
@@ -88,6 +94,7 @@ class Driver:
         self._ready, self._end, self._log = scratch / "ready.json", scratch / "end", scratch / "driver.log"
         options = {
             "root": str(stream.root),
+            "broker": getattr(stream, "address", None),
             "ray": "own" if ray == "own" else ray_address(),
             "partitions": partitions,
             "die_in_batch": die_in_batch,
