@@ -142,7 +142,14 @@ def test_each_test_without_clusters_runs_once() -> None:
             if "pytest" in p.command
         ]
         for browser in (False, True):
-            given = {"ray": False, "spark": False, "spark42": False, "spark42_only": False, "thorough": False, "service": False}
+            given = {
+                "ray": False,
+                "spark": False,
+                "spark42": False,
+                "spark42_only": False,
+                "thorough": False,
+                "service": False,
+            }
             ran = {of for of in chosen if eval(of, {}, {**given, "browser": browser})}
             assert len(ran) == 1, (is_thorough, browser, ran)
 

@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 from obstore.exceptions import AlreadyExistsError
 
@@ -48,14 +50,8 @@ BLOCK_BYTES = 128 << 20
 _PIECE_BYTES = 4 << 20
 _AT_ONCE = 16
 """At most this many requests of one call are under way."""
-_CLIENT_SETTINGS = {
-    # Our own retries have a clock and a limit. Of two NameNodes, a new client may ask the other one first.
-    "dfs.client.failover.max.attempts": "2",
-    "dfs.client.failover.sleep.base.millis": "50",
-    "dfs.client.failover.sleep.max.millis": "200",
-    # A DataNode that sends nothing for so long is left for another one: in less time than ``STEP_SECONDS``.
-    "dfs.client.socket-timeout": "6000",
-}
+SOCKET_MILLISECONDS = "6000"
+"""A DataNode that sends nothing for so long is left for another one: in less time than ``STEP_SECONDS``."""
 _FINAL = (
     "AccessControlException",
     "AuthorizationException",
@@ -115,10 +111,16 @@ class HdfsClients:
         self.client = self._made()
 
     def _made(self) -> AsyncClient:
-        host = self._location.container
         hdfs_native = import_optional("hdfs_native", f"State at {self._location.text}", InvalidStateStoreArgument)
         make: Callable[[str, dict[str, str]], AsyncClient] = hdfs_native.AsyncClient
-        settings = {**_CLIENT_SETTINGS, **self._options}
+        host = self._location.container or self._default_host()
+        # Our own retries have a clock and a limit; hdfs-native's pause fails outside a runtime of Rust. Of the
+        # NameNodes of a nameservice, it asks the second one without a pause.
+        settings = {
+            "dfs.client.socket-timeout": SOCKET_MILLISECONDS,
+            "dfs.client.failover.max.attempts": "0" if ":" in host else "1",
+            **self._options,
+        }
         if self._renewals:
             # A NameNode that hangs keeps its connections: the next client must not begin with the same one.
             settings[f"dfs.client.failover.random.order.{host}"] = "true"
@@ -135,6 +137,17 @@ class HdfsClients:
                 f"(hdfs://host:{DEFAULT_PORT}/path), or the directory of core-site.xml and hdfs-site.xml by "
                 "HADOOP_CONF_DIR in the environment of the driver, the executors and the Ray nodes."
             ) from error
+
+    def _default_host(self) -> str:
+        """Return the NameNode or nameservice of an address without one: that of ``fs.defaultFS``; "" if unknown."""
+        url = self._options.get("fs.defaultFS", "")
+        home = os.environ.get("HADOOP_HOME")
+        conf = os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
+        if not url and conf and Path(conf, "core-site.xml").is_file():
+            for setting in ElementTree.parse(Path(conf, "core-site.xml")).iter("property"):
+                if setting.findtext("name", "").strip() == "fs.defaultFS":
+                    url = setting.findtext("value", "").strip()
+        return urlsplit(url).netloc if url.startswith("hdfs:") else ""
 
 
 class HdfsFiles:
@@ -341,16 +354,20 @@ class HdfsFiles:
         except (asyncio.TimeoutError, TimeoutError) as error:
             self._renew(client)
             raise TimeoutError(
-                f"no answer from {self._clients.bucket} or its DataNodes for {limit:.0f} s. Do they run, and can this "
+                f"no answer from {self._clients.bucket} or its DataNodes for {limit:g} s. Do they run, and can this "
                 "machine reach them?"
             ) from error
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             text = _first_line(error)
+            if "(is not a directory)" in text:
+                raise FileNotFoundError(text) from error
             remedy = next((remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs)), None)
             message = text if remedy is None else f"{text}. {remedy}"
             if any(name in text for name in _FINAL) or isinstance(error, NotImplementedError):
                 raise OSError(message) from error
-            if isinstance(error, OSError):
+            if not isinstance(error, RuntimeError):
                 self._renew(client)
             raise ConnectionError(message) from error
 
@@ -394,8 +411,8 @@ def _pieces_of(source: Path | bytes, most: int) -> Iterator[bytes]:
 def _first_line(error: BaseException) -> str:
     """Return an error's message without the NameNode's stack trace, and without the class names around it."""
     text = str(error).split("\n", 1)[0].split("\\n", 1)[0]
-    name, opened, inner = text.partition('("')
-    return f"{name}: {inner.rstrip(chr(34) + ')')}".replace('", "', ": ") if opened else text
+    name, opened, inner = text.removesuffix('")').partition('("')
+    return f"{name}: {inner}".replace('", "', ": ") if opened else text
 
 
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}

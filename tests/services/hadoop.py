@@ -47,7 +47,6 @@ class Node(JavaService):
     def __init__(self, main: str, conf: Path, directory: Path, port: int) -> None:
         self.port = port
         classes = f"{conf}:{class_path('hadoop')}"
-        # Hadoop names itself in some paths by the user's home.
         options = [f"-Djava.io.tmpdir={directory}", f"-Dhadoop.log.dir={directory}", "-cp", classes, main]
         super().__init__(options, directory / f"{main.rpartition('.')[2].lower()}.log")
 
@@ -117,15 +116,14 @@ class Hdfs:
 
     def start(self) -> None:
         """Start all processes, and wait until files can be written."""
-        self.name_node.up()
-        for node in self.data_nodes:
-            node.up()
+        for node in (self.name_node, *self.data_nodes):
+            node.start(lambda: True)
         self.wait_for(len(self.data_nodes))
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes. Their files are of no use any more, so it need not be in order."""
         for node in (*self.data_nodes, self.name_node):
-            node.stop()
+            node.kill()
 
     def wait_for(self, live: int) -> None:
         """Wait until the NameNode has left its safe mode and counts ``live`` DataNodes."""
