@@ -506,8 +506,8 @@ class CreateIfAbsentProofs:
             raise exceptions.UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
                 f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
-                "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
-                "MinIO, Google Cloud Storage, Azure or a disk."
+                "each other's epochs and manifests there. Put the state on a store that honours the condition: HDFS, "
+                "AWS S3, MinIO, Google Cloud Storage, Azure or a disk."
             )
         with self._lock:
             self._proven[location] = None
