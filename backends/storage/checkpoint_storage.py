@@ -1,4 +1,4 @@
-"""The durable files of one state location: local disk, S3, GCS, Azure or memory, through obstore.
+"""The durable files of one state location: local disk, HDFS, or S3, GCS, Azure and memory through obstore.
 
 Files are written once, create-if-absent, and never changed. A file that is read by a ``FileRef`` is checked against its
 size and digest.
@@ -19,6 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurati
 from backends import exceptions
 from backends.host_memory import BoundedDict
 from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
+from backends.storage.hdfs_files import HdfsClients, HdfsFiles
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import FileRef, Location, digest, file_digest, parse_location
 from backends.storage.object_files import MAX_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
@@ -40,7 +41,7 @@ class CheckpointStorage:
     def __init__(
         self,
         location: Location,
-        stores: ObjectStores,
+        stores: ObjectStores | HdfsClients,
         *,
         fsync: bool,
         clock: Callable[[], float],
@@ -54,11 +55,13 @@ class CheckpointStorage:
         self._stores = stores
         self.shared: SharedObjects | None = None
         self._counts = requests
-        self._files: LocalFiles | ObjectFiles = (
-            LocalFiles(Path(location.prefix), fsync=fsync)
-            if self.is_local
-            else ObjectFiles(stores, location.prefix, self._note_more)
-        )
+        self._files: LocalFiles | HdfsFiles | ObjectFiles
+        if self.is_local:
+            self._files = LocalFiles(Path(location.prefix), fsync=fsync)
+        elif isinstance(stores, HdfsClients):
+            self._files = HdfsFiles(stores, location.prefix, fsync=fsync)
+        else:
+            self._files = ObjectFiles(stores, location.prefix, self._note_more)
         # Storage in the memory of the process is never late.
         has_hedges = location.kind not in ("local", "memory")
         self._sender = RequestSender(
@@ -86,7 +89,8 @@ class CheckpointStorage:
     ) -> CheckpointStorage:
         """Open the storage at an address; nothing is read or written yet.
 
-        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
+        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own, for HDFS Spark's ``spark.hadoop.dfs.*`` or
+        Hadoop's own. ``fsync`` concerns local disks and HDFS only.
         ``requests`` counts the requests to the storage, also those to a local disk. ``buckets`` has the pace and the
         usual durations of a bucket, by default those of the whole process. Raises ``UnsupportedLocationError``, or
         ``InvalidStateStoreArgument`` for a wrong option.
@@ -94,7 +98,9 @@ class CheckpointStorage:
         parsed = parse_location(location)
         counts = RequestCounts() if requests is None else requests
         try:
-            stores = ObjectStores(parsed, options or {})
+            stores: ObjectStores | HdfsClients = (
+                HdfsClients(parsed, options or {}) if parsed.kind == "hdfs" else ObjectStores(parsed, options or {})
+            )
         except UnknownConfigurationKeyError as error:
             raise exceptions.InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
@@ -375,7 +381,7 @@ class CheckpointStorage:
         return self._sender.send("look up", path, head)
 
     def unfinished(self, prefix: str) -> list[str]:
-        """Return files that were never finished, or are being written now. Only local storage has any.
+        """Return files that were never finished, or are being written now. Object storage has none.
 
         ``list`` does not show them.
         """
@@ -500,8 +506,8 @@ class CreateIfAbsentProofs:
             raise exceptions.UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
                 f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
-                "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
-                "MinIO, Google Cloud Storage, Azure or a disk."
+                "each other's epochs and manifests there. Put the state on a store that honours the condition: HDFS, "
+                "AWS S3, MinIO, Google Cloud Storage, Azure or a disk."
             )
         with self._lock:
             self._proven[location] = None

@@ -126,7 +126,7 @@ class LocalFiles:
 
     def unfinished(self, directory: str) -> list[str]:
         """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
-        return [path for path, _ in self._found(directory) if _is_unfinished(path)]
+        return [path for path, _ in self._found(directory) if is_unfinished(path)]
 
     def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size of every finished file in a directory and below, sorted by path; "" is the root.
@@ -137,7 +137,7 @@ class LocalFiles:
         return [
             (path, size)
             for path, size in self._found(directory)
-            if (after is None or path > after) and not _is_unfinished(path)
+            if (after is None or path > after) and not is_unfinished(path)
         ]
 
     def _found(self, directory: str) -> list[tuple[str, int]]:
@@ -215,7 +215,8 @@ def _make_directories(directory: Path) -> None:
             one.chmod(stat.S_IMODE(one.stat().st_mode) | (0o777 & ~_shared_umask))
 
 
-def _is_unfinished(path: str) -> bool:
+def is_unfinished(path: str) -> bool:
+    """Return whether a path has the mark of a file that is being written, or whose writer died."""
     return path.rpartition("#")[2].isdecimal() and "#" in path
 
 

@@ -14,7 +14,7 @@ from backends.exceptions import InvalidStateStoreArgument, UnsupportedLocationEr
 
 REMEDY = (
     "Keep Spark's checkpoint where it is and put the state elsewhere with state_location=, at one of: "
-    "a local path, file:, s3://, s3a://, gs://, abfss://, memory://."
+    "a local path, file:, hdfs://, s3://, s3a://, gs://, abfss://, memory://."
 )
 _CLOUD = {"s3": "s3", "s3a": "s3", "gs": "gs", "abfss": "abfss", "abfs": "abfss"}
 _SPARK_PREFIXES = ("spark.hadoop.fs.", "fs.")
@@ -22,9 +22,10 @@ _SPARK_PREFIXES = ("spark.hadoop.fs.", "fs.")
 
 @dataclass(frozen=True)
 class Location:
-    """A parsed address. ``kind`` is "local", "memory", "s3", "gs" or "abfss".
+    """A parsed address. ``kind`` is "local", "memory", "hdfs", "s3", "gs" or "abfss".
 
-    ``text`` is the normalised address; ``container`` a bucket, container or memory store's name;
+    ``text`` is the normalised address; ``container`` a bucket, container or memory store's name, or the NameNode or
+    nameservice of HDFS, which may be empty;
     ``prefix`` the directory in it, without slashes at its ends (for "local": the absolute path).
     """
 
@@ -61,6 +62,9 @@ def parse_location(location: str) -> Location:
     prefix = rest.removeprefix("//")[len(container) :].strip("/") if rest.startswith("//") else ""
     if scheme == "memory":
         return Location("memory", _join(f"memory://{container}", prefix), container, prefix)
+    if scheme == "hdfs":
+        prefix = prefix if rest.startswith("//") else rest.strip("/")
+        return Location("hdfs", _join(f"hdfs://{container}", prefix), container, prefix)
     if scheme not in _CLOUD:
         raise UnsupportedLocationError(f"State cannot be kept at {location!r}: {scheme}: is not supported. {REMEDY}")
     if not container:
@@ -148,6 +152,23 @@ def _flag(name: str, value: str) -> bool:
     if lowered not in ("true", "false"):
         raise InvalidStateStoreArgument(f"fs.s3a.{name}={value!r} must be true or false.")
     return lowered == "true"
+
+
+def hdfs_options(location: Location, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of an HDFS client, from Spark's and Hadoop's own; they win over those in HADOOP_CONF_DIR.
+
+    Spark's are ``spark.hadoop.<setting>``. Raises ``InvalidStateStoreArgument`` for what is not a setting of Hadoop.
+    """
+    settings: dict[str, str] = {}
+    for key, value in options.items():
+        name = key.removeprefix("spark.hadoop.")
+        if name.startswith(("dfs.", "hadoop.", "ipc.", "fs.")):
+            settings[name] = value
+        elif not key.startswith("spark."):
+            raise InvalidStateStoreArgument(
+                f"{key!r} is not an option for {location.text}: use settings of Hadoop, as dfs.ha.namenodes.<name>."
+            )
+    return settings
 
 
 # The reference to a file of the state: path, size and digest; and digests.

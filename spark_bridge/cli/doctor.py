@@ -448,7 +448,7 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
             "create-if-absent",
             ERROR,
             f"{where} lets a second writer replace a file that it should only create.",
-            "Two drivers could both own a query: use a storage with conditional writes (local disk, S3, "
+            "Two drivers could both own a query: use a storage with conditional writes (local disk, HDFS, S3, "
             "Google Cloud Storage, Azure); for an S3 look-alike turn conditional PUT (If-None-Match) on.",
         )
         return

@@ -230,9 +230,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
                 return (
                     f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
-                    f"({', '.join(machines)}): each would see only its own files. Use a checkpoint location on S3, "
-                    "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
-                    f"share that directory, set {settings.SHARED_FILES_CONF}=true."
+                    f"({', '.join(machines)}): each would see only its own files. Use a checkpoint location on HDFS, "
+                    "S3, Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all "
+                    f"machines share that directory, set {settings.SHARED_FILES_CONF}=true."
                 )
         registration = QueryRegistration(
             query_id=str(event.id),

@@ -25,7 +25,18 @@ STATE_LOCATION_CONF = "spark.statestore.location"
 SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 """Set to true, it declares that all machines share the directories of checkpoint and state."""
 STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
-HADOOP_PREFIX = "spark.hadoop.fs.s3a."
+_STORAGE_PREFIXES = (
+    "spark.hadoop.fs.s3a.",
+    "spark.hadoop.fs.defaultFS",
+    "spark.hadoop.dfs.",
+    "spark.hadoop.hadoop.security.",
+)
+_NAME_NODE_PREFIXES = (
+    "dfs.ha.namenodes.",
+    "dfs.namenode.rpc-address.",
+    "dfs.client.failover.proxy.provider.",
+)
+"""Hadoop's settings that say which NameNodes a nameservice has."""
 
 
 def excluded_rules(current: str | None) -> str:
@@ -67,8 +78,19 @@ def unsafe_settings(spark: SparkSession) -> str | None:
 
 
 def storage_settings(spark: SparkSession) -> dict[str, str]:
-    """Return the session's settings of S3, by their Spark names."""
-    return {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
+    """Return the session's settings of S3 and HDFS, by their Spark names.
+
+    Those that the driver has from ``HADOOP_CONF_DIR`` say where HDFS is: Ray's nodes need no such directory for that.
+    """
+    own = {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(_STORAGE_PREFIXES)}
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    read = {
+        f"spark.hadoop.{prefix}{name}": value
+        for prefix in _NAME_NODE_PREFIXES
+        for name, value in hadoop.getPropsWithPrefix(prefix).items()
+    }
+    default = str(hadoop.get("fs.defaultFS") or "")
+    return {**read, **({"spark.hadoop.fs.defaultFS": default} if default.startswith("hdfs:") else {}), **own}
 
 
 # Whether the session of this process is being shut down, by ``stop_spark`` or without it.

@@ -38,6 +38,7 @@ class KafkaStream(Stream):
     options: dict[str, str] = field(kw_only=True, default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.topic = re.sub("[^A-Za-z0-9._-]", "-", self.root.as_posix())[-200:]
         self._topics = KafkaTopics(self.address)
         if self.topic not in self._topics.names():

@@ -60,6 +60,11 @@ class JavaService:
         """End the process at once, as a crash does."""
         self._end(signal.SIGKILL)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, which must be running."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.encoding.columns import from_spark_type
+from backends.storage.checkpoint_storage import CheckpointStorage
 from spark_bridge.session.settings import STATE_LOCATION_CONF
 from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import HANG, PATIENCE
@@ -128,16 +129,17 @@ class Stream:
     schema: str
     files: int = 0
     frames: list[pd.DataFrame] = field(default_factory=list)
+    checkpoint: str = ""
+    """By default a directory in ``root``."""
+
+    def __post_init__(self) -> None:
+        self.checkpoint = self.checkpoint or str(self.root / "checkpoint")
 
     @cached_property
     def arrow_schema(self) -> pa.Schema:
         """The schema of the files; Spark is asked once, which takes it longer than to write one."""
         schema = self.spark.createDataFrame([], self.schema).schema
         return pa.schema([pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields])
-
-    @property
-    def checkpoint(self) -> str:
-        return str(self.root / "checkpoint")
 
     def add(self, rows: list[tuple[Any, ...]] | pd.DataFrame) -> None:
         """Write one file; files are read in the order they were added."""
@@ -280,8 +282,8 @@ def settle(query: Any) -> None:
     while True:
         run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
         held = held_instances()
-        commits = Path(run["checkpoint_location"].removeprefix("file:"), "commits")
-        wanted = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1) + 1
+        commits = CheckpointStorage.open(f"{run['checkpoint_location']}/commits")
+        wanted = max((int(name) for name, _ in commits.list() if name.isdecimal()), default=-1) + 1
         is_completed = run["completed_version"] == wanted
         if is_completed and held is not None and all(i["version"] == wanted for i in held if i["run_id"] == run_id):
             return

@@ -23,13 +23,15 @@ from backends.exceptions import (
     UnsupportedLocationError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.locations import FileRef, digest, parse_location, store_options
+from backends.storage.locations import FileRef, Location, digest, parse_location, store_options
 from backends.storage.requests import BucketTraffic
 from tests.patience import PATIENCE
 
 
-@pytest.fixture(params=["path", "file:", "memory:"])
+@pytest.fixture(params=["path", "file:", "memory:", pytest.param("hdfs:", marks=pytest.mark.service)])
 def storage(request, tmp_path):
+    if request.param == "hdfs:":
+        return CheckpointStorage.open(f"{request.getfixturevalue('hdfs').url}/{uuid.uuid4().hex}/with space #1?%20")
     location = {
         "path": str(tmp_path / "new" / "state"),
         "file:": f"file://{tmp_path}/with space #1?%20",
@@ -192,6 +194,8 @@ def test_addresses_are_normalised(tmp_path, monkeypatch):
     assert CheckpointStorage.open("memory://n/a/").location == "memory://n/a"
     assert parse_location("s3a://bucket/a/b/").text == "s3://bucket/a/b"
     assert parse_location("abfss://c@acct.dfs.core.windows.net/p").container == "c@acct.dfs.core.windows.net"
+    assert parse_location("hdfs://nn:8020/a/b/") == Location("hdfs", "hdfs://nn:8020/a/b", "nn:8020", "a/b")
+    assert parse_location("hdfs:///a/b").text == parse_location("hdfs:/a/b").text == "hdfs:///a/b"
     assert CheckpointStorage.open("gs://bucket/p", {"skip_signature": "true"}).location == "gs://bucket/p"
     assert CheckpointStorage.open("ck").is_local and not CheckpointStorage.open("memory://n").is_local
 
@@ -203,7 +207,7 @@ def test_memory_is_shared_by_name():
     assert CheckpointStorage.open(f"memory://{name}x").list() == []
 
 
-@pytest.mark.parametrize("location", ["hdfs://nn:8020/ck", "dbfs:/ck", "wasb://c@a/ck", "file://host/ck", "s3://"])
+@pytest.mark.parametrize("location", ["webhdfs://nn/ck", "dbfs:/ck", "wasb://c@a/ck", "file://host/ck", "s3://"])
 def test_other_addresses_are_refused_with_the_remedy(location):
     with pytest.raises(UnsupportedLocationError, match="state_location="):
         CheckpointStorage.open(location)

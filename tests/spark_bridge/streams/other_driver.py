@@ -51,7 +51,7 @@ def sink(batch, n):
         os.kill(spark.sparkContext._gateway.proc.pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-stream = Stream(spark, Path(options["root"]), SCHEMA)
+stream = Stream(spark, Path(options["root"]), SCHEMA, checkpoint=options["checkpoint"])
 if options["broker"] is not None:
     from tests.services.kafka_stream import KafkaStream
 
@@ -94,6 +94,7 @@ class Driver:
         self._ready, self._end, self._log = scratch / "ready.json", scratch / "end", scratch / "driver.log"
         options = {
             "root": str(stream.root),
+            "checkpoint": stream.checkpoint,
             "broker": getattr(stream, "address", None),
             "ray": "own" if ray == "own" else ray_address(),
             "partitions": partitions,

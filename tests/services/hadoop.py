@@ -1,0 +1,154 @@
+"""HDFS of a NameNode and two DataNodes, and YARN of a ResourceManager and a NodeManager."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+from xml.sax.saxutils import escape
+
+from tests.patience import PATIENCE
+from tests.services.artifacts import class_path
+from tests.services.processes import JavaService, free_port
+
+_SERVER = "org.apache.hadoop.hdfs.server"
+_LOG4J = """log4j.rootLogger=INFO,console
+log4j.appender.console=org.apache.log4j.ConsoleAppender
+log4j.appender.console.layout=org.apache.log4j.PatternLayout
+log4j.appender.console.layout.ConversionPattern=%d %p %c{2}: %m%n
+"""
+
+
+def write_configuration(file: Path, properties: Mapping[str, object]) -> None:
+    """Write properties as Hadoop's XML."""
+    lines = (
+        f"<property><name>{name}</name><value>{escape(str(value))}</value></property>\n"
+        for name, value in properties.items()
+    )
+    file.write_text(f"<configuration>\n{''.join(lines)}</configuration>\n")
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Node(JavaService):
+    """A Java process of Hadoop with a directory of its own, ready once ``port`` accepts connections."""
+
+    def __init__(self, main: str, conf: Path, directory: Path, port: int) -> None:
+        self.port = port
+        classes = f"{conf}:{class_path('hadoop')}"
+        options = [f"-Djava.io.tmpdir={directory}", f"-Dhadoop.log.dir={directory}", "-cp", classes, main]
+        super().__init__(options, directory / f"{main.rpartition('.')[2].lower()}.log")
+
+    def up(self) -> None:
+        """Start the process, again after ``stop`` or ``kill``, and wait until its port accepts connections."""
+        self.start(lambda: _listens(self.port))
+
+    def freeze(self) -> None:
+        """Keep the process from running: it answers nothing, and its connections stay open."""
+        self.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen process run again."""
+        self.send(signal.SIGCONT)
+
+
+class Hdfs:
+    """A NameNode and its DataNodes, which keep their ports and files over crashes and restarts.
+
+    ``conf`` is the directory with the configuration of clients, as ``HADOOP_CONF_DIR`` names it. A DataNode counts as
+    dead about ten seconds after its last sign of life.
+    """
+
+    def __init__(self, directory: Path, data_nodes: int = 2, replication: int = 2) -> None:
+        self._jars = class_path("hadoop")
+        port, self._http = free_port(), free_port()
+        self.address = f"127.0.0.1:{port}"
+        self.url = f"hdfs://{self.address}"
+        self.conf = directory / "conf"
+        self.conf.mkdir(parents=True)
+        (self.conf / "log4j.properties").write_text(_LOG4J)
+        write_configuration(self.conf / "core-site.xml", {"fs.defaultFS": self.url, "hadoop.tmp.dir": directory})
+        self._site = {
+            "dfs.replication": replication,
+            "dfs.namenode.name.dir": f"file://{directory}/name",
+            "dfs.namenode.http-address": f"127.0.0.1:{self._http}",
+            "dfs.namenode.rpc-address": self.address,
+            "dfs.permissions.superusergroup": "nobody",
+            # A DataNode that does not report for 2 * recheck + 10 * heartbeat is dead.
+            "dfs.namenode.heartbeat.recheck-interval": 500,
+            "dfs.heartbeat.interval": 1,
+            "dfs.namenode.safemode.extension": 0,
+            "dfs.namenode.fs-limits.min-block-size": 1 << 16,
+            "dfs.namenode.edits.noeditlogchannelflush": "false",
+        }
+        write_configuration(self.conf / "hdfs-site.xml", self._site)
+        java = ["java", "-cp", f"{self.conf}:{self._jars}", f"{_SERVER}.namenode.NameNode"]
+        subprocess.run([*java, "-format", "-nonInteractive"], check=True, capture_output=True)
+        self.name_node = Node(f"{_SERVER}.namenode.NameNode", self.conf, directory, port)
+        self.data_nodes = [self._data_node(directory / f"data{number}") for number in range(data_nodes)]
+
+    def _data_node(self, directory: Path) -> Node:
+        conf = directory / "conf"
+        conf.mkdir(parents=True)
+        for name in ("core-site.xml", "log4j.properties"):
+            (conf / name).write_text((self.conf / name).read_text())
+        port = free_port()
+        own = {
+            "dfs.datanode.data.dir": f"file://{directory}/data",
+            "dfs.datanode.address": f"127.0.0.1:{port}",
+            "dfs.datanode.http.address": f"127.0.0.1:{free_port()}",
+            "dfs.datanode.ipc.address": f"127.0.0.1:{free_port()}",
+            "dfs.datanode.hostname": "127.0.0.1",
+        }
+        write_configuration(conf / "hdfs-site.xml", {**self._site, **own})
+        return Node(f"{_SERVER}.datanode.DataNode", conf, directory, port)
+
+    def start(self) -> None:
+        """Start all processes, and wait until files can be written."""
+        for node in (self.name_node, *self.data_nodes):
+            node.start(lambda: True)
+        self.wait_for(len(self.data_nodes))
+
+    def stop(self) -> None:
+        """End all processes. Their files are of no use any more, so it need not be in order."""
+        for node in (*self.data_nodes, self.name_node):
+            node.kill()
+
+    def wait_for(self, live: int) -> None:
+        """Wait until the NameNode has left its safe mode and counts ``live`` DataNodes."""
+        deadline = time.monotonic() + PATIENCE
+        while (state := self._state()) != ("Operational", live):
+            assert time.monotonic() < deadline, f"HDFS is {state}, not operational with {live} DataNodes."
+            time.sleep(0.1)
+
+    def _state(self) -> tuple[str, int] | None:
+        """Return the state of the NameNode and the number of live DataNodes; None if it does not answer."""
+        query = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState"
+        try:
+            with urlopen(query, timeout=1) as answer:
+                beans: list[dict[str, Any]] = json.load(answer)["beans"]
+        except (URLError, TimeoutError, ConnectionError):
+            return None
+        return (beans[0]["FSState"], beans[0]["NumLiveDataNodes"]) if beans else None
+
+
+@contextmanager
+def running_hdfs(directory: Path) -> Iterator[Hdfs]:
+    """Run HDFS over ``directory``. Skips the test if its jars have not been fetched."""
+    hdfs = Hdfs(directory)
+    try:
+        hdfs.start()
+        yield hdfs
+    finally:
+        hdfs.stop()
