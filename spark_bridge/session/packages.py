@@ -67,10 +67,10 @@ def _check_coordinates(package: str, spark_version: str) -> None:
 def unresolved(settings: Mapping[str, str], error: BaseException) -> EnvironmentProblemError:
     """Return the error for a JVM that did not start while it had packages to resolve."""
     return EnvironmentProblemError(
-        f"Spark's JVM ended before it answered ({str(error).rstrip('.')}). It had to fetch {settings[MAVEN]} first; the lines above say "
-        "what was missing. If this machine cannot reach a Maven repository, set spark.jars.repositories or "
-        "spark.jars.ivySettings in configs, or fetch the jars elsewhere (mvn dependency:copy-dependencies) and pass "
-        "their directory in packages."
+        f"Spark's JVM ended before it answered ({str(error).rstrip('.')}). It had to fetch {settings[MAVEN]} first; "
+        "the lines above say what was missing. If this machine cannot reach a Maven repository, set "
+        "spark.jars.repositories or spark.jars.ivySettings in configs, or fetch the jars elsewhere (mvn "
+        "dependency:copy-dependencies) and pass their directory in packages."
     )
 
 
