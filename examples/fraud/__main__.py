@@ -71,7 +71,7 @@ def run(bootstrap: str, arguments: argparse.Namespace, screen: view.Screen, chec
 
 
 def main() -> None:
-    """Run the example with a broker of its own, or with yours."""
+    """Run the example with a new broker, or with yours."""
     parser = argparse.ArgumentParser(prog="python -m examples.fraud", description=__doc__)
     parser.add_argument("--bootstrap", help="host:port of your broker, which has a topic `payments`")
     parser.add_argument("--seconds", type=int, default=60, help="how long payments are made (60)")

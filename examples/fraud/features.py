@@ -17,7 +17,7 @@ CARD_FRAUD = FeatureView(
         Feature("usual", "cards", column="mean_10m", default=0.0),
     ],
     owner="risk@example.com",
-    description="What a card has done in the last minute, and what it usually pays.",
+    description="Payments of a card in the last minute, and its usual amount.",
 )
 
 

@@ -1,4 +1,4 @@
-"""The model on Ray Serve: it reads features of cards from the running stream, and learns from what it was served."""
+"""The model on Ray Serve: it reads features of cards from the running stream, and learns from their numbers."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The screen: what the model finds, how fast it answers, and how old its features are."""
+"""The screen: the alarms of the model, the time of its answers, and the age of its features."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Streams from a real Kafka broker: the options of the source, and what happens to topics and brokers meanwhile.
+"""Streams from a real Kafka broker: the options of the source, lost records, and processes that die.
 
 One dictionary of counts and sums per key, computed from the records that were sent, is what the state must equal.
 """
@@ -43,7 +43,7 @@ TOMBSTONE = "tombstones"
 
 @dataclass
 class Topics:
-    """Some topics, and what the state over their records must be: ``(number, sum)`` by key."""
+    """Some topics, and the expected state over their records: ``(number, sum)`` by key."""
 
     spark: SparkSession
     broker: KafkaBroker
@@ -168,7 +168,7 @@ def test_emptied_topic_fails_the_query_or_is_skipped_as_configured(topics: Topic
 
 
 def test_query_continues_after_the_broker_dies(topics: Topics, client: QueryableStateClient) -> None:
-    """State answers while the broker is down, and the query goes on when it is back."""
+    """State answers while the broker is down, and the query continues when it is back."""
     topics.create("a")
     topics.send("a", 50)
     query = topics.start(topics.totals_of(topics.read()))
@@ -211,7 +211,7 @@ def test_savepoint_reads_on_from_its_offsets(topics: Topics, tmp_path: Path) -> 
 
 
 def test_ticks_beside_kafka_in_a_chain(topics: Topics) -> None:
-    """An append aggregate has a source of ticks beside Kafka's; a backlog still comes in batches of the cap."""
+    """An append aggregate adds a source of ticks to Kafka's; a backlog still comes in batches of the cap."""
     topics.create("a")
     topics.send("a", 90)
     end = F.get_json_object(F.col("value").cast("string"), "$.end").cast("long")
