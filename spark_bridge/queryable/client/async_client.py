@@ -291,6 +291,8 @@ def _closed(batches: Iterator[pa.RecordBatch]) -> None:
 KEYS_PER_BATCH = 1000
 GATHERED_KEYS = 16
 """Requests for the features of more keys go alone."""
+FEATURES_AT_ONCE = 2
+"""Requests for features gather while so many are under way: a host answers for one key faster than for two."""
 BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
@@ -313,6 +315,7 @@ class LookupGroup:
     query: str | None
     state: str | None
     isolation: str
+    at_once = 1
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
         """Return the answer of each lookup, or its error. Raises the error of all."""
@@ -329,6 +332,7 @@ class FeatureGroup:
     view: str
     defaults: bool
     isolation: str
+    at_once = FEATURES_AT_ONCE
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
         """Return the answer of each request, or its error. Raises the error of all."""
@@ -341,9 +345,9 @@ class FeatureGroup:
 class LookupBatcher:
     """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
 
-    While a batch is under way further lookups gather, and go together when the batch is back. So batches are as large
-    as the load makes them, and a single lookup does not wait. A batch is repeated until the longest timeout in it;
-    lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
+    While ``at_once`` batches of the group are under way further lookups gather, and go together when one is back. So
+    batches are as large as the load makes them, and a single lookup does not wait. A batch is repeated until the
+    longest timeout in it; lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
     """
 
     def __init__(
@@ -369,9 +373,9 @@ class LookupBatcher:
         self._waiting.append((key, future, until))
         if timeout is not None:
             self._end_at(key, future, until)
-        if not self._under_way:
+        if self._under_way < self.group.at_once and len(self._waiting) == 1:
             # Lookups that are started in this round of the loop go together.
-            self._under_way = 1
+            self._under_way += 1
             self._loop.call_soon(self._send)
         elif self._timer is None:
             self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)

@@ -367,7 +367,7 @@ class QueryableStateClient:
     def _ask_features(
         self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
     ) -> FeatureAnswer:
-        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
+        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults, takes_rows=True)
         reply, body = self._router.features(target.location, request, keys, deadline)
         return features_of(reply, body, target.columns)
 

@@ -49,7 +49,8 @@ class FeatureRows:
         columns, schema = self._answer.columns, self._target.columns
         if not isinstance(columns, list):
             return columns
-        arrays = [pa.array([value], field.type) for value, field in zip(columns, schema, strict=True)]
+        of_columns = zip(*(self._answer.rows or [columns]), strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(of_columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     @cached_property
@@ -84,17 +85,18 @@ class FeatureRows:
 
     def divided(self, requests: Sequence[list[Any]]) -> Iterator[FeatureRows]:
         """Yield the rows of each of several requests, whose keys were asked together in that order."""
-        columns = self.columns
-        # Values of one key are lists, as hosts send them: many short arrays would take longer.
-        of_keys = list(zip(*map(python_values, columns.columns), strict=True)) if self._target.is_plain else None
+        of_keys = self._answer.rows
+        if of_keys is None and self._target.is_plain:
+            of_keys = list(map(list, zip(*map(python_values, self.columns.columns), strict=True)))
         at = 0
         for keys in requests:
-            if of_keys is not None and len(keys) == 1:
-                part: pa.RecordBatch | list[Any] = list(of_keys[at])
-            else:
-                part = columns.slice(at, len(keys))
+            if of_keys is None:
+                part, rows = self.columns.slice(at, len(keys)), None
+            else:  # many short arrays would take longer
+                part, rows = (of_keys[at], None) if len(keys) == 1 else ([], of_keys[at : at + len(keys)])
             at += len(keys)
-            yield FeatureRows(self._target, keys, dataclasses.replace(self._answer, columns=part), self._moment)
+            answer = dataclasses.replace(self._answer, columns=part, rows=rows)
+            yield FeatureRows(self._target, keys, answer, self._moment)
 
     def to_arrow(self) -> pa.Table:
         """Return the columns of the entity and the features as a table."""
@@ -112,7 +114,9 @@ class FeatureRows:
         Raises ``RequestError`` for a name that is not a feature of the view.
         """
         columns, features = self._answer.columns, self._target.columns.names
-        by_name = dict(zip(features, columns, strict=True))
+        rows = self._answer.rows
+        of_columns = columns if rows is None else map(list, zip(*rows, strict=True))
+        by_name = dict(zip(features, of_columns, strict=True))
         wanted = features if names is None else names
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
@@ -120,6 +124,8 @@ class FeatureRows:
                 f"View {self._target.location.view.name!r} has no feature {', '.join(map(repr, unknown))}; it has "
                 f"{', '.join(map(repr, features))}."
             )
+        if rows is not None:
+            return {name: by_name[name] for name in wanted}
         if isinstance(columns, list):
             return {name: [by_name[name]] for name in wanted}
         return {name: python_values(by_name[name]) for name in wanted}
@@ -136,7 +142,7 @@ class FeatureRows:
         ``RequestError``.
         """
         columns, schema = self._answer.columns, self._target.columns
-        if isinstance(columns, list):
+        if isinstance(columns, list) and self._answer.rows is None:
             named = zip(schema.names, self._target.dtypes, columns, strict=True)
             if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
                 named = zip(schema.names, self._target.dtypes, columns, strict=True)

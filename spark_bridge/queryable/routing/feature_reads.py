@@ -280,6 +280,8 @@ def _default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar:
 # The reads of a process that answers for views.
 
 
+FEW_KEYS = 16
+"""The rows of so many keys are sent as values: by columns they take longer, most of it for each column."""
 VIEW_SECONDS = 2.0
 """A declaration in use is looked up again at this age."""
 LOOK_AGAIN_SECONDS = 0.1
@@ -385,6 +387,10 @@ class FeatureReads:
         lag_ms = max(map(self._reads.lag_ms, resolved.run_ids))
         if is_row:
             return FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
+        if request.takes_rows and resolved.is_plain and 0 < len(keys) <= FEW_KEYS:
+            of_keys = zip(*(of_source.to_pylist() for of_source in values), strict=True)
+            rows = [resolved.row(of_key, stale, request.defaults) for of_key in of_keys]
+            return FeatureAnswer(versions, ages_ms, lag_ms, [], rows)
         columns = resolved.rows(values, self._now_ms(), stale, request.defaults)
         return FeatureAnswer(versions, ages_ms, lag_ms, columns)
 
