@@ -60,6 +60,18 @@ class JavaService:
         """End the process at once, as a crash does."""
         self._end(signal.SIGKILL)
 
+    def hang(self) -> None:
+        """Stop the process where it is, until ``resume``: its connections stay, and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process continue after ``hang``."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
