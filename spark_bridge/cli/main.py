@@ -67,6 +67,7 @@ for command in (
     state_commands.sql,
     state_commands.watch,
     state_commands.diff,
+    state_commands.changes,
     cluster_commands.features,
     checkpoint_commands.files,
     checkpoint_commands.verify,

@@ -1,9 +1,13 @@
 """``KafkaSink``: the changes of an operator's state in a topic of Kafka, a record per changed key.
 
 As a changelog of Kafka Streams or a table of Flink's upsert-kafka: the last record of a key has its value, and a
-tombstone removes it. One transaction of Kafka has all changes of a version, and the position behind them, which is
-kept as the committed offset of a consumer group. So a writer that was killed at any point continues exactly there, and
-of two writers, the first one is fenced.
+tombstone removes it. One transaction of Kafka has all changes of a version, so the newest record of the topic says
+which versions it has. The committed offset of a consumer group says the same, and also counts versions that changed
+nothing. A writer that was killed at any point continues after the later one of both. Of two writers, the transactions
+of the first one are refused.
+
+The offset is committed after the transaction and not in it: ``send_offsets_to_transaction`` of librdkafka does not
+return if the broker restarts meanwhile (its issues 5456 and 5511).
 
 A topic begins with the whole state at one version. The same happens again if the next changes are gone (``on_gap``):
 the writer reads the topic, and writes a tombstone for each key that the state no longer has. Each such beginning is
@@ -38,7 +42,7 @@ from spark_bridge.queryable.client.json_values import json_bytes, rows_to_json
 from spark_bridge.queryable.client.watch import StateWatch, without_last_columns
 from spark_bridge.state_format.layouts import LIST
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
-from spark_bridge.state_format.stored_rows import DELETE, VariableRows
+from spark_bridge.state_format.stored_rows import DELETE, INSERT, UPDATE, VariableRows
 
 T = TypeVar("T")
 Encoder = Callable[[pa.RecordBatch], Sequence[bytes]]
@@ -53,18 +57,30 @@ QUIET_COMMIT_SECONDS = 10.0
 CALL_SECONDS = 5.0
 """A call waits this long for the broker, and is then repeated until the timeout."""
 READ_RECORDS = 10_000
+LAST_RECORDS = 64
+"""The last record of a partition is looked for among so many offsets, then among as many times more."""
 BY_KEY = -1
 """The partition of a record whose key decides it."""
 GENERATION_HEADER, VERSION_HEADER = "statestore-generation", "statestore-version"
-QUERY_HEADER, OPERATOR_HEADER = "statestore-query", "statestore-operator"
+QUERY_HEADER, RUN_HEADER, OPERATOR_HEADER = "statestore-query", "statestore-run", "statestore-operator"
 STATE_HEADER, KIND_HEADER = "statestore-state", "statestore-kind"
+TRANSIENT = (
+    *("_ALL_BROKERS_DOWN", "_MSG_TIMED_OUT", "_PURGE_INFLIGHT", "_PURGE_QUEUE", "_RESOLVE", "_TIMED_OUT"),
+    *("_TRANSPORT", "_WAIT_COORD", "BROKER_NOT_AVAILABLE", "CONCURRENT_TRANSACTIONS", "COORDINATOR_LOAD_IN_PROGRESS"),
+    *("COORDINATOR_NOT_AVAILABLE", "LEADER_NOT_AVAILABLE", "NETWORK_EXCEPTION", "NOT_COORDINATOR"),
+    *("NOT_ENOUGH_REPLICAS", "NOT_ENOUGH_REPLICAS_AFTER_APPEND", "NOT_LEADER_FOR_PARTITION", "REQUEST_TIMED_OUT"),
+    "UNSTABLE_OFFSET_COMMIT",
+)
+"""The errors of Kafka that pass, though its client calls not all of them retriable."""
 PRODUCER_DEFAULTS = {
     "enable.idempotence": True,
     "partitioner": "murmur2_random",  # a key's partition is the one that Java's producers choose
     "queue.buffering.max.kbytes": 65_536,
     "transaction.timeout.ms": 300_000,
+    "socket.timeout.ms": 10_000,  # some calls wait as long for an answer, whatever their own timeout
     "delivery.report.only.error": True,
 }
+"""Settings that ``config`` may replace."""
 
 
 class SinkPosition(msgspec.Struct, frozen=True):
@@ -157,7 +173,7 @@ class KafkaSink:
         except KafkaSinkError:
             if not self._closed.is_set():
                 raise
-            log.warning("Closed while the broker did not answer; the position is what it has committed.", exc_info=True)
+            log.info("Topic %s: closed while the writer waited for the brokers.", self._topic.name)
 
     def close(self) -> None:
         """End ``run``, within some seconds. The topic then has whole versions only."""
@@ -169,7 +185,7 @@ class KafkaSink:
         target = self._located()
         self._require_own(self._topic.committed(), target)  # before another writer is fenced
         self._topic.fence()
-        self.position = self._topic.committed()
+        self.position = self._topic.position(self._operator)
         self._require_own(self.position, target)
         must_resend = self._resend or self.position is None or not self.position.is_whole
         while not self._closed.is_set():
@@ -265,23 +281,22 @@ class KafkaSink:
                 f"{generation}."
             )
             partitions = 0 if before is None else before.partitions
-            begun = self._position(target, version, location.run_id, generation + 1)
-            topic.transaction(lambda: None, msgspec.structs.replace(begun, is_whole=False, partitions=partitions))
+            begun = self._position(target, version, location.run_id, generation)
+            topic.commit(msgspec.structs.replace(begun, is_whole=False, partitions=partitions))
             if any(keys_there.values()) and partitions != topic.partitions:
                 # The topic may have had other partitions, and keys may have been in others: it is emptied first.
-                headers = self._headers(target, generation, version, DELETE)
+                headers = self._headers(begun, DELETE)
                 for partition, keys in keys_there.items():
                     self._remove(keys, headers, partition)
                 keys_there, generation = {}, generation + 1
             position = self._position(target, version, location.run_id, generation)
             for batches in _transactions(kept):
                 rows_as_changes = [without_last_columns([changes.as_inserts(version, batch)]) for batch in batches]
-                written = self._write(target, rows_as_changes, position, commits_position=False)
+                written = self._write(rows, rows_as_changes, position)
                 for keys in keys_there.values():
                     keys.difference_update(written)
-        headers = self._headers(target, generation, version, DELETE)
-        self._remove(set().union(*keys_there.values()), headers)
-        topic.transaction(lambda: None, position)
+        self._remove(set().union(*keys_there.values()), self._headers(position, DELETE))
+        topic.commit(position)
         return position
 
     def _remove(self, keys: set[bytes], headers: list[tuple[str, bytes]], partition: int = BY_KEY) -> None:
@@ -293,7 +308,7 @@ class KafkaSink:
             def write(part: list[bytes] = part) -> None:
                 self._topic.produce(part, [None] * len(part), [headers] * len(part), partition)
 
-            self._topic.transaction(write, None)
+            self._topic.transaction(write)
 
     # -- the changes ---------------------------------------------------------------------------
 
@@ -321,13 +336,15 @@ class KafkaSink:
                 if run_id != run_of_target:
                     target, run_of_target = self._located(), run_id  # a restart may bring other columns
                 position = self._position(target, change.version, run_id, begin.generation)
-                if not change.batch.num_rows and time.monotonic() - committed_at < QUIET_COMMIT_SECONDS:
+                if change.batch.num_rows:
+                    self._write(self._rows(target), [change.batch], position)
+                elif time.monotonic() - committed_at < QUIET_COMMIT_SECONDS:
                     quiet = position
                     continue
-                self._write(target, [change.batch], position)
+                self._topic.commit(position)
                 self.position, committed_at, quiet = position, time.monotonic(), None
         if quiet is not None:
-            self._topic.transaction(lambda: None, quiet)
+            self._topic.commit(quiet)
             self.position = quiet
 
     def _position(self, target: KnownOperator, version: int, run_id: str, generation: int) -> SinkPosition:
@@ -337,34 +354,31 @@ class KafkaSink:
             version, run_id, generation, self._topic.partitions, location.query_id, location.operator.name, name
         )
 
-    def _headers(self, target: KnownOperator, generation: int, version: int, kind: str) -> list[tuple[str, bytes]]:
+    def _headers(self, at: SinkPosition, kind: str) -> list[tuple[str, bytes]]:
         headers = {
-            VERSION_HEADER: str(version),
-            GENERATION_HEADER: str(generation),
+            VERSION_HEADER: str(at.version),
+            GENERATION_HEADER: str(at.generation),
             KIND_HEADER: kind,
-            QUERY_HEADER: target.location.query_id,
-            OPERATOR_HEADER: self._operator,
-            **({} if self._state is None else {STATE_HEADER: self._state}),
+            QUERY_HEADER: at.query_id,
+            RUN_HEADER: at.run_id,
+            OPERATOR_HEADER: at.operator,
+            STATE_HEADER: at.state,
         }
         return [(name, value.encode()) for name, value in headers.items()]
 
-    def _write(
-        self, target: KnownOperator, parts: list[pa.RecordBatch], at: SinkPosition, *, commits_position: bool = True
-    ) -> set[bytes]:
+    def _write(self, rows: VariableRows, parts: list[pa.RecordBatch], at: SinkPosition) -> set[bytes]:
         """Write changes in one transaction, and return their keys. The columns are those of ``StateChange``."""
-        rows = self._rows(target)
+        headers = {kind: self._headers(at, kind) for kind in (INSERT, UPDATE, DELETE)}
         written: set[bytes] = set()
 
         def write() -> None:
             for part in parts:
                 for begin in range(0, part.num_rows, EMIT_ROWS):
                     records = self._records(rows, part.slice(begin, EMIT_ROWS))
-                    headers = {k: self._headers(target, at.generation, at.version, k) for k in set(records.kinds)}
                     self._topic.produce(records.keys, records.values, [headers[kind] for kind in records.kinds])
-                    if not commits_position:
-                        written.update(records.keys)
+                    written.update(records.keys)
 
-        self._topic.transaction(write, at if commits_position else None)
+        self._topic.transaction(write)
         return written
 
     def _records(self, rows: VariableRows, changes: pa.RecordBatch) -> _Records:
@@ -422,14 +436,7 @@ class _Topic:
         self._last_error = "no error was reported"
         self._failed_record: Any = None
         errors = kafka.KafkaError
-        self._transient = {
-            errors._TIMED_OUT,
-            errors._MSG_TIMED_OUT,
-            errors._TRANSPORT,
-            errors._ALL_BROKERS_DOWN,
-            errors._PURGE_QUEUE,
-            errors._PURGE_INFLIGHT,
-        }
+        self._transient = {getattr(errors, name) for name in TRANSIENT}
         self._fenced = {errors._FENCED, errors.PRODUCER_FENCED, errors.INVALID_PRODUCER_EPOCH}
 
     @contextmanager
@@ -487,8 +494,23 @@ class _Topic:
         """End the transaction of an earlier writer, and refuse its next ones."""
         self._repeated(self._producer.init_transactions, self._deadline())
 
+    def position(self, operator: str) -> SinkPosition | None:
+        """Return the position: of the last transaction, if it is after the one that was committed last."""
+        committed = self.committed()
+        if committed is None:
+            return None
+        newest = committed
+        for record in self._last_records():
+            headers = self._own_headers(record, operator)
+            version, generation = int(headers[VERSION_HEADER]), int(headers[GENERATION_HEADER])
+            if (generation, version) > (newest.generation, newest.version):
+                run_id = headers[RUN_HEADER].decode()
+                newest = msgspec.structs.replace(newest, version=version, generation=generation, run_id=run_id)
+        # A newer generation has begun: an earlier writer that had been fenced has committed its position since.
+        return newest if newest.generation == committed.generation else msgspec.structs.replace(newest, is_whole=False)
+
     def committed(self) -> SinkPosition | None:
-        """Return the position; None if there is none, or if the broker has forgotten it."""
+        """Return the position that was committed; None if there is none, or if the broker has forgotten it."""
         asked = [self._kafka.TopicPartition(self.name, 0)]
         (stored,) = self._repeated(lambda seconds: self._consumer.committed(asked, seconds), self._deadline())
         if stored.error is not None:
@@ -503,23 +525,26 @@ class _Topic:
                 f"{stored.metadata!r}. Delete the group; the sink then writes the whole state again."
             ) from error
 
+    def commit(self, position: SinkPosition) -> None:
+        """Commit a position, whose records are in the topic."""
+        metadata = msgspec.json.encode(position).decode()
+        offsets = [self._kafka.TopicPartition(self.name, 0, position.version, metadata)]
+        self._repeated(lambda _: self._consumer.commit(offsets=offsets, asynchronous=False), self._deadline())
+
     # -- records -------------------------------------------------------------------------------
 
-    def transaction(self, produce: Callable[[], None], position: SinkPosition | None) -> None:
-        """Commit what ``produce`` writes, and the position with it. ``produce`` is repeated after a failure."""
+    def transaction(self, produce: Callable[[], None]) -> None:
+        """Commit what ``produce`` writes. ``produce`` is repeated after a failure."""
         deadline = self._deadline()
         while True:
             self._failed_record = None
             try:
                 self._producer.begin_transaction()
                 produce()
-                if position is not None:
-                    self._send_position(position, deadline)
                 self._require_partitions(deadline)
                 self._repeated(self._producer.commit_transaction, deadline)
             except self._kafka.KafkaException as error:
-                cause = error.args[0]
-                failed = self._failed_record
+                cause, failed = error.args[0], self._failed_record
                 if failed is not None and not self._is_transient(failed):
                     raise self._problem(failed) from error
                 # Once a record has failed, Kafka's client refuses the next ones as in a wrong state.
@@ -530,12 +555,6 @@ class _Topic:
                 self._aborted(deadline)
             else:
                 return
-
-    def _send_position(self, position: SinkPosition, deadline: float) -> None:
-        metadata = msgspec.json.encode(position).decode()
-        offsets = [self._kafka.TopicPartition(self.name, 0, position.version, metadata)]
-        group = self._consumer.consumer_group_metadata()
-        self._repeated(lambda seconds: self._producer.send_offsets_to_transaction(offsets, group, seconds), deadline)
 
     def _aborted(self, deadline: float) -> None:
         try:
@@ -569,9 +588,36 @@ class _Topic:
         Raises ``RequestError`` if there are records that no sink of the operator has written.
         """
         keys_there: dict[int, set[bytes]] = {partition: set() for partition in range(self.partitions)}
-        newest_generation, unread = 0, set(keys_there)
-        first = self._kafka.OFFSET_BEGINNING
-        self._consumer.assign([self._kafka.TopicPartition(self.name, p, first) for p in unread])
+        newest_generation = 0
+        for record in self._read_from(dict.fromkeys(keys_there, self._kafka.OFFSET_BEGINNING)):
+            headers = self._own_headers(record, operator)
+            newest_generation = max(newest_generation, int(headers[GENERATION_HEADER]))
+            if record.value() is None:
+                keys_there[record.partition()].discard(record.key())
+            else:
+                keys_there[record.partition()].add(record.key())
+        return keys_there, newest_generation
+
+    def _last_records(self) -> Iterator[Any]:
+        """Yield the last record of each partition that has any."""
+        unread, distance = set(range(self.partitions)), LAST_RECORDS
+        while unread:
+            starts, begins = {}, {}
+            for partition in unread:
+                place = self._kafka.TopicPartition(self.name, partition)
+                bounds = self._repeated(lambda s, p=place: self._consumer.get_watermark_offsets(p, s), self._deadline())
+                begins[partition], end = bounds
+                starts[partition] = max(begins[partition], end - distance)
+            last = {record.partition(): record for record in self._read_from(starts)}
+            yield from last.values()
+            # Behind the last record may be any number of markers of transactions, and of records that were aborted.
+            unread = {p for p in unread - set(last) if starts[p] > begins[p]}
+            distance *= LAST_RECORDS
+
+    def _read_from(self, starts: Mapping[int, int]) -> Iterator[Any]:
+        """Yield the records of partitions from an offset to the end."""
+        unread = set(starts)
+        self._consumer.assign([self._kafka.TopicPartition(self.name, p, start) for p, start in starts.items()])
         deadline = self._deadline()
         while unread:
             messages = self._consumer.consume(READ_RECORDS, CALL_SECONDS)
@@ -579,27 +625,24 @@ class _Topic:
                 raise self._away()
             for message in messages:
                 deadline = self._deadline()
-                if (error := message.error()) is not None:
-                    if error.code() != self._kafka.KafkaError._PARTITION_EOF:
-                        raise self._problem(error)
+                error = message.error()
+                if error is None:
+                    yield message
+                elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
                     unread.discard(message.partition())
-                    continue
-                headers = dict(message.headers() or ())
-                key = message.key()
-                if key is None or headers.get(OPERATOR_HEADER) != operator.encode():
-                    place = f"{self.name}[{message.partition()}]@{message.offset()}"
-                    raise RequestError(
-                        f"The record at {place} was not written by a sink of operator {operator!r}. Give the sink a "
-                        "topic of its own."
-                    )
-                newest_generation = max(newest_generation, int(headers[GENERATION_HEADER]))
-                of_partition = keys_there[message.partition()]
-                if message.value() is None:
-                    of_partition.discard(key)
-                else:
-                    of_partition.add(key)
+                elif not self._is_transient(error):
+                    raise self._problem(error)
         self._consumer.unassign()
-        return keys_there, newest_generation
+
+    def _own_headers(self, record: Any, operator: str) -> dict[str, bytes]:
+        """Return the headers of a record. Raises ``RequestError`` if no sink of the operator has written it."""
+        headers = dict(record.headers() or ())
+        if record.key() is None or headers.get(OPERATOR_HEADER) != operator.encode():
+            raise RequestError(
+                f"The record at {self.name}[{record.partition()}]@{record.offset()} was not written by a sink of "
+                f"operator {operator!r}. Give the sink a topic of its own."
+            )
+        return headers
 
     # -- partitions and failures ---------------------------------------------------------------
 
