@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -654,14 +655,41 @@ def test_topic_of_another_state_is_refused_and_its_writer_goes_on(
         flow.host.heartbeat()
         with running(client, broker, topic, "op", state="total") as sink:
             eventually(lambda: sink.is_at(1))
-            with pytest.raises(
-                RequestError, match=r"has the state 'total' of operator 'op' up to version 1, and not 'p"
-            ):
+            with pytest.raises(RequestError, match=r"the state 'total' of operator 'op' up to version 1, and not 'p"):
                 KafkaSink(client, "op", state="pages", topic=topic, bootstrap=broker.address).run()
             flow.batch({("b", 1): lambda of: of.total.update((1, "u"))})
             flow.host.heartbeat()
             eventually(lambda: sink.is_at(2))
     flow.close()
+
+
+def test_command_writes_until_ctrl_c(
+    cluster: Callable[..., Cluster], broker: KafkaBroker, topic: str, tmp_path: Path
+) -> None:
+    c = cluster()
+    c.batch({1: (1, "a"), 2: (2, "b")})
+    settings = tmp_path / "kafka.properties"
+    settings.write_text("# for the test\n\nclient.id = the test\ncompression.type=none\n")
+    program = [sys.executable, "-m", "ray_statestore", "changes", "totals", "--to-kafka", topic]
+    options = ["--bootstrap", broker.address, "--kafka-config", str(settings), "--checkpoint", str(tmp_path / "ck")]
+    with subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stderr is not None
+            lines = iter(writer.stderr.readline, "")
+            first = next(line for line in lines if "generation" in line)
+            next(line for line in lines if "writing the changes of totals after version 1" in line)
+            c.batch({1: None})
+            eventually(lambda: len(broker.records(topic)) == 3)
+            writer.send_signal(signal.SIGINT)
+            assert writer.wait(PATIENCE) == 0
+        finally:
+            writer.kill()
+    assert "writing the state of totals at version 1, generation 1" in first
+    assert compacted(broker.records(topic)) == state_of(c.client())
+    settings.write_text("no value\n")
+    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Line 1 of" in done.stderr and "must be name=value" in done.stderr
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
