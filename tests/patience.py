@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PATIENCE = 25.0
+PATIENCE = 120.0
 """Seconds to wait for an event that must happen. Not a bound on the product: a wait ends with its event, but a shared
 machine may stall for ten seconds.
 """

@@ -67,7 +67,6 @@ for command in (
     state_commands.sql,
     state_commands.watch,
     state_commands.diff,
-    state_commands.changes,
     cluster_commands.features,
     checkpoint_commands.files,
     checkpoint_commands.verify,
@@ -82,6 +81,7 @@ for command in (
     cluster_commands.ui,
 ):
     app.command()(command)
+app.command("changes")(state_commands.changes_to_kafka)
 app.command("take-over")(state_commands.take_over_query)
 
 

@@ -264,7 +264,7 @@ class OnGap(str, Enum):
 
 
 @with_state_source
-def changes(
+def changes_to_kafka(
     source: Source,
     operator: OperatorArgument,
     to_kafka: Annotated[str, typer.Option("--to-kafka", metavar="TOPIC", help="The topic; it has no other writer.")],

@@ -61,9 +61,9 @@ LAST_RECORDS = 64
 """The last record of a partition is looked for among so many offsets, then among as many times more."""
 BY_KEY = -1
 """The partition of a record whose key decides it."""
-GENERATION_HEADER, VERSION_HEADER = "statestore-generation", "statestore-version"
-QUERY_HEADER, RUN_HEADER, OPERATOR_HEADER = "statestore-query", "statestore-run", "statestore-operator"
-STATE_HEADER, KIND_HEADER = "statestore-state", "statestore-kind"
+RECORD_GENERATION, RECORD_VERSION = "statestore-generation", "statestore-version"
+RECORD_QUERY, RECORD_RUN, RECORD_OPERATOR = "statestore-query", "statestore-run", "statestore-operator"
+RECORD_STATE, RECORD_KIND = "statestore-state", "statestore-kind"
 TRANSIENT = (
     *("_ALL_BROKERS_DOWN", "_MSG_TIMED_OUT", "_PURGE_INFLIGHT", "_PURGE_QUEUE", "_RESOLVE", "_TIMED_OUT"),
     *("_TRANSPORT", "_WAIT_COORD", "BROKER_NOT_AVAILABLE", "CONCURRENT_TRANSACTIONS", "COORDINATOR_LOAD_IN_PROGRESS"),
@@ -80,6 +80,10 @@ PRODUCER_DEFAULTS = {
     "transaction.timeout.ms": 300_000,
     "socket.timeout.ms": 10_000,  # some calls wait as long for an answer, whatever their own timeout
     "delivery.report.only.error": True,
+}
+CONSUMER_DEFAULTS = {
+    "socket.timeout.ms": 10_000,
+    "session.timeout.ms": 10_000,  # a commit waits as long for a coordinator that is away
 }
 """Settings that ``config`` may replace."""
 
@@ -359,13 +363,13 @@ class KafkaSink:
 
     def _headers(self, at: SinkPosition, kind: str) -> list[tuple[str, bytes]]:
         headers = {
-            VERSION_HEADER: str(at.version),
-            GENERATION_HEADER: str(at.generation),
-            KIND_HEADER: kind,
-            QUERY_HEADER: at.query_id,
-            RUN_HEADER: at.run_id,
-            OPERATOR_HEADER: at.operator,
-            STATE_HEADER: at.state,
+            RECORD_VERSION: str(at.version),
+            RECORD_GENERATION: str(at.generation),
+            RECORD_KIND: kind,
+            RECORD_QUERY: at.query_id,
+            RECORD_RUN: at.run_id,
+            RECORD_OPERATOR: at.operator,
+            RECORD_STATE: at.state,
         }
         return [(name, value.encode()) for name, value in headers.items()]
 
@@ -446,6 +450,7 @@ class _Topic:
     def opened(self) -> Iterator[None]:
         """Connect. Raises ``RequestError`` if there is no such topic."""
         consumer_config = {
+            **CONSUMER_DEFAULTS,
             **self._config,
             "group.id": self._writer,
             "enable.auto.commit": False,
@@ -505,9 +510,9 @@ class _Topic:
         newest = committed
         for record in self._last_records():
             headers = self._own_headers(record, operator)
-            version, generation = int(headers[VERSION_HEADER]), int(headers[GENERATION_HEADER])
+            version, generation = int(headers[RECORD_VERSION]), int(headers[RECORD_GENERATION])
             if (generation, version) > (newest.generation, newest.version):
-                run_id = headers[RUN_HEADER].decode()
+                run_id = headers[RECORD_RUN].decode()
                 newest = msgspec.structs.replace(newest, version=version, generation=generation, run_id=run_id)
         # A newer generation has begun: an earlier writer that had been fenced has committed its position since.
         return newest if newest.generation == committed.generation else msgspec.structs.replace(newest, is_whole=False)
@@ -594,7 +599,7 @@ class _Topic:
         newest_generation = 0
         for record in self._read_from(dict.fromkeys(keys_there, self._kafka.OFFSET_BEGINNING)):
             headers = self._own_headers(record, operator)
-            newest_generation = max(newest_generation, int(headers[GENERATION_HEADER]))
+            newest_generation = max(newest_generation, int(headers[RECORD_GENERATION]))
             if record.value() is None:
                 keys_there[record.partition()].discard(record.key())
             else:
@@ -645,7 +650,7 @@ class _Topic:
     def _own_headers(self, record: Any, operator: str) -> dict[str, bytes]:
         """Return the headers of a record. Raises ``RequestError`` if no sink of the operator has written it."""
         headers = dict(record.headers() or ())
-        if record.key() is None or headers.get(OPERATOR_HEADER) != operator.encode():
+        if record.key() is None or headers.get(RECORD_OPERATOR) != operator.encode():
             raise RequestError(
                 f"The record at {self.name}[{record.partition()}]@{record.offset()} was not written by a sink of "
                 f"operator {operator!r}. Give the sink a topic of its own."
