@@ -257,7 +257,7 @@ def watch(
 
 
 class OnGap(str, Enum):
-    """What a writer does if the next changes are gone."""
+    """The choices of a writer if the next changes are gone."""
 
     stop = "stop"
     resend = "resend"

@@ -7,7 +7,7 @@ nothing. A writer that was killed at any point continues after the later one of 
 of the first one are refused.
 
 The offset is committed after the transaction and not in it: ``send_offsets_to_transaction`` of librdkafka does not
-return if the broker restarts meanwhile (its issues 5456 and 5511).
+return if the broker restarts during the call (its issues 5456 and 5511).
 
 A topic begins with the whole state at one version. The same happens again if the next changes are gone (``on_gap``):
 the writer reads the topic, and writes a tombstone for each key that the state no longer has. Each such beginning is
@@ -92,7 +92,7 @@ class SinkPosition(msgspec.Struct, frozen=True):
     """The position of a topic: the changes up to ``version`` are in it.
 
     ``run_id`` gave them: if another run has remade the version, they no longer hold. Not ``is_whole`` while the whole
-    state is being written: a writer that was killed meanwhile writes it again.
+    state is being written: if the writer is killed, the next one writes it again.
     """
 
     version: int
@@ -238,7 +238,7 @@ class KafkaSink:
             return
         raise RequestError(
             f"Topic {self._topic.name!r} has the state {position.state!r} of operator {position.operator!r} up to "
-            f"version {position.version}, and not {wanted[1]!r} of {wanted[0]!r}. Give each state a topic of its own; "
+            f"version {position.version}, and not {wanted[1]!r} of {wanted[0]!r}. Give each state its own topic; "
             f"or delete this topic and the consumer group {self._name!r}, which has the position."
         )
 
@@ -448,7 +448,7 @@ class _Topic:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect. Raises ``RequestError`` if there is no such topic."""
+        """Connect. Raises ``RequestError`` if the topic does not exist."""
         consumer_config = {
             **CONSUMER_DEFAULTS,
             **self._config,
@@ -653,7 +653,7 @@ class _Topic:
         if record.key() is None or headers.get(RECORD_OPERATOR) != operator.encode():
             raise RequestError(
                 f"The record at {self.name}[{record.partition()}]@{record.offset()} was not written by a sink of "
-                f"operator {operator!r}. Give the sink a topic of its own."
+                f"operator {operator!r}. Give the sink its own topic."
             )
         return headers
 

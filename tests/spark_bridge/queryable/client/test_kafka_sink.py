@@ -162,7 +162,7 @@ Rows = dict[int | None, tuple[int, str] | None]
 
 
 def changes_of(history: list[Rows], after: int) -> dict[int, dict[bytes, Any]]:
-    """What the versions after ``after`` changed, by key as in a topic."""
+    """The changes of the versions after ``after``, by key as in a topic."""
     state: Rows = {}
     expected: dict[int, dict[bytes, Any]] = {}
     for version, batch in enumerate(history, 1):
@@ -204,7 +204,7 @@ def test_topic_has_the_state_and_then_the_changes_of_each_version(
     with running(client, broker, topic) as sink:
         eventually(lambda: sink.is_at(1))
         c.batch({1: None, 2: (20, "b")})
-        c.batch({3: (3, "c")})  # is no change
+        c.batch({3: (3, "c")})  # the same value
         c.batch({4: (4, "d")})
         eventually(lambda: sink.is_at(4))
     records = broker.records(topic)
