@@ -158,6 +158,10 @@ class ConnectionClosedError(QueryableStateError):
     """The connection to a host was closed, or a malformed message came over it."""
 
 
+class KafkaSinkError(SparkBridgeError):
+    """Changes of the state cannot be written to a topic of Kafka, or another writer has the topic."""
+
+
 class StateTooLargeError(SparkBridgeError):
     """One partition's part of a batch does not fit into one Arrow array."""
 

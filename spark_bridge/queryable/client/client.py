@@ -525,13 +525,17 @@ class QueryableStateClient:
         query: str | None = None,
         from_version: int | None = None,
         timeout: float | None = None,
+        from_run: str | None = None,
+        every_version: bool = False,
     ) -> StateWatch:
         """Return the changes of each completed checkpoint, version by version, for as long as it is iterated over.
 
-        See ``StateWatch``.
+        See ``StateWatch``. ``KafkaSink`` writes them to a topic of Kafka.
         """
         all_keys = keys if keys is None or hasattr(keys, "__len__") else list(keys)
-        return StateWatch(self._access, operator, all_keys, state, query, from_version, timeout)
+        return StateWatch(
+            self._access, operator, all_keys, state, query, from_version, timeout, from_run, every_version
+        )
 
     def diff(
         self,
