@@ -215,7 +215,7 @@ class Yarn:
     def _active_nodes(self) -> int:
         try:
             with urlopen(f"http://127.0.0.1:{self._page}/ws/v1/cluster/metrics", timeout=1) as answer:
-                return int(json.load(answer)["clusterMetrics"]["activeNodes"])
+                return int(json.load(answer)["activeNodes"])
         except (URLError, TimeoutError, ConnectionError):
             return 0
 
