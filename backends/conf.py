@@ -36,7 +36,8 @@ class StateStoreConf:
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
       (in memory, for state that fits), or the import path of a subclass of
       ``backends.providers.standalone_provider.LocalStateStoreProvider``.
-    - ``storage_options``: the options of the checkpoint location: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
+    - ``storage_options``: the options of the checkpoint location: Spark's ``spark.hadoop.fs.s3a.*`` and
+      ``spark.hadoop.dfs.*``, or those of obstore and Hadoop.
 
     Durability and retention:
 

@@ -5,8 +5,8 @@ file is written under another name, closed, and renamed: the NameNode renames at
 new name is taken. It answers when its log has the rename on disk. Until then ``hsync`` has had each DataNode of the
 file write the content to its disk; ``close`` alone leaves it in the memory of their machines.
 
-hdfs-native has no limit for most of its waits: here each step has one. A client that has met a limit or a broken
-connection is replaced, because the same connection may never answer again.
+hdfs-native has no limit for some of its waits: here each step has one. A client that has met a limit is replaced,
+because the same connection may never answer again.
 
 Errors are ``FileNotFoundError``, obstore's ``AlreadyExistsError``, ``ConnectionError`` and ``TimeoutError`` if the same
 request may succeed later, otherwise another ``OSError``.
@@ -15,6 +15,7 @@ request may succeed later, otherwise another ``OSError``.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import secrets
 import threading
@@ -43,6 +44,8 @@ STEP_SECONDS = 15.0
 """A step of a request, which moves at most ``_PIECE_BYTES``, fails after this many seconds without an answer."""
 LISTING_SECONDS = 60.0
 """The limit for the listing of one directory, which takes a request for each thousand of its entries."""
+KEPT_SECONDS = 60.0
+"""How long a client is kept that has been replaced: longer than any of its requests."""
 FEWER_REPLICAS_SECONDS = 60.0
 """How long files are written with fewer replicas after a DataNode has failed."""
 BLOCK_BYTES = 128 << 20
@@ -82,6 +85,7 @@ _REMEDIES = (
         ("GSSAPI", "SASL", "InvalidToken"),
         "A cluster with Kerberos needs HADOOP_CONF_DIR, libgssapi_krb5 and a valid ticket (kinit) on each machine",
     ),
+    (("rasure",), "Keep state in a directory without erasure coding: hdfs ec -setPolicy -replicate -path ..."),
     (("QuotaExceeded",), "Raise the quota of the directory: hdfs dfsadmin -setSpaceQuota or -setQuota"),
     (("SafeMode",), "The NameNode starts, or has too few DataNodes: hdfs dfsadmin -safemode get"),
     (("could only be written to",), "Too few DataNodes can take a block: hdfs dfsadmin -report"),
@@ -90,10 +94,10 @@ _REMEDIES = (
 
 
 class HdfsClients:
-    """Makes the clients of one location. Construction does no requests. Many threads may share one.
+    """The client of one location, which all locations with the same NameNode share. Construction does no requests.
 
-    ``endpoint`` and ``bucket`` are as those of ``ObjectStores``. Raises ``InvalidStateStoreArgument`` if hdfs-native
-    is missing or if no NameNode is known.
+    Many threads may share one. ``endpoint`` and ``bucket`` are as those of ``ObjectStores``. Raises
+    ``InvalidStateStoreArgument`` if hdfs-native is missing or if no NameNode is known.
     """
 
     endpoint: str | None = None
@@ -102,15 +106,29 @@ class HdfsClients:
         self._location = location
         self._options = hdfs_options(location, options)
         self.bucket = f"hdfs://{location.container}"
-        self._renewals = 0
-        self.client = self._made()
+        environment = ((name, os.environ.get(name, "")) for name in _ENVIRONMENT)
+        key = (os.getpid(), location.container, *sorted(self._options.items()), *environment)
+        with _CLIENTS_LOCK:
+            if key not in _CLIENTS:
+                _CLIENTS[key] = _Shared(self._made(is_first=True))
+            self._shared = _CLIENTS[key]
+
+    @property
+    def client(self) -> AsyncClient:
+        """Return the client for the next request."""
+        return self._shared.client
 
     def renew(self) -> None:
         """Use new connections for the following requests."""
-        self._renewals += 1
-        self.client = self._made()
+        self.replace(self.client)
 
-    def _made(self) -> AsyncClient:
+    def replace(self, client: AsyncClient) -> None:
+        """Use new connections for the following requests, unless another request has replaced this client."""
+        with _CLIENTS_LOCK:
+            if self._shared.client is client:
+                self._shared.replace(self._made(is_first=False))
+
+    def _made(self, *, is_first: bool) -> AsyncClient:
         hdfs_native = import_optional("hdfs_native", f"State at {self._location.text}", InvalidStateStoreArgument)
         make: Callable[[str, dict[str, str]], AsyncClient] = hdfs_native.AsyncClient
         host = self._location.container or self._default_host()
@@ -121,7 +139,7 @@ class HdfsClients:
             "dfs.client.failover.max.attempts": "0" if ":" in host else "1",
             **self._options,
         }
-        if self._renewals:
+        if not is_first:
             # A NameNode that hangs keeps its connections: the next client must not begin with the same one.
             settings[f"dfs.client.failover.random.order.{host}"] = "true"
         try:
@@ -148,6 +166,39 @@ class HdfsClients:
                 if setting.findtext("name", "").strip() == "fs.defaultFS":
                     url = setting.findtext("value", "").strip()
         return urlsplit(url).netloc if url.startswith("hdfs:") else ""
+
+
+_ENVIRONMENT = (
+    "HADOOP_CONF_DIR",
+    "HADOOP_HOME",
+    "HADOOP_PROXY_USER",
+    "HADOOP_TOKEN_FILE_LOCATION",
+    "HADOOP_USER_NAME",
+)
+"""The variables that hdfs-native reads when a client is made."""
+
+
+class _Shared:
+    """A client that is used, and those before it.
+
+    A client ends the threads of its runtime when Python drops it. If one of them is just then telling the event loop of
+    a result, it waits for Python, and Python for it, forever. So a client is dropped only when it has long been unused.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self._replaced: list[tuple[float, AsyncClient]] = []
+
+    def replace(self, client: AsyncClient) -> None:
+        now = time.monotonic()
+        self._replaced = [(since, old) for since, old in self._replaced if now < since + KEPT_SECONDS]
+        self._replaced.append((now, self.client))
+        self.client = client
+
+
+_CLIENTS: dict[tuple[object, ...], _Shared] = {}
+"""By process, NameNode, settings and environment. They stay: a process uses few."""
+_CLIENTS_LOCK = threading.Lock()
 
 
 class HdfsFiles:
@@ -344,7 +395,7 @@ class HdfsFiles:
         return [status for status in listing if status.path != directory]  # a file lists itself
 
     async def _step(self, answer: Awaitable[T], seconds: float | None = None) -> T:
-        """Wait for a step. Replace the client if it gets no answer or a broken connection."""
+        """Wait for a step. Replace the client if it gets no answer."""
         limit = STEP_SECONDS if seconds is None else seconds
         client = self._clients.client
         try:
@@ -352,7 +403,7 @@ class HdfsFiles:
         except (FileNotFoundError, FileExistsError) as error:
             raise type(error)(_first_line(error)) from error
         except (asyncio.TimeoutError, TimeoutError) as error:
-            self._renew(client)
+            self._clients.replace(client)
             raise TimeoutError(
                 f"no answer from {self._clients.bucket} or its DataNodes for {limit:g} s. Do they run, and can this "
                 "machine reach them?"
@@ -367,13 +418,7 @@ class HdfsFiles:
             message = text if remedy is None else f"{text}. {remedy}"
             if any(name in text for name in _FINAL) or isinstance(error, NotImplementedError):
                 raise OSError(message) from error
-            if not isinstance(error, RuntimeError):
-                self._renew(client)
             raise ConnectionError(message) from error
-
-    def _renew(self, client: AsyncClient) -> None:
-        if self._clients.client is client:  # another step may have replaced it
-            self._clients.renew()
 
     @staticmethod
     def _run(steps: Coroutine[Any, Any, T]) -> T:
@@ -425,5 +470,14 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         loop = _LOOPS.get(os.getpid())
         if loop is None:
             loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="statestore-hdfs", daemon=True).start()
+            thread = threading.Thread(target=loop.run_forever, name="statestore-hdfs", daemon=True)
+            thread.start()
+            atexit.register(_end_loop, loop, thread)
         return loop
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Let threads that are telling the loop of a result do so before the clients are dropped with this process."""
+    if thread.is_alive():  # not in a process that was forked from that of the loop
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(1.0)

@@ -50,7 +50,14 @@ ARTIFACTS = {
     "kafka": Artifacts(("org.apache.kafka:kafka_2.13:4.3.1", "org.slf4j:slf4j-simple:1.7.36")),
     "spark35-kafka": Artifacts(("org.apache.spark:spark-sql-kafka-0-10_2.12:3.5.7",), _WITH_SPARK),
     "spark42-kafka": Artifacts(("org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",), _WITH_SPARK),
-    "hadoop": Artifacts(("org.apache.hadoop:hadoop-client-minicluster:3.4.2", "org.slf4j:slf4j-reload4j:1.7.36")),
+    "hadoop": Artifacts(
+        (
+            "org.apache.hadoop:hadoop-client-minicluster:3.4.2",
+            "javax.xml.bind:jaxb-api:2.3.1",
+            "org.bouncycastle:bcpkix-jdk18on:1.78.1",
+            "org.slf4j:slf4j-reload4j:1.7.36",
+        )
+    ),
     "spark35-s3a": Artifacts(("org.apache.hadoop:hadoop-aws:3.3.4",), _WITH_SPARK),
     "spark42-s3a": Artifacts(("org.apache.hadoop:hadoop-aws:3.5.0",), _WITH_SPARK),
 }

@@ -47,7 +47,14 @@ class Node(JavaService):
     def __init__(self, main: str, conf: Path, directory: Path, port: int) -> None:
         self.port = port
         classes = f"{conf}:{class_path('hadoop')}"
-        options = [f"-Djava.io.tmpdir={directory}", f"-Dhadoop.log.dir={directory}", "-cp", classes, main]
+        options = [
+            "--add-opens=java.base/java.lang=ALL-UNNAMED",
+            f"-Djava.io.tmpdir={directory}",
+            f"-Dhadoop.log.dir={directory}",
+            "-cp",
+            classes,
+            main,
+        ]
         super().__init__(options, directory / f"{main.rpartition('.')[2].lower()}.log")
 
     def up(self) -> None:
@@ -152,3 +159,73 @@ def running_hdfs(directory: Path) -> Iterator[Hdfs]:
         yield hdfs
     finally:
         hdfs.stop()
+
+
+class Yarn:
+    """A ResourceManager and a NodeManager over HDFS. ``conf`` is what ``HADOOP_CONF_DIR`` names."""
+
+    def __init__(self, directory: Path, hdfs: Hdfs, memory_mb: int = 4096, cores: int = 8) -> None:
+        self.conf = directory / "yarn-conf"
+        self.conf.mkdir(parents=True)
+        for name in ("core-site.xml", "hdfs-site.xml", "log4j.properties"):
+            (self.conf / name).write_text((hdfs.conf / name).read_text())
+        resource_manager = ("address", "scheduler.address", "resource-tracker.address", "admin.address")
+        node_manager = ("address", "localizer.address", "webapp.address")
+        ports = {
+            **{f"yarn.resourcemanager.{name}": free_port() for name in (*resource_manager, "webapp.address")},
+            **{f"yarn.nodemanager.{name}": free_port() for name in node_manager},
+        }
+        scheduler = "org.apache.hadoop.yarn.server.resourcemanager.scheduler"
+        site = {
+            **{name: f"127.0.0.1:{port}" for name, port in ports.items()},
+            "yarn.resourcemanager.hostname": "127.0.0.1",
+            "yarn.resourcemanager.scheduler.class": f"{scheduler}.fifo.FifoScheduler",
+            "yarn.scheduler.minimum-allocation-mb": 128,
+            "yarn.nodemanager.hostname": "127.0.0.1",
+            "yarn.nodemanager.resource.memory-mb": memory_mb,
+            "yarn.nodemanager.resource.cpu-vcores": cores,
+            "yarn.nodemanager.vmem-check-enabled": "false",
+            "yarn.nodemanager.pmem-check-enabled": "false",
+            "yarn.nodemanager.local-dirs": directory / "local",
+            "yarn.nodemanager.log-dirs": directory / "containers",
+            "yarn.nodemanager.disk-health-checker.enable": "false",
+        }
+        write_configuration(self.conf / "yarn-site.xml", site)
+        server = "org.apache.hadoop.yarn.server"
+        self._page = ports["yarn.resourcemanager.webapp.address"]
+        self._nodes = [
+            Node(f"{server}.resourcemanager.ResourceManager", self.conf, directory, self._page),
+            Node(f"{server}.nodemanager.NodeManager", self.conf, directory, ports["yarn.nodemanager.address"]),
+        ]
+
+    def start(self) -> None:
+        """Start both processes, and wait until containers can run."""
+        for node in self._nodes:
+            node.start(lambda: True)
+        deadline = time.monotonic() + PATIENCE
+        while self._active_nodes() != 1:
+            assert time.monotonic() < deadline, "no NodeManager is active"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End both processes."""
+        for node in self._nodes:
+            node.stop()
+
+    def _active_nodes(self) -> int:
+        try:
+            with urlopen(f"http://127.0.0.1:{self._page}/ws/v1/cluster/metrics", timeout=1) as answer:
+                return int(json.load(answer)["activeNodes"])
+        except (URLError, TimeoutError, ConnectionError):
+            return 0
+
+
+@contextmanager
+def running_yarn(directory: Path, hdfs: Hdfs) -> Iterator[Yarn]:
+    """Run YARN whose default file system is ``hdfs``."""
+    yarn = Yarn(directory, hdfs)
+    try:
+        yarn.start()
+        yield yarn
+    finally:
+        yarn.stop()

@@ -154,6 +154,56 @@ def test_of_two_processes_that_create_a_file_one_wins(place: str) -> None:
     assert storage.unfinished("") == []
 
 
+def test_files_stay_whole_while_any_step_fails(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails before it has taken effect, or its answer is lost, as in the simulation."""
+    import hdfs_native
+
+    moments, failed = random.Random(0), [0, 0]
+
+    def break_sometimes(owner: type, name: str) -> None:
+        works = getattr(owner, name)
+
+        async def call(*args: object, **options: object) -> object:
+            fate = moments.random()
+            if fate < 0.05:
+                failed[0] += 1
+                raise OSError("the connection broke before")
+            answer = await works(*args, **options)
+            if fate > 0.95:
+                failed[1] += 1
+                raise OSError("the connection broke after")
+            return answer
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("create", "rename", "delete", "read", "get_file_info"):
+        break_sometimes(hdfs_native.AsyncClient, name)
+    for name in ("write", "hsync", "close"):
+        break_sometimes(hdfs_native.AsyncFileWriter, name)
+    storage = CheckpointStorage.open(place, sleep=lambda seconds: None, buckets=BucketTraffic())
+
+    def write(writer: int) -> list[int]:
+        won = []
+        for number in range(10):
+            try:
+                file = storage.put_new(f"race/{number}", f"{writer} {number}".encode())
+                won.append(number)
+                assert storage.read(file) == f"{writer} {number}".encode()
+            except FileExistsInStorageError:
+                pass
+            storage.replace("metadata", f"{writer} {number}".encode())
+            assert storage.get("metadata").split()[0] in (b"0", b"1", b"2", b"3")
+        return won
+
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(write, range(4)))
+    assert sorted(number for of_writer in won for number in of_writer) == list(range(10)), "each has one winner"
+    for writer, numbers in enumerate(won):
+        assert all(storage.get(f"race/{number}") == f"{writer} {number}".encode() for number in numbers)
+    assert {path for path, _ in storage.list()} == {"metadata", *(f"race/{number}" for number in range(10))}
+    assert min(failed) > 3
+
+
 # -- processes of HDFS that die and hang ------------------------------------------------------------
 
 

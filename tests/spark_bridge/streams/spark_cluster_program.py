@@ -1,6 +1,7 @@
 """A stream on a Spark cluster that RayDP did not start: ``python spark_cluster_program.py ray-on-spark|beside ROOT``.
 
-``ROOT/in`` has the input. Prints one line of JSON: the counts by key, and the earlier refusals.
+``ROOT/in`` has the input, and the checkpoint is in ROOT unless its location is the last argument. Prints one
+line of JSON: the counts by key, and the earlier refusals.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ def refusal(of: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
-def counted(spark: SparkSession, root: Path) -> dict[str, int]:
+def counted(spark: SparkSession, root: Path, checkpoint: str) -> dict[str, int]:
     """Count the keys of the input as a stream, and return what the state has at the end."""
-    rows = spark.readStream.schema("k long").option("maxFilesPerTrigger", 1).parquet(f"{root}/in")
+    rows = spark.readStream.schema("k long").option("maxFilesPerTrigger", 1).parquet(f"file://{root}/in")
     query = (
         aggregate(rows, by="k", operator="counts", n=S.count())
         .writeStream.outputMode("append")
-        .option("checkpointLocation", f"{root}/checkpoint")
+        .option("checkpointLocation", checkpoint)
         .format("noop")
         .start()
     )
     query.processAllAvailable()
     query.stop()
-    found = state_table(f"{root}/checkpoint", "counts").to_pydict()
+    found = state_table(checkpoint, "counts").to_pydict()
     return dict(zip(map(str, found["k"]), found["n"], strict=True))
 
 
-def main(kind: str, root: Path, master: str, ray_address: str) -> None:
+def main(kind: str, root: Path, master: str, ray_address: str = "", checkpoint: str = "") -> None:
     """Run; ``ray_address`` is only for ``beside``."""
+    checkpoint = checkpoint or f"file://{root}/checkpoint"
     conf = {"spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "2", "spark.executor.memory": "512m"}
     builder = SparkSession.builder.master(master).appName("cluster")
     for name, value in conf.items():
@@ -61,7 +63,7 @@ def main(kind: str, root: Path, master: str, ray_address: str) -> None:
     refused = []
     if kind == "beside":
         attach(spark, ray_address=ray_address, num_hosts=2)
-        counts = counted(spark, root)
+        counts = counted(spark, root, checkpoint)
         stop_spark()
     else:
         from ray.util.spark import setup_ray_cluster, shutdown_ray_cluster
@@ -71,7 +73,7 @@ def main(kind: str, root: Path, master: str, ray_address: str) -> None:
         use = core_use(spark)
         assert (use.all, use.of_ray) == (4, 2), use
         attach(spark, num_hosts=2)
-        counts = counted(spark, root)
+        counts = counted(spark, root, checkpoint)
         stop_spark()
         shutdown_ray_cluster()
         with token_for_nodes():
@@ -85,4 +87,4 @@ def main(kind: str, root: Path, master: str, ray_address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else "")
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -20,9 +20,11 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 
+from backends.storage.checkpoint_storage import CheckpointStorage
 from spark_bridge.session.ray_cluster import ensure_java
 from tests.effort import only_thorough
 from tests.patience import PATIENCE
+from tests.services.hadoop import Hdfs, running_yarn
 from tests.spark_bridge.own_head import free_ports, own_head
 
 PROGRAM = Path(__file__).with_name("spark_cluster_program.py")
@@ -92,6 +94,30 @@ def test_standalone_spark_with_a_separate_ray(tmp_path: Path, counts: dict[str, 
     with own_head() as head, standalone_spark(tmp_path) as master:
         found = run(tmp_path, "beside", str(tmp_path), master, head.address, RAY_TMPDIR=head.directory)
     assert found["counts"] == counts
+
+
+@pytest.mark.service
+def test_yarn_with_a_separate_ray(tmp_path: Path, counts: dict[str, int], hdfs: Hdfs) -> None:
+    """In client mode, with two executors in containers, and HDFS as the only storage of checkpoint and state."""
+    conf = {
+        "spark.yarn.jars": f"local:{Path(pyspark.__file__).parent}/jars/*",
+        "spark.yarn.am.memory": "256m",
+        "spark.executor.instances": "2",
+        "spark.executorEnv.PYTHONPATH": str(REPOSITORY),
+        "spark.executorEnv.JAVA_HOME": environment()["JAVA_HOME"],
+        "spark.yarn.appMasterEnv.JAVA_HOME": environment()["JAVA_HOME"],
+    }
+    submit = " ".join([*(f"--conf {name}={value}" for name, value in conf.items()), "pyspark-shell"])
+    checkpoint = f"hdfs:///{tmp_path.name}/checkpoint"
+    with own_head() as head, running_yarn(tmp_path / "yarn", hdfs) as yarn:
+        more = {"HADOOP_CONF_DIR": str(yarn.conf), "PYSPARK_SUBMIT_ARGS": submit, "RAY_TMPDIR": head.directory}
+        result = run(tmp_path, "beside", str(tmp_path), "yarn", head.address, checkpoint, **more)
+        containers = sorted(path.name for path in (tmp_path / "yarn" / "containers").glob("*/container_*"))
+    assert result["counts"] == counts
+    assert len(containers) == 3, "of the application master and two executors"
+    stored = CheckpointStorage.open(f"{hdfs.url}/{tmp_path.name}/checkpoint")
+    assert {"commits", "offsets", "statestore"} <= {path.partition("/")[0] for path, _ in stored.list()}
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @contextmanager
