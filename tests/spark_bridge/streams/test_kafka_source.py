@@ -6,7 +6,12 @@ One dictionary of counts and sums per key, computed from the records that were s
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+import tempfile
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -28,6 +33,7 @@ from spark_bridge import (
 )
 from spark_bridge import functions as S
 from tests.patience import PATIENCE
+from tests.scratch import SCRATCH
 from tests.services.kafka import KafkaBroker, Record
 from tests.services.kafka_stream import KafkaStream
 from tests.spark_bridge.conftest import settle, wait_until
@@ -284,3 +290,26 @@ def test_bank_is_consistent_while_hosts_executors_and_the_broker_die(
     assert blows["broker"]
     assert blows[EXECUTOR]
     assert not (tmp_path / "strikes" / EXECUTOR).exists(), "no task killed its executor"
+
+
+@pytest.mark.thorough  # otherwise: this file has its source, test_rolling_stream.py and test_feature_stream.py the rest
+def test_example_answers_while_a_host_dies(tmp_path: Path) -> None:
+    """``make demo ARGS=--kafka`` as a process: it kills a host and ends well, with frauds caught."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    with tempfile.TemporaryDirectory(prefix="rs-", dir=SCRATCH) as directory:
+        done = subprocess.run(
+            [sys.executable, "-m", "examples.fraud", "--seconds", "30", "--picture", str(tmp_path / "fraud.svg")],
+            cwd=Path(__file__).parents[3],
+            env={**environment, "RAY_TMPDIR": directory, "TMPDIR": directory},
+            capture_output=True,
+            text=True,
+            timeout=4 * PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "is killed" in done.stdout
+    caught = re.search(r"caught (\d+) of the last (\d+) frauds", done.stdout)
+    assert caught is not None
+    assert int(caught[1]) > 0
+    assert "15,300 payments scored" in done.stdout
+    assert (tmp_path / "fraud.svg").read_text().startswith("<svg")
