@@ -252,7 +252,7 @@ def steps_of_services(is_thorough: bool, arguments: Sequence[str]) -> list[list[
         )
         for venv, names in ON_KAFKA.items()
     ]
-    return [parts[:1], parts[1:], *([on_kafka] if is_thorough else [])]
+    return [parts, *([on_kafka] if is_thorough else [])]
 
 
 def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
