@@ -54,8 +54,8 @@ class StateWatch:
     without end. Versions that changed nothing of the watched state are left out. To continue later, or after an error,
     make another watch with the ``version`` of the last change as ``from_version`` (or with ``position``, which also
     counts versions that changed nothing), and with ``run_id`` as ``from_run``: the new watch then notices if the query
-    was rolled back between the two. With ``every_version``, a version without changes comes with an empty batch; of
-    several that were completed at once, the last one.
+    was rolled back between the two. With ``every_version``, a version that changed nothing comes with an empty batch;
+    of several that were completed at once, the last one.
 
     A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Otherwise
     it raises ``QueryTimeoutError``. If the query has ended and has not come back, the iteration ends after its last

@@ -121,6 +121,13 @@ def write_up_to(
     assert sink.error is None
 
 
+def run_to_the_end(client: Any, broker: KafkaBroker, topic: str) -> None:
+    """Run a sink that must end by itself. Raises its error."""
+    error = Running(KafkaSink(client, "totals", topic=topic, bootstrap=broker.address)).ended()
+    if error is not None:
+        raise error
+
+
 def header(record: Record, name: str) -> str:
     return dict(record.headers)[f"statestore-{name}"].decode()
 
@@ -381,6 +388,41 @@ def test_writer_killed_at_random_points_leaves_no_gap(
         assert seen.setdefault(place, record.value) == record.value, "a repeated record is another one"
 
 
+@pytest.mark.parametrize("is_rolled_back", [False, True])
+def test_writer_killed_between_a_version_and_its_position_knows_the_version(
+    cluster: Callable[..., Cluster],
+    broker: KafkaBroker,
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+    is_rolled_back: bool,
+) -> None:
+    c = cluster()
+    c.batch({1: (1, "a")})
+    client = c.client()
+    write_up_to(1, client, broker, topic)
+    sink = KafkaSink(client, "totals", topic=topic, bootstrap=broker.address)
+
+    def dies(position: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sink._topic, "commit", dies)
+    c.batch({1: (2, "a"), 2: (2, "a")})
+    with pytest.raises(KeyboardInterrupt):
+        sink.run()
+    if is_rolled_back:
+        go_back(c, 1, "run2")
+        c.batch({1: (20, "b")})
+        c.batch({1: (30, "b")})
+        with pytest.raises(StateVersionError, match=r"rolled back.*version 2"):
+            run_to_the_end(client, broker, topic)
+        write_up_to(3, client, broker, topic, 2, on_gap="resend")
+    else:
+        c.batch({1: (3, "a")})
+        write_up_to(3, client, broker, topic)
+        assert set(of_versions(broker.topics.records(topic))) == {1, 2, 3}
+    assert compacted(broker.topics.records(topic)) == state_of(client)
+
+
 def test_interrupted_state_is_written_again(
     cluster: Callable[..., Cluster], broker: KafkaBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,7 +540,7 @@ def test_writer_behind_retention_stops_or_sends_the_state_again(
         c.batch({user: None if user < 10 else (n, "a") for user in range(40)})
         c.remove_old_versions()
     with pytest.raises(StateVersionError, match=r"changes up to version 1\. .*on_gap='resend'.*min_versions_to_retain"):
-        KafkaSink(client, "totals", topic=topic, bootstrap=broker.address).run()
+        run_to_the_end(client, broker, topic)
     assert {header(r, "generation") for r in broker.topics.records(topic)} == {"1"}
     write_up_to(8, client, broker, topic, on_gap="resend")
     records = broker.topics.records(topic)
@@ -530,7 +572,7 @@ def test_versions_that_were_rolled_back_are_replaced(
         for n in range(5, 8):
             c.batch({1: (10 * n, "b")})
         with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*on_gap='resend'"):
-            KafkaSink(client, "totals", topic=topic, bootstrap=broker.address).run()
+            run_to_the_end(client, broker, topic)
         write_up_to(7, client, broker, topic, on_gap="resend")
     records = broker.topics.records(topic)
     assert compacted(records) == state_of(client)
@@ -557,7 +599,7 @@ def test_checkpoint_without_cluster_and_its_rollback(
         c.batch({1: (10 * n, "b")})
     client = CheckpointClient.open(str(c.world.root / "ck"))
     with pytest.raises(StateVersionError, match=r"rolled back.*version 7"):
-        KafkaSink(client, "totals", topic=topic, bootstrap=broker.address).run()
+        run_to_the_end(client, broker, topic)
     write_up_to(8, client, broker, topic, on_gap="resend")
     assert compacted(broker.topics.records(topic)) == state_of(c.client())
 
@@ -570,6 +612,27 @@ def test_forgotten_keys_get_tombstones(cluster: Callable[..., Cluster], broker: 
     forget_keys(checkpoint, "totals", [2], reference="request 1")
     write_up_to(1, CheckpointClient.open(checkpoint), broker, topic, 2, resend=True)
     assert compacted(broker.topics.records(topic)) == {b'{"user":1}': {"n": 1, "name": "a"}}
+
+
+def test_another_query_of_the_name_is_a_gap(
+    cluster: Callable[..., Cluster], broker: KafkaBroker, topic: str, tmp_path: Path
+) -> None:
+    c = cluster()
+    for n in (1, 2, 3):
+        c.batch({1: (n, "a"), n + 10: (n, "a")})
+    write_up_to(3, c.client(), broker, topic)
+    c.close()
+    (tmp_path / "other").mkdir()
+    other = Cluster(tmp_path / "other", query_id="q2")
+    other.batch({1: (7, "b")})
+    client = other.client()
+    with pytest.raises(StateVersionError, match=r"has the state of query q up to version 3.*of query q2 now"):
+        run_to_the_end(client, broker, topic)
+    write_up_to(1, client, broker, topic, 2, on_gap="resend")
+    records = broker.topics.records(topic)
+    assert compacted(records) == state_of(client) == {b'{"user":1}': {"n": 7, "name": "b"}}
+    assert {header(r, "query") for r in records if header(r, "generation") == "2"} == {"q2"}
+    other.close()
 
 
 def test_topic_that_gains_partitions_is_emptied_and_written_again(
@@ -586,7 +649,7 @@ def test_topic_that_gains_partitions_is_emptied_and_written_again(
     assert isinstance(error, StateVersionError) and "had 3 partitions and has 7 now" in str(error)
     assert set(of_versions(broker.topics.records(topic))) == {1}
     with pytest.raises(StateVersionError, match="had 3 partitions at version 1, and has 7 now"):
-        KafkaSink(client, "totals", topic=topic, bootstrap=broker.address).run()
+        run_to_the_end(client, broker, topic)
     write_up_to(2, client, broker, topic, on_gap="resend")
     records = broker.topics.records(topic)
     assert compacted(records) == state_of(client)
