@@ -73,8 +73,8 @@ class Node(JavaService):
 class Hdfs:
     """A NameNode and its DataNodes, which keep their ports and files over crashes and restarts.
 
-    ``conf`` is the directory with the configuration of clients, as ``HADOOP_CONF_DIR`` names it. A DataNode counts as
-    dead about ten seconds after its last sign of life.
+    ``conf`` is the directory with the configuration of clients, as ``HADOOP_CONF_DIR`` names it. As by default, a
+    DataNode counts as dead only ten minutes after its last sign of life.
     """
 
     def __init__(self, directory: Path, data_nodes: int = 2, replication: int = 2) -> None:
@@ -92,8 +92,6 @@ class Hdfs:
             "dfs.namenode.http-address": f"127.0.0.1:{self._http}",
             "dfs.namenode.rpc-address": self.address,
             "dfs.permissions.superusergroup": "nobody",
-            # A DataNode that does not report for 2 * recheck + 10 * heartbeat is dead.
-            "dfs.namenode.heartbeat.recheck-interval": 500,
             "dfs.heartbeat.interval": 1,
             "dfs.namenode.safemode.extension": 0,
             "dfs.namenode.fs-limits.min-block-size": 1 << 16,

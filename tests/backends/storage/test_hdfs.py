@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from backends.exceptions import (
 )
 from backends.storage import hdfs_files
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.hdfs_files import HdfsClients
 from backends.storage.locations import parse_location
 from backends.storage.requests import BucketTraffic
 from tests.patience import PATIENCE
@@ -294,7 +296,7 @@ def test_a_rename_without_an_answer_is_recognised(place: str, monkeypatch: pytes
 def test_files_are_written_and_read_without_a_data_node(
     hdfs: Hdfs, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The NameNode does not know for ten seconds that the node is dead. No write may wait for that."""
+    """The NameNode does not know for ten minutes that the node is dead. No write may wait for that."""
     monkeypatch.setattr(hdfs_files, "STEP_SECONDS", 3.0)
     storage = opened(place)
     before = [storage.put_new(f"before/{number}", b"content") for number in range(5)]
@@ -354,6 +356,22 @@ def test_addresses_without_a_port(hdfs: Hdfs, place: str, tmp_path: Path, monkey
     write_configuration(tmp_path / "hdfs-site.xml", options)
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     assert opened(f"hdfs://cluster/{directory}").get("file") == opened(f"hdfs:/{directory}").get("file") == b"content"
+
+
+def test_locations_share_a_client_that_is_never_dropped_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that Python drops while one of its threads reports a result hangs the process."""
+    first, second = (opened(f"hdfs://127.0.0.1:1/{name}")._stores for name in "ab")
+    assert isinstance(first, HdfsClients)
+    assert isinstance(second, HdfsClients)
+    client = weakref.ref(first.client)
+    assert second.client is client()
+    first.renew()
+    assert client() is not None
+    assert first.client is second.client is not client()
+    monkeypatch.setenv("HADOOP_USER_NAME", "another")
+    other = opened("hdfs://127.0.0.1:1/a")._stores
+    assert isinstance(other, HdfsClients)
+    assert other.client is not first.client
 
 
 def test_of_two_name_nodes_one_that_hangs_is_left(hdfs: Hdfs, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,7 @@ def test_writer_killed_at_random_points_leaves_no_gap(
     c = cluster()
     history: list[Rows] = [random_rows(rng)]
     c.batch(history[0])
-    kills, dead = effort(8, 60), 0
+    kills, dead = effort(6, 60), 0
     for n in range(kills + 1):
         for _ in range(2):
             history.append(random_rows(rng))
