@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError, KafkaSinkError, RequestError, StateVersionError
-from spark_bridge.queryable.client import kafka_sink, watch
+from spark_bridge.queryable.client import kafka_sink, kafka_topic, watch
 from spark_bridge.queryable.client.kafka_sink import KafkaSink
 from spark_bridge.queryable.reads import answer_version, operator_plan
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
@@ -52,8 +52,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.05)
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.2)
-    monkeypatch.setattr(kafka_sink, "CALL_SECONDS", 1.0)
-    monkeypatch.setitem(kafka_sink.PRODUCER_DEFAULTS, "socket.timeout.ms", 2_000)
+    monkeypatch.setattr(kafka_topic, "CALL_SECONDS", 1.0)
+    monkeypatch.setitem(kafka_topic.PRODUCER_DEFAULTS, "socket.timeout.ms", 2_000)
 
 
 @pytest.fixture
