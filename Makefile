@@ -44,8 +44,9 @@ $(STAMP42): pyproject.toml constraints-spark42.txt
 	$(call make_venv,$(VENV42),constraints-spark42.txt,raydp-spark4,Spark 4.2 on Ray)
 
 .PHONY: demo
-demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
-	@$(BIN)/statestore demo $(ARGS)
+demo: $(STAMP) ## Replay a year of flights as a stream, query and check its state; ARGS=--kill-host; ARGS=--kafka: payments
+	@$(if $(filter --kafka,$(ARGS)),$(BIN)/python -m tests.services.artifacts kafka spark35-kafka && \
+		$(BIN)/python -m examples.fraud $(filter-out --kafka,$(ARGS)),$(BIN)/statestore demo $(ARGS))
 
 .PHONY: test test-fast test-matrix test-thorough test-pythons
 test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 EXTRAS = {
+    "confluent_kafka": "kafka",
     "duckdb": "sql",
     "fastapi": "serve",
     "feast": "feast",

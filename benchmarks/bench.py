@@ -7,11 +7,11 @@
     python benchmarks/bench.py --list                       names and sizes
     python benchmarks/bench.py --render                     RESULTS.md again from the kept figures
 
-``make bench`` and ``make bench-smoke`` do the same, with the environments that are needed. A new measurement replaces
-the one in ``results/<comparison>.json``. A smoke run is compared with ``results/smoke/``, made by another smoke run
-with ``--keep``, as ratios depend on the sizes. JVMs of a smoke run do without their second compiler, which does not pay
-in a short run. A smoke run reports what has become slower; it ends with status 1 only if a comparison failed, for
-instance because results were not equal.
+``make bench`` and ``make bench-smoke`` do the same, with the environments that are needed. A new measurement joins the
+kept runs in ``results/<comparison>.json``, and a line for each ratio says whether it is within their range. A smoke run
+is compared with ``results/smoke/``, made by another smoke run with ``--keep``, as ratios depend on the sizes. JVMs of a
+smoke run do without their second compiler, which does not pay in a short run. A smoke run reports slower ratios; it
+ends with status 1 only if a comparison failed, for instance because results were not equal.
 
 Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the
 environment that STATESTORE_VENV42 names.
@@ -36,7 +36,7 @@ from comparisons import COMPARISONS
 from rich.console import Console
 from suite import report, runner
 from suite.machine import commit
-from suite.model import ENVIRONMENTS, Comparison, Kind, Result, Size, Slower, in_both, load, save, slower
+from suite.model import ENVIRONMENTS, Comparison, Kind, Result, Size, Slower, in_both, load, repeated, save, slower
 from suite.report import WholeRun
 
 HERE = Path(__file__).resolve().parent
@@ -135,6 +135,9 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
                         failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}, second run: {again.failure}")
                     suspect = in_both(suspect, slower(before, Result(comparison.name, {environment: again})))
                 found += suspect
+            if kind == "full" and part.failure is None:
+                for line in repeated(before, part):
+                    console.print(f"  {line}", style="yellow" if "outside" in line else None, markup=False)
             if kind == "full" or (options.keep and part.failure is None):
                 kept[comparison.name] = before.with_part(part)
                 save(directory, kept[comparison.name])

@@ -2,6 +2,7 @@
 
     python benchmarks/queries.py beside-stream           single lookups during a stream, and their cost for the stream
     python benchmarks/queries.py scan --keys 10000000    all rows of ten million keys, and the client's memory
+    python benchmarks/queries.py features --keys 100000  50 features of a view at fixed rates, in open loop
 
 The state is that of a running ``aggregate`` on RayDP with two executors of one core and two hosts: of each user a
 count, a sum and the last time. Redis (``redis-server`` must be on the PATH; nothing is written to its disk) has the
@@ -12,6 +13,10 @@ Before anything is timed, the answers of both for some keys are compared.
 Batched is 1,000 random keys a call: into a typed Arrow table from the state store, from Redis' ``MGET`` into a list of
 unpacked lists. Async is one event loop with 64 lookups in flight. Both servers, all clients and the stream share the
 machine's cores.
+
+The features are 20 longs, 25 doubles and 5 strings of one key a request, by one asynchronous client process, or by one
+client in each of two replicas of Ray Serve, which ask in open loop themselves. A stream that runs commits a batch of
+``--rows`` keys every ``--every`` seconds, or without a pause. A rate is not sustained if less than 98 % was answered.
 """
 
 from __future__ import annotations
@@ -19,15 +24,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +43,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from query_clients import OPERATOR, redis_key
+from query_clients import OPERATOR, VIEW, open_loop, redis_key
 from rich.console import Console
 from suite.machine import own_ray
 
@@ -54,11 +62,31 @@ def write_users(directory: Path, users: Any, name: str) -> None:
     draft.rename(directory / f"{name}.parquet")
 
 
-@contextmanager
-def running_stream(keys: int, partitions: int) -> Iterator[tuple[Any, Path]]:
-    """Give the query and its input directory, once it has so many keys."""
-    from spark_bridge import aggregate, init_spark, stop_spark
+def totals_of_user() -> dict[str, Any]:
+    """Return the outputs of the operator."""
     from spark_bridge import functions as S
+
+    return {"n": S.count(), "spent": S.sum("amount"), "last": S.max("ts")}
+
+
+def fifty_features() -> dict[str, Any]:
+    """Return 50 outputs: 20 longs, 25 doubles, 5 strings."""
+    from spark_bridge import functions as S
+
+    longs = {f"long_{i}": (S.count(), S.sum("user"), S.max("user"))[i % 3] for i in range(20)}
+    doubles = {f"double_{i}": (S.sum, S.min, S.max, S.mean)[i % 4]("amount") for i in range(25)}
+    return {**longs, **doubles, **{f"string_{i}": S.max("place") for i in range(5)}}
+
+
+@contextmanager
+def running_stream(
+    keys: int,
+    partitions: int,
+    outputs: Callable[[], dict[str, Any]] = totals_of_user,
+    in_rows: tuple[str, ...] | None = None,
+) -> Iterator[tuple[Any, Path]]:
+    """Give the query and its input directory, once it has so many keys. ``in_rows`` are the columns of its rows."""
+    from spark_bridge import aggregate, init_spark, stop_spark
 
     root = Path(tempfile.mkdtemp(prefix="statestore-queries-"))
     inbox = root / "in"
@@ -69,9 +97,10 @@ def running_stream(keys: int, partitions: int) -> Iterator[tuple[Any, Path]]:
         ended.callback(stop_spark)
         spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g")
         given = spark.readStream.schema("user long, amount double, ts timestamp").option("maxFilesPerTrigger", 1)
-        figures: dict[str, Any] = {"n": S.count(), "spent": S.sum("amount"), "last": S.max("ts")}
         rows = given.parquet(str(inbox))
-        totals = aggregate(rows, by="user", operator=OPERATOR, num_partitions=partitions, **figures)
+        if in_rows is not None:
+            rows = rows.selectExpr(*in_rows)
+        totals = aggregate(rows, by="user", operator=OPERATOR, num_partitions=partitions, **outputs())
         query = totals.writeStream.option("checkpointLocation", str(root / "ck")).format("noop").start()
         with console.status("Filling the state ...") as status:
             for first in range(0, keys, ROWS_PER_FILE):
@@ -269,16 +298,134 @@ def scan(arguments: argparse.Namespace) -> None:
         console.print(f"Median {statistics.median(rates):,.0f} rows/s")
 
 
+# -- features in open loop ---------------------------------------------------------------------
+
+
+class Batches:
+    """Batches of some rows one after the other, in a thread; one begins each ``every`` seconds, or when it can."""
+
+    def __init__(self, query: Any, inbox: Path, keys: int, rows: int, every: float) -> None:
+        self._query, self._inbox, self._keys, self._rows, self._every = query, inbox, keys, rows, every
+        self._rng = np.random.default_rng(3)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> Batches:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            began = time.perf_counter()
+            users = np.sort(self._rng.choice(self._keys, self._rows, replace=False))
+            write_users(self._inbox, users, f"more-{time.time_ns()}")
+            self._query.processAllAvailable()
+            self.seconds.append(time.perf_counter() - began)
+            self._is_over.wait(self._every - self.seconds[-1])
+
+
+def open_loop_row(what: str, rate: float, figures: list[dict[str, Any]], more: str = "") -> None:
+    """Print the figures of one turn of all clients."""
+    answered = sum(f["rate"] for f in figures)
+    failures = sum(sum(f["failures"].values()) for f in figures)
+    kinds = sorted({kind for f in figures for kind in f["failures"]})
+    kept = "" if answered > 0.98 * rate else f"NOT sustained, {answered:,.0f}/s answered; "
+    console.print(
+        f"{what}, {rate:,.0f}/s: {kept}p50 {statistics.median(f['p50_ms'] for f in figures):.2f} ms, p99 "
+        f"{max(f['p99_ms'] for f in figures):.2f} ms, longest {max(f['max_ms'] for f in figures):,.1f} ms, "
+        f"{failures} of {sum(f['asked'] for f in figures):,} failed {', '.join(kinds)}, "
+        f"{sum(f['later_than_1_s'] for f in figures)} took more than 1 s; load {os.getloadavg()[0]:.1f}{more}"
+    )
+
+
+def features(arguments: argparse.Namespace) -> None:
+    """Measure requests of 50 features at fixed rates: quiet, during a stream, during a kill, and from Ray Serve."""
+    from ray_statestore import Feature, FeatureView, declare_feature_view
+    from spark_bridge.session.current import current_cluster
+
+    keys, rates, seconds = arguments.keys, arguments.rates, arguments.seconds
+    columns = ("user", "amount", "ts", "concat('place ', user) as place")
+    console.print(f"Load before: {os.getloadavg()[0]:.1f}")
+    with running_stream(keys, arguments.partitions, fifty_features, columns) as (query, inbox):
+        names = list(fifty_features())
+        declare_feature_view(FeatureView(VIEW, entity="user", features=[Feature(name, OPERATOR) for name in names]))
+        address, token = connection()
+        os.environ["STATESTORE_TOKEN"] = token
+
+        def turn_of(rate: float, seconds: float, during: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+            count = max(1, round(rate / arguments.per_client))
+            with clients("ours", "features", address, count, seconds, keys, rate / count) as readers:
+                begin(readers)
+                during()
+                return [json.loads(heard(reader)) for reader in readers]
+
+        def kill() -> None:
+            time.sleep(seconds / 4)
+            os.kill(int(current_cluster().describe_hosts()[1]["pid"]), signal.SIGKILL)
+
+        for rate in rates:
+            open_loop_row("quiet", rate, turn_of(rate, seconds))
+        for rate in rates:
+            with Batches(query, inbox, keys, arguments.rows, arguments.every) as batches:
+                figures = turn_of(rate, seconds)
+            batch = statistics.median(batches.seconds)
+            open_loop_row("during a stream", rate, figures, f"; {len(batches.seconds)} batches of {batch:.2f} s")
+        for rate in rates[:2]:
+            with Batches(query, inbox, keys, arguments.rows, arguments.every) as batches:
+                figures = turn_of(rate, 2 * seconds, kill)
+            open_loop_row("a host is killed", rate, figures, f"; longest batch {max(batches.seconds):.1f} s")
+            time.sleep(5)
+        from_serve(arguments, token)
+
+
+def from_serve(arguments: argparse.Namespace, token: str) -> None:
+    """Measure the requests of two replicas of Ray Serve."""
+    from ray import serve
+
+    @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0})
+    class Replica:
+        async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
+            from spark_bridge import AsyncQueryableStateClient
+
+            self.client = await AsyncQueryableStateClient.connect(token=token)
+            self.replica = serve.get_replica_context().replica_id.unique_id
+
+        async def ask(self, rate: float, seconds: float, keys: int) -> tuple[str, dict[str, Any]]:
+            await open_loop(self.client, min(rate, 200.0), 0.5, keys, random.Random(self.replica))
+            return self.replica, await open_loop(self.client, rate, seconds, keys, random.Random(self.replica))
+
+    serve.start(proxy_location="Disabled")
+    try:
+        handle = serve.run(Replica.options(max_ongoing_requests=1).bind(), name="features", route_prefix=None)
+        for rate in arguments.rates:
+            asked = [handle.ask.remote(rate / 2, arguments.seconds, arguments.keys) for _ in range(2)]
+            answers = dict(answer.result() for answer in asked)
+            assert len(answers) == 2, "both turns were of one replica"
+            open_loop_row("from two replicas of Ray Serve", rate, list(answers.values()))
+    finally:
+        serve.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("beside-stream", "scan"))
+    parser.add_argument("what", choices=("beside-stream", "scan", "features"))
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
     parser.add_argument("--batches", type=int, default=8, help="of a turn of beside-stream")
     parser.add_argument("--pace", type=float, default=200.0, help="lookups a second during the stream")
+    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0, 5000.0], help="requests a second")
+    parser.add_argument("--per-client", type=float, default=2500.0, help="of these, at most so many of one client")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn of features")
+    parser.add_argument("--rows", type=int, default=10_000, help="of a batch during a turn of features")
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between the begins of two such batches")
     arguments = parser.parse_args()
-    {"beside-stream": beside_stream, "scan": scan}[arguments.what](arguments)
+    {"beside-stream": beside_stream, "scan": scan, "features": features}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/query_clients.py CONTESTANT WORK ADDRESS SECONDS KEYS SEED [PER_SECOND]
 
-CONTESTANT is "ours" or "redis", WORK "single", "async" or "batched". ADDRESS is a host's query address, or Redis' port;
-our token is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead of as many as
-it can.
+CONTESTANT is "ours" or "redis", WORK "single", "async", "batched" or "features". ADDRESS is a host's query address, or
+Redis' port; our token is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead
+of as many as it can. One of features asks at that rate in open loop: requests begin on schedule, whether earlier ones
+are answered or not, and the latency of each is from its scheduled time.
 
 Once it is warm, it prints "ready", and then takes a turn for each line of its input: clients that run together begin
 together, and none measures while another is starting.
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 OPERATOR = "totals"
+VIEW = "fifty"
 BATCH = 1000
 IN_FLIGHT = 64
 WARM_UP, AGAIN = 0.5, 0.1
@@ -101,9 +103,61 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
         say(json.dumps(report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)))
 
 
+async def open_loop(client: Any, rate: float, seconds: float, keys: int, rng: random.Random) -> Report:
+    """Ask for the features of ``rate`` random keys a second for some seconds, and return the figures.
+
+    The latencies of requests that fail count too.
+    """
+    latencies: list[float] = []
+    failures: dict[str, int] = {}
+    asked: set[asyncio.Task[None]] = set()
+
+    async def ask(scheduled: float) -> None:
+        try:
+            rows = await client.features(VIEW, [rng.randrange(keys)])
+            assert len(rows.to_dict()) == 51
+        except Exception as error:  # noqa: BLE001 - it is counted
+            failures[type(error).__name__] = failures.get(type(error).__name__, 0) + 1
+        latencies.append(time.perf_counter() - scheduled)
+
+    count = max(1, round(rate * seconds))
+    cpu, began = time.process_time(), time.perf_counter()
+    for i in range(count):
+        due = began + i / rate
+        if (wait := due - time.perf_counter()) > 0 or not i % 100:
+            await asyncio.sleep(max(0.0, wait))
+        task = asyncio.create_task(ask(due))
+        asked.add(task)
+        task.add_done_callback(asked.discard)
+    in_time = len(latencies)
+    while asked:
+        await asyncio.wait(asked)
+    took = time.perf_counter() - began
+    figures = report(latencies, took, 1, time.process_time() - cpu)
+    figures |= {"rate": count / took, "asked": count, "waiting": count - in_time, "failures": failures}
+    figures |= {"later_than_1_s": sum(latency > 1 for latency in latencies)}
+    return figures
+
+
+async def features(address: str, seconds: float, keys: int, rng: random.Random, rate: float) -> None:
+    """Take turns of an open loop."""
+    from spark_bridge import AsyncQueryableStateClient
+
+    async with await AsyncQueryableStateClient.connect(address=address, direct=True) as client:
+        await open_loop(client, min(rate, 200.0), WARM_UP, keys, rng)
+        say("ready")
+        while await asyncio.to_thread(sys.stdin.readline):
+            await open_loop(client, rate, AGAIN, keys, rng)
+            say(json.dumps(await open_loop(client, rate, seconds, keys, rng)))
+
+
 def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
 
+    if work == "features":
+        assert per_second is not None
+        asyncio.run(features(address, seconds, keys, rng, per_second))
+        return
     if work == "async":
 
         async def run() -> None:

@@ -85,12 +85,13 @@ class ForgottenKeys:
     def without(self, family: str, pairs: SortedPairs) -> SortedPairs:
         """Return the pairs of a column family that belong to none of the keys.
 
-        A family without a schema has only the bookmarks of sweeps. Their values are keys, so no bookmark is kept.
+        A family without a schema has only the bookmarks of sweeps. Their values are keys, so no bookmark is kept. All
+        pairs of a family whose keys have not the columns, such as those by key group, stay.
         """
         schema = self._families.get(family)
         if schema is None:
             return SortedPairs.empty()
-        if not len(pairs):
+        if not len(pairs) or not {*self._names} <= {*schema.key.names}:
             return pairs
         is_forgotten = self.among(schema, pairs.keys)
         if not is_forgotten.any():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.client.features import FeatureRows
+    from spark_bridge.queryable.client.kafka_sink import KafkaSink
     from spark_bridge.queryable.client.scans import StateScan, VersionDiff
     from spark_bridge.queryable.client.watch import StateChange, StateWatch
     from spark_bridge.queryable.server.limits import RequestLimits
@@ -94,6 +95,7 @@ __all__ = [
     "CheckpointProgress",
     "ExpiredTimerInfo",
     "FeatureRows",
+    "KafkaSink",
     "KvStateClientProxy",
     "KvStateServer",
     "ListState",
@@ -173,6 +175,7 @@ _HOMES = {
         "queryable.client.client": "QueryableStateClient",
         "queryable.client.features": "FeatureRows",
         "queryable.client.scans": "StateScan VersionDiff",
+        "queryable.client.kafka_sink": "KafkaSink",
         "queryable.client.watch": "StateChange StateWatch",
         "queryable.server.limits": "RequestLimits",
         "queryable.server.proxy": "KvStateClientProxy",

@@ -120,6 +120,15 @@ class StateTimeError(QueryableStateError, ValueError):
             f"{_utc(oldest)}. Ask as of that time or later, or for an older version=, which has the tiles of its time."
         )
 
+    @classmethod
+    def lost(cls, moment: int, first: int) -> StateTimeError:
+        """Return the error for a moment before ``first``, whose horizons reach back to rows that are gone."""
+        return cls(
+            f"at={_utc(moment)} is older than the retained rows: a horizon as of that time has rows of keys that the "
+            f"watermark has expired, or rows that came too late. Ask as of {_utc(first)} or later, or for an older "
+            "version=, which has the rows of its time."
+        )
+
 
 class AccessDeniedError(QueryableStateError):
     """The token is missing, wrong or revoked, or does not allow this."""
@@ -147,6 +156,10 @@ class QueryTimeoutError(QueryableStateError, TimeoutError):
 
 class ConnectionClosedError(QueryableStateError):
     """The connection to a host was closed, or a malformed message came over it."""
+
+
+class KafkaSinkError(SparkBridgeError):
+    """Changes of the state cannot be written to a topic of Kafka, or another writer has the topic."""
 
 
 class StateTooLargeError(SparkBridgeError):

@@ -226,14 +226,33 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     ]
 
 
-def steps_of_services(arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the steps of the tests that need real services."""
+ON_KAFKA = {
+    ".venv": ("join", "windows_stream", "rolling_stream", "aggregation"),
+    ".venv42": ("transform_time", "transform_with_state", "transform_restarts", "stream"),
+}
+"""Tests of streams that a thorough run with services repeats over a topic, by environment: every operator."""
+LISTS_FILES = "not rescaled_restarted_saved_and_queried and not nearest_in_time_are_those_of_pandas"
+"""Left out of these: tests that read the stream's files, or count on a batch for each file from the very first."""
+LISTS_FILES += " and not over_all_rows_emits_the_same"
+
+
+def steps_of_services(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
+    """Return the steps of the tests that need real services. A thorough run has every operator over Kafka too."""
     names, venvs = ("services", "Spark 3.5", "Spark 4.2"), (".venv", ".venv", ".venv42")
     parts = [
         Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", marks, *arguments])
         for name, venv, marks in zip(names, venvs, SERVICES, strict=True)
     ]
-    return [parts[:1], parts[1:]]
+    on_kafka = [
+        Part(
+            f"{venv.removeprefix('.')}, Kafka",
+            [f"{venv}/bin/python", "-m", "pytest", "-m", "spark and not thorough", "-k", LISTS_FILES]
+            + [f"tests/spark_bridge/streams/test_{name}.py" for name in names],
+            environment={"STATESTORE_TEST_SOURCE": "kafka"},
+        )
+        for venv, names in ON_KAFKA.items()
+    ]
+    return [parts, *([on_kafka] if is_thorough else [])]
 
 
 def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
@@ -264,7 +283,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--pythons runs the tests without clusters and the demo: leave --without-clusters out.")
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
-    steps = steps_of_services(rest) if given.services else steps
+    steps = steps_of_services(given.thorough, rest) if given.services else steps
     if given.without_clusters:
         steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
     is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)

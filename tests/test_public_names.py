@@ -192,6 +192,7 @@ def test_call_whose_package_is_missing_names_the_extra(what: str) -> None:
 
 
 BY_OTHERS = {
+    "confluent_kafka": "confluent-kafka",
     "fastapi": "ray[serve]",
     "hdfs_native": "hdfs-native",
     "opentelemetry": "opentelemetry-sdk",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from nexmark import comparison as nexmark
 from suite.model import Comparison
 
-from comparisons import alternatives, coordinators, lookups, object_storage, providers, restarts, throughput
+from comparisons import alternatives, coordinators, kafka, lookups, object_storage, providers, restarts, throughput
 
-MODULES = (throughput, restarts, lookups, nexmark, providers, object_storage, coordinators, alternatives)
+MODULES = (throughput, restarts, lookups, nexmark, providers, object_storage, coordinators, kafka, alternatives)
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

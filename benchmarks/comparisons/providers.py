@@ -95,28 +95,33 @@ def _add(measured: Measured, name: str, times: dict[str, list[float]]) -> None:
     measured.cases.append(Case(name, "ms", turns))
 
 
+def quix_environment(steps: Steps) -> Path | None:
+    """Return the Python of an environment with Quix Streams, made if it is missing; None if that fails, and say why."""
+    python, ready = QUIX_ENVIRONMENT / "bin" / "python", QUIX_ENVIRONMENT / ".installed"
+    if ready.exists():
+        return python
+    steps.say(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
+    commands = (
+        [sys.executable, "-m", "venv", str(QUIX_ENVIRONMENT)],
+        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", QUIX_VERSION, "redis>=5"],
+    )
+    for command in commands:
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            steps.say((made.stderr or made.stdout).strip()[-2000:])
+            return None
+    ready.touch()
+    return python
+
+
 @contextmanager
 def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> Iterator[Callable[[str], float] | None]:
     """Give a process that takes commands on the state of Quix Streams; None, and a note why, if it cannot be made."""
-    python = QUIX_ENVIRONMENT / "bin" / "python"
-    ready = QUIX_ENVIRONMENT / ".installed"
-    if not ready.exists():
-        steps.say(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
-        made = subprocess.run(
-            [sys.executable, "-m", "venv", str(QUIX_ENVIRONMENT)], capture_output=True, text=True, check=False
-        )
-        if not made.returncode:
-            install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", QUIX_VERSION]
-            made = subprocess.run(install, capture_output=True, text=True, check=False)
-        if made.returncode:
-            lines = (made.stderr or made.stdout).strip().splitlines()
-            measured.notes.append(
-                f"{QUIX} is left out: {QUIX_VERSION} could not be installed "
-                f"({lines[-1] if lines else 'no reason given'})."
-            )
-            yield None
-            return
-        ready.touch()
+    python = quix_environment(steps)
+    if python is None:
+        measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed; see the output above.")
+        yield None
+        return
     pairs = root / "pairs"
     pairs.write_bytes(b"".join(_bytes(column) for column in columns))
     expected = hashlib.sha256(_bytes(columns[1])).hexdigest()

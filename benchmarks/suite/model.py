@@ -1,7 +1,7 @@
 """The data of the suite: measurements and their JSON, ratios and targets, and the definition of a comparison.
 
 A ``Result`` is what ``results/<comparison>.json`` keeps of one comparison: a ``Part`` for each environment that it ran
-in. A part has cases; a case is one piece of work that several contestants did in turns.
+in, and the parts of earlier runs. A part has cases; a case is one piece of work that several contestants did in turns.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ T = TypeVar("T")
 FORMAT = 1
 Size = dict[str, Any]
 """The sizes of a run: names of quantities, and their values."""
+KEPT_RUNS = 5
+"""Of runs on machines of one type with the same sizes, the newest of this number are kept."""
 NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
 
 
@@ -75,21 +77,43 @@ class Part:
         """Return the case of that name; None if it was not measured."""
         return next((case for case in self.cases if case.name == name), None)
 
+    @property
+    def machine_type(self) -> str:
+        """Return cores, processor and memory."""
+        return f"{self.machine['cores']}, {self.machine['memory']}"
+
 
 @dataclass(frozen=True)
 class Result:
+    """The newest part of each environment, and its earlier parts that succeeded, oldest first."""
+
     comparison: str
     parts: dict[str, Part]
+    earlier: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def with_part(self, part: Part) -> Result:
-        """Return the result with this part in place of the part of the same environment."""
-        return Result(self.comparison, {**self.parts, part.environment: part})
+        """Return the result with this part as the newest one of its environment."""
+        of = part.environment
+        before = (*self.earlier.get(of, ()), *([self.parts[of]] if of in self.parts else []))
+        kept: list[Part] = []
+        for run in reversed([run for run in before if run.failure is None]):
+            alike = [k for k in (part, *kept) if (k.machine_type, k.size) == (run.machine_type, run.size)]
+            if len([k for k in alike if k.failure is None]) < KEPT_RUNS:
+                kept.insert(0, run)
+        return Result(self.comparison, {**self.parts, of: part}, {**self.earlier, of: tuple(kept)})
+
+    def runs(self, environment: str) -> list[Part]:
+        """Return all kept runs with the sizes of the newest one that succeeded, newest first."""
+        newest = [self.parts[environment]] if environment in self.parts else []
+        runs = [run for run in (*newest, *reversed(self.earlier.get(environment, ()))) if run.failure is None]
+        return [run for run in runs if run.size == runs[0].size]
 
 
 def to_json(result: Result) -> str:
     """Return the JSON to keep: a turn's figures are on one line, so that a difference can be read."""
     parts = {name: json.loads(part_to_json(part)) for name, part in result.parts.items()}
-    data = {"format": FORMAT, "comparison": result.comparison, "parts": parts}
+    earlier = {name: [json.loads(part_to_json(run)) for run in runs] for name, runs in result.earlier.items() if runs}
+    data = {"format": FORMAT, "comparison": result.comparison, "parts": parts, "earlier": earlier}
     text = json.dumps(data, indent=1, ensure_ascii=False)
     return _short_lists(text) + "\n"
 
@@ -99,7 +123,8 @@ def from_json(text: str) -> Result:
     data = json.loads(text)
     if data.get("format") != FORMAT:
         raise ValueError(f"These results have format {data.get('format')!r}, not {FORMAT}; measure them again.")
-    return Result(data["comparison"], {name: part_from_dict(part) for name, part in data["parts"].items()})
+    earlier = {name: tuple(map(part_from_dict, runs)) for name, runs in data.get("earlier", {}).items()}
+    return Result(data["comparison"], {name: part_from_dict(part) for name, part in data["parts"].items()}, earlier)
 
 
 def part_from_dict(data: Mapping[str, Any]) -> Part:
@@ -162,6 +187,12 @@ class Spread:
     def of(values: Sequence[float]) -> Spread:
         return Spread(statistics.median(values), min(values), max(values))
 
+    @staticmethod
+    def over(spreads: Sequence[Spread], *, more_is_better: bool = True) -> Spread:
+        """Return the worst median of several runs, with the range over all of them."""
+        worst = (min if more_is_better else max)(s.median for s in spreads)
+        return Spread(worst, min(s.low for s in spreads), max(s.high for s in spreads))
+
     def __str__(self) -> str:
         return f"{amount(self.median)} ({amount(self.low)} to {amount(self.high)})"
 
@@ -213,11 +244,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Judged:
-    """A target, its measured value (None: not measured), and whether that is enough."""
+    """A target, its measured value (None: not measured), whether that is enough, and the number of runs behind it."""
 
     target: Target
     found: Spread | None
     reached: bool | None
+    runs: int = 0
 
 
 def ratio(case: Case, contestant: str, other: str) -> Spread:
@@ -236,12 +268,14 @@ def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
                     yield case, ours, other, ratio(case, ours, other)
 
 
-def judge(target: Target, part: Part | None) -> Judged:
-    found = None if part is None else _found(target, part)
-    if found is None:
+def judge(target: Target, runs: Sequence[Part]) -> Judged:
+    """Judge a target by the worst of the kept runs."""
+    spreads = [spread for run in runs if (spread := _found(target, run)) is not None]
+    if not spreads:
         return Judged(target, None, None)
-    reached = found.median >= target.limit if target.at_least else found.median <= target.limit
-    return Judged(target, found, reached)
+    worst = Spread.over(spreads, more_is_better=target.at_least)
+    reached = worst.median >= target.limit if target.at_least else worst.median <= target.limit
+    return Judged(target, worst, reached, len(spreads))
 
 
 def _found(target: Target, part: Part) -> Spread | None:
@@ -267,6 +301,48 @@ def _growth(before: list[float], after: list[float]) -> Spread:
     """Return ratios to the median of earlier turns, as these turns are not close in time."""
     usual = statistics.median(before)
     return Spread.of([value / usual for value in after])
+
+
+@dataclass(frozen=True)
+class KeptRatio:
+    """A ratio over all kept runs of an environment: the medians of the runs by machine type, and the worst of them."""
+
+    case: str
+    contestant: str
+    other: str
+    medians: dict[str, list[float]]
+    worst: Spread
+
+
+def kept_ratios(runs: Sequence[Part]) -> list[KeptRatio]:
+    """Return the ratios of the newest run, each over all runs that have it."""
+    found = []
+    tables = [(run.machine_type, {(c.name, ours, other): s for c, ours, other, s in ratios(run)}) for run in runs]
+    for key in tables[0][1] if tables else ():
+        medians: dict[str, list[float]] = {}
+        for machine_type, table in tables:
+            if key in table:
+                medians.setdefault(machine_type, []).append(table[key].median)
+        found.append(KeptRatio(*key, medians, Spread.over([table[key] for _, table in tables if key in table])))
+    return found
+
+
+def repeated(before: Result, part: Part) -> list[str]:
+    """Return a line for each ratio of a part that kept runs on this type of machine have: is it within their range?"""
+    kept = [r for r in before.runs(part.environment) if (r.machine_type, r.size) == (part.machine_type, part.size)]
+    now = {(case.name, ours, other): spread for case, ours, other, spread in ratios(part)}
+    lines = []
+    for ratio_before in kept_ratios(kept):
+        spread = now.get((ratio_before.case, ratio_before.contestant, ratio_before.other))
+        if spread is None:
+            continue
+        low, high = ratio_before.worst.low, ratio_before.worst.high
+        verdict = "within the range" if low <= spread.median <= high else "outside the range"
+        lines.append(
+            f"{ratio_before.case}: {ratio_before.contestant} {amount(spread.median)} times as fast as "
+            f"{ratio_before.other}, {verdict} of {len(kept)} kept runs ({amount(low)} to {amount(high)})"
+        )
+    return lines
 
 
 @dataclass(frozen=True)

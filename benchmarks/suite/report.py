@@ -9,7 +9,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.model import ENVIRONMENTS, Case, Comparison, Contestant, Judged, Part, Result, Spread, amount, judge, ratio
+from suite.model import (
+    ENVIRONMENTS,
+    Case,
+    Comparison,
+    Contestant,
+    Judged,
+    Part,
+    Result,
+    Spread,
+    amount,
+    judge,
+    kept_ratios,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +39,9 @@ Contestants take turns in one run on the same kind of cluster, each turn beginni
 median of a contestant's turns, a ratio the median of the ratios turn by turn, with the least and the greatest in
 brackets. "Times as fast" is above 1 where ours is faster. No figure is given unless the results of all contestants
 were equal.
+
+The last five runs on each type of machine are kept. Targets are judged by the worst median of all kept runs, with the
+range over them.
 """
 OURS, OTHERS, INK = "#1f6fb2", "#9aa5b1", "#24292f"
 MAX_LINEAR_RATIO = 30
@@ -68,7 +84,7 @@ def _targets(comparisons: Mapping[str, Comparison], results: Mapping[str, Result
     for name, comparison in comparisons.items():
         for target in comparison.targets:
             result = results.get(name)
-            judged = judge(target, None if result is None else result.parts.get(target.environment))
+            judged = judge(target, [] if result is None else result.runs(target.environment))
             rows.append((target.what, f"[{name}](#{name})", _limit(judged), _found(judged), _verdict(judged)))
     return [_table(("target", "comparison", "limit", "measured", ""), rows), ""]
 
@@ -79,7 +95,9 @@ def _limit(judged: Judged) -> str:
 
 
 def _found(judged: Judged) -> str:
-    return "not measured" if judged.found is None else f"{judged.found}{_unit(judged)}"
+    if judged.found is None:
+        return "not measured"
+    return f"{judged.found}{_unit(judged)}{f', {judged.runs} runs' if judged.runs > 1 else ''}"
 
 
 def _unit(judged: Judged) -> str:
@@ -122,6 +140,7 @@ def _section(comparison: Comparison, result: Result | None) -> list[str]:
         else:
             lines += _measured(comparison, part)
         lines += _circumstances(comparison, part)
+        lines += _all_runs(result.runs(part.environment) if result is not None else [])
     return lines
 
 
@@ -130,6 +149,33 @@ def _measured(comparison: Comparison, part: Part) -> list[str]:
     if _picture(comparison, part):
         lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
     return [*lines, *_figures(comparison, part), *_notes(part), _settings(part.contestants), ""]
+
+
+def _all_runs(runs: Sequence[Part]) -> list[str]:
+    """Return the ratios over all kept runs; nothing for a single run."""
+    if len(runs) < 2:
+        return []
+    types = list(dict.fromkeys(run.machine_type for run in runs))
+    counts = [sum(run.machine_type == one for run in runs) for one in types]
+    columns = (f"{one}: {count} run{'s' if count > 1 else ''}" for one, count in zip(types, counts, strict=True))
+    heading = ("case", "times as fast as", "worst median (range of all turns)", *columns)
+    rows = [
+        (
+            kept.case,
+            f"{kept.contestant} / {kept.other}",
+            str(kept.worst),
+            *(_medians(kept.medians.get(t)) for t in types),
+        )
+        for kept in kept_ratios(runs)
+    ]
+    return ["Medians of all kept runs:\n", _table(heading, rows), ""]
+
+
+def _medians(medians: Sequence[float] | None) -> str:
+    if medians is None:
+        return "-"
+    low, high = amount(min(medians)), amount(max(medians))
+    return low if low == high else f"{low} to {high}"
 
 
 def _notes(part: Part) -> list[str]:

@@ -8,26 +8,33 @@ changelogs after it can replace a damaged newer one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from msgspec import Struct
 
+from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
 from backends.formats.changelog import GROUPS_DIRECTORY, read_changelog, read_index
 from backends.formats.manifest import ChangelogRef, Lineage, OperatorEntry, SnapshotDescriptor, SnapshotRef, version_in
+from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, RecordFiles, numbered_path
 from coordinator_actor.durable.manifests import CHECKPOINTS, schema_path
 from coordinator_actor.durable.records import AUDIT, FEATURE_VIEWS, HISTORY
 from coordinator_actor.reading.stored_files import opened_partition
-from coordinator_actor.reading.stored_versions import Piece, StateVersions
+from coordinator_actor.reading.stored_versions import StateVersions
 
 VERIFY_THREADS = 8
 """Files that are read at once. Changelogs are held in memory during the read, files of snapshots are not."""
+
+
+DifferencesIn: TypeAlias = Callable[[OperatorSchema, PartitionState], Iterable[str]]
+"""Compares the rows of a partition, and says what differs."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Verification:
     """The result of checking a version's files. ``lost`` partitions (``operator/partition``) cannot be loaded.
 
     ``files`` and ``nbytes`` were read; ``rows`` counts the pairs of all column families if they were read as well.
+    ``differences`` are between the rows of a partition: the path is that of its directory.
     """
 
     version: int
@@ -58,11 +66,12 @@ class Verification:
     damages: tuple[Damage, ...] = ()
     lost: tuple[str, ...] = ()
     rows: int | None = None
+    differences: tuple[Damage, ...] = ()
 
     @property
     def is_sound(self) -> bool:
-        """Return whether nothing is damaged."""
-        return not self.damages and not self.lost
+        """Return whether nothing is damaged, and nothing differs."""
+        return not self.damages and not self.lost and not self.differences
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ def verify_version(
     version: int | None = None,
     *,
     reads_rows: bool = False,
+    differences_in: DifferencesIn = lambda schema, state: (),
     progress: Callable[[int, int], None] = lambda done, total: None,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> Verification:
@@ -113,9 +123,10 @@ def verify_version(
     Damages include manifests that ``versions`` was to skip, and schemas. A program that declares the same operators
     runs without the files of their schemas.
 
-    ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` is called with the
-    number of files read and the total, which grows as descriptors of snapshots are read. Memory grows with the number
-    of files. Raises ``VersionNotFoundError``, ``StorageError`` if storage cannot be reached.
+    ``reads_rows`` also loads every partition, as a host would, reads all its pairs, and compares them by
+    ``differences_in``. ``progress`` is called with the number of files read and the total, which grows as descriptors
+    of snapshots are read. Memory grows with the number of files. Raises ``VersionNotFoundError``, ``StorageError`` if
+    storage cannot be reached.
     """
     at = versions.resolve(version)
     storage = open_storage(versions.place.state_location, versions.place.options)
@@ -157,19 +168,23 @@ def verify_version(
             note(path, path, of, (0, what))
     bad = {*damages, *(path for part in damages if part in parts for path in parts[part].snapshots)}
     lost = [f"{o}/{p}" for (o, p), piece in pieces.items() if not _is_loadable(versions, piece.lineage, bad)]
-    rows = None
+    rows, differences = None, list[Damage]()
     if reads_rows:
         rows = 0
         for (operator, p), piece in pieces.items():
             if f"{operator}/{p}" in lost:
                 continue
             try:
-                rows += _rows_in(versions, piece, open_storage)
+                with opened_partition(versions.place, piece, open_storage=open_storage) as state:
+                    rows += _rows_in(state)
+                    for what in differences_in(versions.schema(operators[operator]), state):
+                        differences.append(Damage(piece.directory, operator, p, at, what))
             except StateStoreError as error:
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
     all_damages = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
-    return Verification(at, len(files) + len(parts), nbytes, all_damages, tuple(lost), rows)
+    of_rows = tuple(differences)
+    return Verification(at, len(files) + len(parts), nbytes, all_damages, tuple(lost), rows, of_rows)
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
@@ -294,8 +309,6 @@ def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bo
     return any(all(v in sound for v in range(start + 1, lineage.version + 1)) for start in starts)
 
 
-def _rows_in(versions: StateVersions, piece: Piece, open_storage: OpenStorage) -> int:
-    with opened_partition(versions.place, piece, open_storage=open_storage) as state:
-        reads = state.reads
-        families = reads.column_families()
-        return sum(batch.num_rows for family in families for batch in reads.scan(None, None, None, family))
+def _rows_in(state: PartitionState) -> int:
+    families = state.reads.column_families()
+    return sum(batch.num_rows for family in families for batch in state.reads.scan(None, None, None, family))

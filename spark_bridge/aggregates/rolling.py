@@ -40,6 +40,8 @@ HOPS = (
 TILES_PER_HORIZON = 10
 """A horizon has at least this many tiles, so that it covers at most a tenth more than asked for."""
 MAX_HORIZON = 3660 * DAY
+NO_MOMENT = -(1 << 63)
+"""Before all moments."""
 MAX_HORIZONS = 16
 """The most horizons of one operator: an answer merges all of them."""
 _UNITS = {
@@ -127,6 +129,17 @@ class Rolling:
         them.
         """
         return int(self.longest.start(self.floored(np.array([watermark])))[0])
+
+    def first_moment(self, lost: int) -> int:
+        """Return the first moment whose horizons all begin at ``lost`` or later, the newest time of rows that are gone.
+
+        A horizon that a restart has made longer is left out if rows are gone from before the time since when it is
+        complete.
+        """
+        if lost == NO_MOMENT:
+            return NO_MOMENT
+        counted = [h for h in self.horizons if not h.since or h.since < lost]
+        return max((-(-lost // max(h.hop, 1)) * max(h.hop, 1) + h.us for h in counted), default=NO_MOMENT)
 
     def due(self, newest: Integers) -> Integers:
         """Return the first watermark in microseconds by which keys with newest rows of these times are expired."""

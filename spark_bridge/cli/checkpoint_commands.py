@@ -293,7 +293,10 @@ def verify(
     checkpoint: CheckpointArgument,
     version: VersionOption = None,
     rows: Annotated[
-        bool, typer.Option("--rows", help="Also load every partition, as a host would, and read all its rows.")
+        bool,
+        typer.Option(
+            "--rows", help="Also load every partition, as a host would, and compare its indexes with its rows."
+        ),
     ] = False,
     state_location: sources.StateLocation = None,
     storage_option: sources.Option = None,
@@ -302,7 +305,7 @@ def verify(
     """Read every file that a version of the state at CHECKPOINT can be loaded from, and name the damage.
 
     By default the last completed version. The exit code is 1 if a file is damaged or missing, also if the version
-    can still be loaded without it.
+    can still be loaded without it, and if --rows finds an index that differs from the rows.
 
     Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
     """
@@ -329,15 +332,17 @@ def verify(
 
 
 def _verified(versions: StateVersions, version: int | None, rows: bool, as_json: bool) -> Verification:
+    from spark_bridge.operators.index_entries import index_differences
+
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
-        return verify_version(versions, version, reads_rows=rows)
+        return verify_version(versions, version, reads_rows=rows, differences_in=index_differences)
     with console.status("Reading the files") as status:
 
         def progress(done: int, total: int) -> None:
             status.update(f"Read {done} of {total} files")
 
-        return verify_version(versions, version, reads_rows=rows, progress=progress)
+        return verify_version(versions, version, reads_rows=rows, differences_in=index_differences, progress=progress)
 
 
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
@@ -354,7 +359,7 @@ def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
 def _verified_view(verification: Verification) -> RenderableType:
     lines: list[Any] = [
         Text(d.what if d.partition is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
-        for d in verification.damages
+        for d in (*verification.damages, *verification.differences)
     ]
     read = f"Read {number(verification.files)} files of version {verification.version}, {size(verification.nbytes)}"
     if verification.rows is not None:
@@ -367,6 +372,10 @@ def _verified_view(verification: Verification) -> RenderableType:
                 f"{read}. Version {verification.version} cannot be loaded: {', '.join(verification.lost)}.",
                 style="bold red",
             )
+        )
+    elif not verification.damages:
+        lines.append(
+            Text(f"{read}: the files are as they were written. rewrite_state builds the indexes from the rows again.")
         )
     elif all(d.operator is None for d in verification.damages):
         lines.append(

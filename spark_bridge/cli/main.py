@@ -81,6 +81,7 @@ for command in (
     cluster_commands.ui,
 ):
     app.command()(command)
+app.command("changes")(state_commands.changes_to_kafka)
 app.command("take-over")(state_commands.take_over_query)
 
 

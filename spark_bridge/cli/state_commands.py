@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -24,6 +26,7 @@ from spark_bridge.cli.sources import (
 )
 from spark_bridge.exceptions import QueryEndedError, RequestError
 from spark_bridge.queryable.client.json_values import at_of_text, bound_of_json, rows_to_json, to_json, window_of_text
+from spark_bridge.queryable.client.kafka_sink import KafkaSink
 from spark_bridge.queryable.sql.sql import SqlLimits, import_duckdb, is_out_of_memory
 from spark_bridge.state_format.stored_rows import AFTER, BEFORE, CHANGE_TYPE
 
@@ -251,6 +254,73 @@ def watch(
                         break
         except QueryEndedError as ended:
             output.complain(str(ended))
+
+
+class OnGap(str, Enum):
+    """The choices of a writer if the next changes are gone."""
+
+    stop = "stop"
+    resend = "resend"
+
+
+@with_state_source
+def changes_to_kafka(
+    source: Source,
+    operator: OperatorArgument,
+    to_kafka: Annotated[str, typer.Option("--to-kafka", metavar="TOPIC", help="The topic; it has no other writer.")],
+    bootstrap: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="Brokers of the Kafka cluster.")],
+    kafka_config: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, exists=True, help="Settings of librdkafka, a line name=value each, such as sasl.password."
+        ),
+    ] = None,
+    on_gap: Annotated[
+        OnGap, typer.Option(help="If the next changes are gone: end with an error, or write the whole state again.")
+    ] = OnGap.stop,
+    resend: Annotated[
+        bool, typer.Option("--resend", help="Write the whole state first, with tombstones for keys that are gone.")
+    ] = False,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds that the query or the brokers may be away.")] = 300.0,
+    state: StateName = None,
+    query: QueryName = None,
+) -> None:
+    """Write the state of an operator, and then the changes of each completed version, to a topic of Kafka.
+
+    It runs until Ctrl-C or the end of the query, and continues where it was when it is started again. Needs the package
+    confluent-kafka.
+
+    Example: statestore changes user_totals --to-kafka user-totals --bootstrap broker:9092
+    """
+    with output.errors_explained(), source.client() as client:
+        sink = KafkaSink(
+            client,
+            operator,
+            topic=to_kafka,
+            bootstrap=bootstrap,
+            query=query,
+            state=state,
+            config={} if kafka_config is None else _settings(kafka_config),
+            on_gap=on_gap.value,
+            resend=resend,
+            timeout=wait,
+            progress=lambda line: output.complain(line, None),
+        )
+        with suppress(KeyboardInterrupt):
+            sink.run()
+
+
+def _settings(file: Path) -> dict[str, str]:
+    """Return the settings of a file with a line name=value each. Raises ``RequestError`` for another line."""
+    settings = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        name, sign, value = line.partition("=")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not sign:
+            raise RequestError(f"Line {number} of {file} must be name=value, as in security.protocol=SASL_SSL.")
+        settings[name.strip()] = value.strip()
+    return settings
 
 
 def _changed(watched: Any) -> Iterator[dict[str, Any]]:

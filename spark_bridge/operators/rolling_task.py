@@ -3,7 +3,8 @@
 A key has two rows of state. One has its newest pieces, and for each horizon the merged state of the older ones, so that
 a batch emits all horizons without reading the tiles. The other row has the tiles. It is read when a horizon loses a
 tile, and written when the key has many newest pieces. A third column family has the keys by a
-time before which they do not expire; as with sessions, that time is corrected when the watermark gets there.
+time before which they do not expire; as with sessions, that time is corrected when the watermark gets there. A fourth
+one has the newest time of the rows that each key group has lost: no horizon that begins before it can be answered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Integers, Mask, fixed_array, list_array, list_parts, struct_array
-from backends.encoding.keys import decode_keys
+from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.sorted_pairs import key_order
 from coordinator_actor.messages import BatchTimes
@@ -27,8 +28,19 @@ from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_or
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import DUE, DUE_FAMILY, MERGED_AT, OLDER, RECENT, TILES, TILES_FAMILY
-from spark_bridge.state_format.stored_rows import without_expiry
+from spark_bridge.state_format.layouts import (
+    DUE,
+    DUE_FAMILY,
+    LOST,
+    LOST_FAMILY,
+    LOST_GROUP,
+    MERGED_AT,
+    OLDER,
+    RECENT,
+    TILES,
+    TILES_FAMILY,
+)
+from spark_bridge.state_format.stored_rows import key_groups_of, without_expiry
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
@@ -99,6 +111,7 @@ class RollingLogic:
             work.add_due_keys(reducer)
             with keyed_rows.Spool(self.output) as spool:
                 work.merge(reducer, spool)
+                work.record_lost()
                 timer.step("merge_ms")
                 store.commit(work.figures(), timer.milliseconds)
                 yield from spool.batches()
@@ -119,6 +132,8 @@ class _RollingBatch(GroupedBatch):
         self._watermark = store.times.watermark_ms * 1000
         self._expired = self._rolling.expired(self._watermark)
         """Rows up to this time (in microseconds) are in no horizon as of the watermark or later: they are late."""
+        self._lost = np.full(store.num_key_groups, -MAX_TIME)
+        """For each key group, the newest time of the rows that this batch loses."""
 
     # -- rows to pieces ------------------------------------------------------------------------
 
@@ -127,8 +142,32 @@ class _RollingBatch(GroupedBatch):
         times = plain(rows.column(self._logic.time)).cast(pa.int64())
         in_time = pc.greater(times, self._expired).fill_null(False)
         kept = rows if pc.all(in_time).as_py() else rows.filter(in_time)
-        self._late += rows.num_rows - kept.num_rows
+        if kept.num_rows < rows.num_rows:
+            self._late += rows.num_rows - kept.num_rows
+            late = rows.filter(pc.invert(pc.fill_null(pc.greater(times, self._expired), True)))
+            if late.num_rows:
+                by_key = group_rows(late, self._logic.keys, self._store.num_key_groups)
+                of_late = np.asarray(plain(late.column(self._logic.time)).cast(pa.int64()))
+                self._lose(by_key.keys.take(pa.array(by_key.ids)), of_late)
         super().add(kept, reducer)
+
+    def _lose(self, keys: pa.BinaryArray, times: Integers) -> None:
+        """Note that rows of these keys, up to these times, are gone."""
+        np.maximum.at(self._lost, key_groups_of(keys), times)
+
+    def record_lost(self) -> None:
+        """Stage the newest time of lost rows for the key groups where it has risen."""
+        groups = np.flatnonzero(self._lost > -MAX_TIME)
+        if not len(groups):
+            return
+        schema = self._store.schema.families[LOST_FAMILY]
+        names = pa.record_batch([pa.array(groups, pa.int32())], names=[LOST_GROUP])
+        keys = encode_keys(names, groups)
+        before = schema.decode_values(self._store.get_many(keys, LOST_FAMILY)).column(0).cast(pa.int64())
+        has_risen = self._lost[groups] > np.asarray(before.fill_null(-MAX_TIME))
+        times = fixed_array(self._lost[groups][has_risen], None, schema.value.field(LOST).type)
+        values = schema.encode_values(pa.RecordBatch.from_arrays([times], schema=schema.value))
+        self._store.stage(keys.filter(pa.array(has_risen)), values, LOST_FAMILY)
 
     def _by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> keyed_rows.KeyedRows:
         logic = self._logic
@@ -226,6 +265,7 @@ class _RollingBatch(GroupedBatch):
         self._updated += int(np.count_nonzero(touched))
         self._stage(new.keys, np.asarray(stored.is_valid()), is_expired, pieces, merged, due, newest)
         if is_expired.any():
+            self._lose(new.keys.filter(pa.array(is_expired)), newest[is_expired])
             gone = is_expired & has_tiles
             self._store.stage(new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), TILES_FAMILY)
         self._emit(new.keys, touched & ~is_expired, pieces, merged, starts, newest, spool)

@@ -218,14 +218,15 @@ class FeaturesRequest(Struct, frozen=True, array_like=True, tag="features"):
     """Ask for the features of entities; the body is their stored keys in the first operator. Any host can answer.
 
     ``revision`` is that of the ``ViewLocation`` by which the client encodes keys and decodes columns. ``at`` has the
-    version for each of its queries. ``defaults``: a null becomes the default of its feature. Answered by
-    ``FeaturesReply``.
+    version for each of its queries. ``defaults``: a null becomes the default of its feature. ``takes_rows``: the answer
+    may have the rows of a few keys as values. Answered by ``FeaturesReply``.
     """
 
     view: Name
     revision: Annotated[str, msgspec.Meta(max_length=64)]
     at: Annotated[list[At], msgspec.Meta(max_length=1024)]
     defaults: bool = True
+    takes_rows: bool = False
 
 
 Request = (
@@ -345,13 +346,14 @@ class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
 
     ``versions`` and ``ages_ms`` are by query. An age is None if it is not known, and for a version that was asked for.
     ``is_row``: the body is the one row in msgpack, an array of values: for one key, of a view whose columns are all
-    numbers, booleans and strings.
+    numbers, booleans and strings. ``has_rows``: the body is an array of such rows, for a request that ``takes_rows``.
     """
 
     versions: list[int]
     ages_ms: list[int | None]
     is_row: bool = False
     lag_ms: int = 0
+    has_rows: bool = False
 
     @property
     def version(self) -> int:
@@ -375,6 +377,7 @@ _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgpack_decoder(Request).decode
 decode_reply = msgpack_decoder(Reply).decode
 _decode_row = msgpack_decoder(list[Any]).decode
+_decode_rows = msgpack_decoder(list[list[Any]]).decode
 
 
 def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buffer = b"") -> list[Any]:
@@ -414,16 +417,30 @@ class StateAnswer:
 
 @dataclass(frozen=True)
 class FeatureAnswer:
-    """Features of keys, or those of one key as a list of values. The other fields are those of ``FeaturesReply``."""
+    """Features of keys, or those of one key as a list of values. The other fields are those of ``FeaturesReply``.
+
+    ``rows`` are the values of a few keys, and then there are no columns.
+    """
 
     versions: list[int]
     ages_ms: list[int | None]
     lag_ms: int
     columns: pa.RecordBatch | list[Any]
+    rows: list[list[Any]] | None = None
 
     def body(self) -> bytes | pa.Buffer:
         """Return the body of the ``FeaturesReply``."""
+        if self.rows is not None:
+            return _encode(self.rows)
         return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
+
+
+def have_plain_values(columns: pa.Schema) -> bool:
+    """Return whether msgpack has a value for each value of the columns of features."""
+    return all(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or kind == pa.string()
+        for kind in columns.types
+    )
 
 
 class StateReads(Protocol):
@@ -508,6 +525,8 @@ class ServedReads(StateReads, Protocol):
 def features_of(reply: FeaturesReply, body: memoryview | bytes, schema: pa.Schema) -> FeatureAnswer:
     """Return the answer of a reply, whose columns are not copied. Raises ``ConnectionClosedError`` for other bytes."""
     try:
+        if reply.has_rows:
+            return FeatureAnswer(reply.versions, reply.ages_ms, reply.lag_ms, [], _decode_rows(body))
         columns = _decode_row(body) if reply.is_row else pa.ipc.read_record_batch(pa.py_buffer(body), schema)
     except (pa.ArrowException, EOFError, OSError, ValueError) as error:
         raise ConnectionClosedError(f"A body of {len(body)} bytes cannot be decoded as features: {error}") from error

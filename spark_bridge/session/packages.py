@@ -40,7 +40,7 @@ def _jars_at(package: str) -> list[str]:
     path = Path(package).expanduser()
     jars = sorted(path.glob("*.jar")) if path.is_dir() else [path] if path.is_file() and path.suffix == ".jar" else []
     if not jars:
-        problem = "has no jars" if path.is_dir() else "is no jar" if path.exists() else "does not exist"
+        problem = "has no jars" if path.is_dir() else "is not a jar" if path.exists() else "does not exist"
         raise SessionError(
             f"packages has {package!r}, which {problem}. Pass the path of a jar, a directory of jars, or Maven "
             "coordinates such as 'org.apache.spark:spark-sql-kafka-0-10_2.12:3.5.7'."
@@ -67,10 +67,10 @@ def _check_coordinates(package: str, spark_version: str) -> None:
 def unresolved(settings: Mapping[str, str], error: BaseException) -> EnvironmentProblemError:
     """Return the error for a JVM that did not start while it had packages to resolve."""
     return EnvironmentProblemError(
-        f"Spark's JVM ended before it answered ({str(error).rstrip('.')}). It had to fetch {settings[MAVEN]} first; the lines above say "
-        "what was missing. If this machine cannot reach a Maven repository, set spark.jars.repositories or "
-        "spark.jars.ivySettings in configs, or fetch the jars elsewhere (mvn dependency:copy-dependencies) and pass "
-        "their directory in packages."
+        f"Spark's JVM ended before it answered ({str(error).rstrip('.')}). It had to fetch {settings[MAVEN]} first; "
+        "the lines above say what was missing. If this machine cannot reach a Maven repository, set "
+        "spark.jars.repositories or spark.jars.ivySettings in configs, or fetch the jars elsewhere (mvn "
+        "dependency:copy-dependencies) and pass their directory in packages."
     )
 
 

@@ -42,11 +42,11 @@ from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownFeatureViewError, UnknownOperatorError
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import KnownOperator, KnownView
-from spark_bridge.queryable.client.watch import LAST_COLUMNS, StateChange
+from spark_bridge.queryable.client.watch import StateChange, without_last_columns
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, ChangesRequest, FeatureAnswer, FeaturesRequest, StateAnswer
 from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
+from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter, require_same_history
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, operator_summary
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
 from spark_bridge.queryable.routing.feature_reads import FeatureReads
@@ -389,9 +389,11 @@ class CheckpointClient(QueryableStateClient):
         query: str | None = None,
         from_version: int | None = None,
         timeout: float | None = None,
+        from_run: str | None = None,
+        every_version: bool = False,
     ) -> StoredWatch:
         """Return the changes of each completed version, as storage shows them; see ``StoredWatch``."""
-        return StoredWatch(self.reads, operator, keys, state, query, from_version)
+        return StoredWatch(self.reads, operator, keys, state, query, from_version, from_run, every_version)
 
 
 class _InStorage:
@@ -409,12 +411,17 @@ class _InStorage:
     def failed(self) -> None:
         """Do nothing: a checkpoint has no other host."""
 
+    def note(self, addresses: Sequence[str]) -> None:
+        """Do nothing: no host is asked."""
+
 
 class StoredWatch:
     """The changes of an operator's state, version by version, like ``StateWatch``; it looks every second.
 
     Iterate over it; it ends with ``close`` only, as storage does not show whether the query still runs. A watch of some
-    keys reads the changelogs of each version, and loads a partition only if one of its keys has changed.
+    keys reads the changelogs of each version, and loads a partition only if one of its keys has changed. ``run_id`` is
+    the newest run when the changes up to ``position`` were read. Raises ``StateVersionError`` if a later run has remade
+    them.
     """
 
     def __init__(
@@ -425,9 +432,12 @@ class StoredWatch:
         state: str | None,
         query: str | None,
         from_version: int | None,
+        from_run: str | None = None,
+        every_version: bool = False,
     ) -> None:
         self._reads = reads
         self._state = state
+        self._every_version = every_version
         self._known = KnownOperator.of(reads.locate(operator, query), 0.0, None)
         view = self._known.view(state)
         codec = view.without_window
@@ -441,6 +451,7 @@ class StoredWatch:
                     f"from_version={from_version} of operator {operator!r} cannot be watched from. {error}"
                 ) from error
         self.position = newest if from_version is None else from_version
+        self.run_id = from_run
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -465,15 +476,21 @@ class StoredWatch:
     def up_to(self, version: int) -> Iterator[StateChange]:
         """Yield the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
-            yield from self._of_version(self.position + 1)
-            self.position += 1
+            change, newest_run = self._of_version(self.position + 1)
+            self.position, self.run_id = change.version, newest_run
+            if change.batch.num_rows or self._every_version:
+                yield change
 
-    def _of_version(self, version: int) -> Iterator[StateChange]:
+    def _of_version(self, version: int) -> tuple[StateChange, str | None]:
         location = self._known.location
         request = ChangesRequest(location.run_id, location.operator.name, version - 1, version, self._state)
-        for batch in self._reads.changes(request, self._keys).batches:
-            wanted = list(range(batch.num_columns - LAST_COLUMNS))
-            yield StateChange(version, batch.select(wanted))
+        newest = self._reads.versions().log.epochs.newest()
+        answer = self._reads.changes(request, self._keys)
+        parts = list(answer.batches) or [pa.RecordBatch.from_pylist([], answer.schema)]
+        if self.run_id is not None:
+            # After the changes, which the same versions or earlier ones have given.
+            require_same_history(location.operator.name, self._reads.versions(), version - 1, self.run_id)
+        return StateChange(version, without_last_columns(parts)), None if newest is None else newest.run_id
 
 
 # The query client on a path in storage, which is a checkpoint or a savepoint.

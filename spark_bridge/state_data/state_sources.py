@@ -23,14 +23,14 @@ from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.reading.stored_files import opened_partition
+from coordinator_actor.reading.stored_files import opened_partition, scan_family
 from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions, VersionTimes, ms_of
 from spark_bridge.queryable.client.arguments import WhereCondition, comparisons
 from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
 from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, normalized_condition, pairs_of, scalar_of
-from spark_bridge.state_format.layouts import ROLLING
+from spark_bridge.state_format.layouts import LOST_FAMILY, ROLLING
 from spark_bridge.state_format.partition_rows import partition_rows, scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -82,6 +82,9 @@ class StateSource:
             yield from VariableChanges(self.rows).changes(self.reading.place, piece, self.open_storage)
             return
         with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
+            self.rows.require_retained(
+                self.rows.first_moment(pairs.column(1) for pairs in scan_family(state, LOST_FAMILY))
+            )
             if self._selection is None:
                 batches = scan_partition(self.rows, state, piece.partition)
                 if self.form == "inserts":

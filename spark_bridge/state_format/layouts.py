@@ -13,6 +13,7 @@ sessions       ``default``                           ``sessions`` (an array, asc
 rolling        ``default``                           ``recent`` and ``older`` (arrays of pieces), ``__due``
 ..             ``default.-tiles``                   ``tiles`` (an array of pieces), ``__merged_at``
 ..             ``default.-due``     ``__due`` first  ``present``
+..             ``default.-lost``    ``__group`` only ``__lost``
 deduplicated   ``default``                           ``present``, or ``__expires_at`` where keys expire
 ..             ``default.-expiry``  ``__expires_at`` ``present``
                                     first
@@ -75,6 +76,8 @@ ENDS_FAMILY = "sessions.-ends"
 """The family of ``aggregate`` with session windows that has the keys by the time when they are due."""
 TILES_FAMILY, DUE_FAMILY = "default.-tiles", "default.-due"
 """The families of ``aggregate`` with horizons: the older pieces of keys, and the keys by the time when they are due."""
+LOST_FAMILY = "default.-lost"
+"""The family of ``aggregate`` with horizons that has, for a key group that lost rows, the newest time of these rows."""
 EXPIRY_FAMILY = "default.-expiry"
 """The family of ``deduplicate`` that has the keys by the time when they expire."""
 
@@ -123,6 +126,8 @@ for each horizon, and of the older pieces; the watermark of their last merge.
 """
 ROLLED_FAMILY = "default.-rolled"
 """The name under which clients look up the results of rolling aggregates. Hosts compute them: nothing is stored."""
+LOST, LOST_GROUP = "__lost", "__group"
+"""The newest event time of the rows that were late, or went with expired keys; the column with their key group."""
 DUE = "__due"
 """A time before which no session of the key ends, or no row of the chunk can be removed."""
 NO_TIME = (1 << 63) - 1
@@ -213,6 +218,7 @@ def rolling_schema(
         ),
         TILES_FAMILY: StateSchema(keys, pa.schema([pa.field(TILES, kind), pa.field(MERGED_AT, time)]), zeros=zeros),
         DUE_FAMILY: StateSchema(pa.schema([due, *keys]), PRESENT),
+        LOST_FAMILY: StateSchema(pa.schema([pa.field(LOST_GROUP, pa.int32())]), pa.schema([pa.field(LOST, time)])),
     }
     return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), key_columns, settings)
 

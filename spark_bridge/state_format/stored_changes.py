@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,14 +20,15 @@ from backends.encoding.columns import Mask
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.values import encode_values
-from backends.storage.checkpoint_storage import OpenStorage
-from coordinator_actor.reading import stored_files
-from coordinator_actor.reading.stored_files import ChangedPairs
-from coordinator_actor.reading.stored_versions import Piece, StatePlace
 from spark_bridge.exceptions import RequestError
 from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, ROLLING, with_distinct_names
 from spark_bridge.state_format.partition_rows import numbered
+
+if TYPE_CHECKING:
+    from backends.storage.checkpoint_storage import OpenStorage
+    from coordinator_actor.reading.stored_files import ChangedPairs
+    from coordinator_actor.reading.stored_versions import Piece, StatePlace
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 #
@@ -153,6 +155,8 @@ class VariableChanges:
 
     def changes(self, place: StatePlace, piece: Piece, open_storage: OpenStorage) -> Iterator[pa.RecordBatch]:
         """Yield all changes of a piece: ascending by version, and within a version in the order of the stored keys."""
+        from coordinator_actor.reading import stored_files  # which clients of a cluster do not need
+
         for version, families in stored_files.changes(place, piece, self.rows.families, open_storage=open_storage):
             for batch in self.of_version(version, families, piece.partition):
                 for at in range(0, batch.num_rows, EMIT_ROWS):

@@ -31,8 +31,9 @@ from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
-from spark_bridge.aggregates.rolling import Moment, Pieces, Rolling, answers_as_of
+from spark_bridge.aggregates.rolling import NO_MOMENT, Moment, Pieces, Rolling, answers_as_of
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
+from spark_bridge.exceptions import StateTimeError
 from spark_bridge.state_format import layouts
 
 _NEVER = np.iinfo(np.int64).max
@@ -182,6 +183,25 @@ class VariableRows:
             return None
         numbers = len(self._stored[self.main].history), len(self._stored[layouts.TILES_FAMILY].history)
         return SingleAnswers.of(self.rolling, self.stored_value, numbers, self.value)
+
+    def first_moment(self, lost: Iterable[pa.BinaryArray]) -> int:
+        """Return the first moment that rolling aggregates can be as of, by values of ``layouts.LOST_FAMILY``."""
+        if self.rolling is None:
+            return NO_MOMENT
+        schema = self._stored[layouts.LOST_FAMILY]
+        newest = NO_MOMENT
+        for values in lost:
+            of_groups = pc.max(schema.decode_values(values).column(0).cast(pa.int64())).as_py()
+            newest = newest if of_groups is None else max(newest, of_groups)
+        return self.rolling.first_moment(newest)
+
+    def require_retained(self, first: int) -> None:
+        """Raise ``StateTimeError`` if ``moment`` is before the first one that rolling aggregates can be as of."""
+        if self.rolling is None or self.raw or self.moment is None:
+            return
+        earliest = self.moment if isinstance(self.moment, int) else int(min(self.moment, default=first))
+        if earliest < first:
+            raise StateTimeError.lost(earliest, first)
 
     def as_of(self, alive_at: int, moment: int | None) -> VariableRows:
         """Return the same rows at a time in ms, with rolling aggregates as of ``moment`` (by default that time)."""

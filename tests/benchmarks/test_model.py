@@ -39,7 +39,7 @@ def test_the_kept_results_can_be_read() -> None:
     assert "queries" in kept and "locality" not in kept, "other programs keep their figures there"
 
 
-def test_a_part_replaces_only_that_of_its_environment(tmp_path: Path) -> None:
+def test_a_part_is_the_newest_of_its_environment_only(tmp_path: Path) -> None:
     first = result(part(case([1], [2])), part(case([3], [4]), environment="venv42"))
     second = first.with_part(failed("it broke"))
     save(tmp_path, second)
@@ -47,6 +47,7 @@ def test_a_part_replaces_only_that_of_its_environment(tmp_path: Path) -> None:
     kept = load(tmp_path)
     assert kept["totals"].parts["venv"].failure == "it broke"
     assert kept["totals"].parts["venv42"] == first.parts["venv42"]
+    assert kept["totals"].earlier["venv"] == (first.parts["venv"],)
     assert set(kept) == {"totals", "other"}
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["other.json", "totals.json"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from suite.model import Spread, Target, in_both, judge, ratio, slower
+from suite.model import Case, Part, Spread, Target, in_both, judge, ratio, repeated, slower
 
 from tests.benchmarks.measurements import case, failed, part, result
 
@@ -20,24 +20,24 @@ def test_of_rates_more_is_faster() -> None:
 
 def test_a_ratio_target_counts_by_the_median() -> None:
     target = Target("t", "longs", "ours", 3, against="native", at_least=True)
-    assert judge(target, part(case([1, 1, 1], [2.9, 3.0, 9.0]))).reached is True
-    assert judge(target, part(case([1, 1, 1], [2.0, 2.9, 9.0]))).reached is False
+    assert judge(target, [part(case([1, 1, 1], [2.9, 3.0, 9.0]))]).reached is True
+    assert judge(target, [part(case([1, 1, 1], [2.0, 2.9, 9.0]))]).reached is False
 
 
 def test_a_difference_is_taken_turn_by_turn() -> None:
     target = Target("t", "longs", "ours", 60, kind="difference", against="native", unit="ms")
-    judged = judge(target, part(case([110, 170], [100, 90])))
+    judged = judge(target, [part(case([110, 170], [100, 90]))])
     assert judged.found == Spread(45.0, 10, 80) and judged.reached
 
 
 def test_growth_is_from_case_to_case() -> None:
     target = Target("t", "late", "ours", 1.3, kind="growth", since="early")
-    judged = judge(target, part(case([1, 2, 3], [9, 9, 9], "early"), case([2, 3], [9, 9], "late")))
+    judged = judge(target, [part(case([1, 2, 3], [9, 9, 9], "early"), case([2, 3], [9, 9], "late"))])
     assert judged.found == Spread(1.25, 1.0, 1.5) and judged.reached
 
 
 def test_a_value_is_that_of_the_contestant() -> None:
-    judged = judge(Target("t", "longs", "ours", 1, kind="value"), part(case([0.5, 1.5, 1.25], [1, 1, 1])))
+    judged = judge(Target("t", "longs", "ours", 1, kind="value"), [part(case([0.5, 1.5, 1.25], [1, 1, 1]))])
     assert judged.found == Spread(1.25, 0.5, 1.5) and judged.reached is False
 
 
@@ -51,9 +51,51 @@ def test_a_value_is_that_of_the_contestant() -> None:
     ],
 )
 def test_missing_measurements_are_not_judged(target: Target) -> None:
-    assert judge(target, part(case([1], [1]))).reached is None
-    assert judge(target, None).found is None
-    assert judge(target, failed("it broke")).found is None
+    assert judge(target, [part(case([1], [1]))]).reached is None
+    assert judge(target, []).found is None
+    assert judge(target, [failed("it broke")]).found is None
+
+
+# -- kept runs -----------------------------------------------------------------------------------
+
+
+def on(day: int, *cases: Case, processor: str = "a processor") -> Part:
+    machine = {"cores": f"2, {processor}", "memory": "24 GiB", "load": "0.4"}
+    return replace(part(*cases), day=f"2026-01-{day:02}", machine=machine)
+
+
+def test_a_target_counts_by_the_worst_run_on_any_machine() -> None:
+    target = Target("t", "longs", "ours", 3, against="native", at_least=True)
+    kept = result(on(1, case([1], [4]))).with_part(on(2, case([1, 1], [2, 2.5]), processor="another"))
+    kept = kept.with_part(on(3, case([1], [5])))
+    judged = judge(target, kept.runs("venv"))
+    assert (judged.found, judged.reached, judged.runs) == (Spread(2.25, 2, 5), False, 3)
+    most = Target("t", "longs", "ours", 3, kind="value")
+    assert judge(most, [on(1, case([1], [1])), on(2, case([4], [1]))]).found == Spread(4, 1, 4)
+
+
+def test_of_each_machine_and_size_the_newest_runs_are_kept() -> None:
+    kept = result(on(1, case([1], [1])))
+    for day in range(2, 9):
+        kept = kept.with_part(on(day, case([1], [day])))
+    kept = kept.with_part(on(9, case([1], [9]), processor="another"))
+    kept = kept.with_part(replace(on(10, case([1], [10])), size={"keys": 7}))
+    assert [run.day[-2:] for run in kept.runs("venv")] == ["10"], "other sizes are other work"
+    kept = kept.with_part(failed("it broke")).with_part(on(11, case([1], [11])))
+    assert [run.day[-2:] for run in kept.runs("venv")] == ["11", "09", "08", "07", "06", "05"]
+
+
+def test_a_repeated_ratio_is_within_the_range_or_outside() -> None:
+    kept = (
+        result(on(1, case([1, 1], [3, 4])))
+        .with_part(on(2, case([1], [5])))
+        .with_part(on(3, case([1], [100]), processor="another"))
+    )
+    assert repeated(kept, on(4, case([1], [4.5]))) == [
+        "longs: ours 4.5 times as fast as native, within the range of 2 kept runs (3 to 5)"
+    ]
+    assert "outside the range of 2 kept runs (3 to 5)" in repeated(kept, on(4, case([1], [2.9])))[0]
+    assert repeated(kept, on(4, case([1], [2.9]), processor="a third one")) == []
 
 
 # -- what has become slower ----------------------------------------------------------------------

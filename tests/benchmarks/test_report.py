@@ -56,6 +56,14 @@ def test_a_failed_part_has_its_reason_and_the_others_stay() -> None:
     assert "| not measured | - |" in text
 
 
+def test_all_kept_runs_are_shown_by_machine() -> None:
+    other = replace(part(case([1], [2])), machine={"cores": "2, another", "memory": "8 GiB", "load": "0"})
+    text = rendered(result(part(case([1.0], [4.0]))).with_part(part(case([1.0], [5.0]))).with_part(other))
+    assert "| worst median (range of all turns) | 2, another, 8 GiB: 1 run | 2, a processor, 24 GiB: 2 runs |" in text
+    assert "| longs | ours / native | 2 (2 to 5) | 2 | 4 to 5 |" in text
+    assert "| 2 (2 to 5) times, 3 runs | reached |" in text
+
+
 def test_missing_parts_are_reported() -> None:
     assert "Not measured yet." in rendered()
 

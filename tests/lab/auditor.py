@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -22,9 +23,15 @@ PAUSE = 0.2
 
 
 def committed(checkpoint: str) -> int:
-    """Return the version that Spark has committed."""
-    names = [p.name for p in Path(checkpoint, "commits").glob("[0-9]*")]
-    return max((int(name) + 1 for name in names), default=0)
+    """Return the version that Spark has committed; the checkpoint may be on HDFS."""
+    if checkpoint.startswith("hdfs:"):
+        import hdfs_native
+
+        listed = hdfs_native.Client(checkpoint).list_status(f"{urlsplit(checkpoint).path}/commits")
+        names = [Path(status.path).name for status in listed]
+    else:
+        names = [p.name for p in Path(checkpoint, "commits").glob("[0-9]*")]
+    return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
 
 
 def audit(client: QueryableStateClient, at_least: int) -> str:

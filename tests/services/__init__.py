@@ -1,1 +1,1 @@
-"""Run real services for tests: a Kafka broker, HDFS and YARN, each as a process of its own."""
+"""Run real services for tests: a Kafka broker, HDFS and YARN, each as a separate process."""

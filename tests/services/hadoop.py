@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ log4j.appender.console.layout.ConversionPattern=%d %p %c{2}: %m%n
 """
 
 
+LOCAL = "127.0.0.1"
+
+
 def write_configuration(file: Path, properties: Mapping[str, object]) -> None:
     """Write properties as Hadoop's XML."""
     lines = (
@@ -36,16 +40,16 @@ def write_configuration(file: Path, properties: Mapping[str, object]) -> None:
     file.write_text(f"<configuration>\n{''.join(lines)}</configuration>\n")
 
 
-def _listens(port: int) -> bool:
+def _listens(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 class Node(JavaService):
     """A Java process of Hadoop with a directory of its own, ready once ``port`` accepts connections."""
 
-    def __init__(self, main: str, conf: Path, directory: Path, port: int) -> None:
-        self.port = port
+    def __init__(self, main: str, conf: Path, directory: Path, port: int, host: str = LOCAL) -> None:
+        self.host, self.port = host, port
         classes = f"{conf}:{class_path('hadoop')}"
         options = [
             "--add-opens=java.base/java.lang=ALL-UNNAMED",
@@ -59,7 +63,7 @@ class Node(JavaService):
 
     def up(self) -> None:
         """Start the process, again after ``stop`` or ``kill``, and wait until its port accepts connections."""
-        self.start(lambda: _listens(self.port))
+        self.start(lambda: _listens(self.host, self.port))
 
     def freeze(self) -> None:
         """Keep the process from running: it answers nothing, and its connections stay open."""
@@ -77,10 +81,11 @@ class Hdfs:
     DataNode counts as dead only ten minutes after its last sign of life.
     """
 
-    def __init__(self, directory: Path, data_nodes: int = 2, replication: int = 2) -> None:
+    def __init__(self, directory: Path, data_nodes: int = 2, replication: int = 2, host: str = LOCAL) -> None:
         self._jars = class_path("hadoop")
+        self._host = host
         port, self._http = free_port(), free_port()
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{host}:{port}"
         self.url = f"hdfs://{self.address}"
         self.conf = directory / "conf"
         self.conf.mkdir(parents=True)
@@ -89,7 +94,7 @@ class Hdfs:
         self._site = {
             "dfs.replication": replication,
             "dfs.namenode.name.dir": f"file://{directory}/name",
-            "dfs.namenode.http-address": f"127.0.0.1:{self._http}",
+            "dfs.namenode.http-address": f"{host}:{self._http}",
             "dfs.namenode.rpc-address": self.address,
             "dfs.permissions.superusergroup": "nobody",
             "dfs.heartbeat.interval": 1,
@@ -100,10 +105,10 @@ class Hdfs:
         write_configuration(self.conf / "hdfs-site.xml", self._site)
         java = ["java", "-cp", f"{self.conf}:{self._jars}", f"{_SERVER}.namenode.NameNode"]
         subprocess.run([*java, "-format", "-nonInteractive"], check=True, capture_output=True)
-        self.name_node = Node(f"{_SERVER}.namenode.NameNode", self.conf, directory, port)
-        self.data_nodes = [self._data_node(directory / f"data{number}") for number in range(data_nodes)]
+        self.name_node = Node(f"{_SERVER}.namenode.NameNode", self.conf, directory, port, host)
+        self.data_nodes = [self._data_node(directory / f"data{number}", host) for number in range(data_nodes)]
 
-    def _data_node(self, directory: Path) -> Node:
+    def _data_node(self, directory: Path, host: str) -> Node:
         conf = directory / "conf"
         conf.mkdir(parents=True)
         for name in ("core-site.xml", "log4j.properties"):
@@ -111,13 +116,13 @@ class Hdfs:
         port = free_port()
         own = {
             "dfs.datanode.data.dir": f"file://{directory}/data",
-            "dfs.datanode.address": f"127.0.0.1:{port}",
-            "dfs.datanode.http.address": f"127.0.0.1:{free_port()}",
-            "dfs.datanode.ipc.address": f"127.0.0.1:{free_port()}",
-            "dfs.datanode.hostname": "127.0.0.1",
+            "dfs.datanode.address": f"{host}:{port}",
+            "dfs.datanode.http.address": f"{host}:{free_port()}",
+            "dfs.datanode.ipc.address": f"{host}:{free_port()}",
+            "dfs.datanode.hostname": host,
         }
         write_configuration(conf / "hdfs-site.xml", {**self._site, **own})
-        return Node(f"{_SERVER}.datanode.DataNode", conf, directory, port)
+        return Node(f"{_SERVER}.datanode.DataNode", conf, directory, port, host)
 
     def start(self) -> None:
         """Start all processes, and wait until files can be written."""
@@ -139,7 +144,7 @@ class Hdfs:
 
     def _state(self) -> tuple[str, int] | None:
         """Return the state of the NameNode and the number of live DataNodes; None if it does not answer."""
-        query = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState"
+        query = f"http://{self._host}:{self._http}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState"
         try:
             with urlopen(query, timeout=1) as answer:
                 beans: list[dict[str, Any]] = json.load(answer)["beans"]
@@ -227,3 +232,24 @@ def running_yarn(directory: Path, hdfs: Hdfs) -> Iterator[Yarn]:
         yield yarn
     finally:
         yarn.stop()
+
+
+def main(host: str, directory: Path) -> None:
+    """Run HDFS at an address of this machine and print its URL, until stdin ends: "kill" and "start" the NameNode."""
+    hdfs = Hdfs(directory, host=host)
+    try:
+        hdfs.start()
+        print(hdfs.url, flush=True)
+        for line in sys.stdin:
+            if line.strip() == "kill":
+                hdfs.name_node.kill()
+            else:
+                hdfs.name_node.up()
+                hdfs.wait_for(len(hdfs.data_nodes))
+            print(line.strip(), flush=True)
+    finally:
+        hdfs.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

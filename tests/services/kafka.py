@@ -105,31 +105,33 @@ class KafkaTopics:
             [Record(None if key is None else str(row[key]).encode(), json.dumps(row).encode()) for row in rows],
         )
 
-    def records(self, topic: str) -> list[Record]:
+    def records(self, topic: str, isolation: str = "read_committed") -> list[Record]:
         """Return all records that the topic has now, in order within each partition."""
-        from confluent_kafka import KafkaException, TopicPartition
+        from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
 
-        with self._consumer() as consumer:
-            partitions = consumer.list_topics(topic, timeout=PATIENCE).topics[topic].partitions
+        with self._consumer(**{"isolation.level": isolation, "enable.partition.eof": True}) as consumer:
+            unread = set(consumer.list_topics(topic, timeout=PATIENCE).topics[topic].partitions)
+            consumer.assign([TopicPartition(topic, p, OFFSET_BEGINNING) for p in unread])
             records: list[Record] = []
-            for partition in partitions:
-                begin, end = consumer.get_watermark_offsets(TopicPartition(topic, partition), PATIENCE)
-                consumer.assign([TopicPartition(topic, partition, begin)])
-                while consumer.position([TopicPartition(topic, partition)])[0].offset < end and begin < end:
-                    message = consumer.poll(PATIENCE)
-                    assert message is not None, (topic, partition, begin, end)
-                    if message.error():
+            while unread:
+                message = consumer.poll(PATIENCE)
+                assert message is not None, (topic, unread)
+                if message.error():
+                    if message.error().code() != KafkaError._PARTITION_EOF:
                         raise KafkaException(message.error())
+                    unread.discard(message.partition())
+                else:
                     headers = tuple(message.headers() or ())
-                    records.append(Record(message.key(), message.value(), headers, partition, message.offset()))
-            return records
+                    place = message.partition(), message.offset()
+                    records.append(Record(message.key(), message.value(), headers, *place))
+            return sorted(records, key=lambda record: (record.partition, record.offset))
 
     @contextmanager
-    def _consumer(self) -> Iterator[Any]:
+    def _consumer(self, **settings: Any) -> Iterator[Any]:
         from confluent_kafka import Consumer
 
-        settings = {"bootstrap.servers": self.address, "group.id": "tests", "enable.auto.commit": False, "log_level": 0}
-        consumer = Consumer(settings)
+        usual = {"bootstrap.servers": self.address, "group.id": "tests", "enable.auto.commit": False, "log_level": 0}
+        consumer = Consumer({**usual, **settings})
         try:
             yield consumer
         finally:
@@ -155,6 +157,7 @@ class KafkaBroker:
             "offsets.topic.num.partitions": 1,
             "transaction.state.log.replication.factor": 1,
             "transaction.state.log.min.isr": 1,
+            "transaction.state.log.num.partitions": 1,
             "group.initial.rebalance.delay.ms": 0,
             # A broker that was killed is fenced until its old session ends.
             "broker.session.timeout.ms": 1000,
@@ -183,6 +186,15 @@ class KafkaBroker:
     def kill(self) -> None:
         """End the broker as a crash does."""
         self._service.kill()
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Let the broker answer nothing for a while, with open connections."""
+        self._service.hang()
+        try:
+            yield
+        finally:
+            self._service.resume()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tests.spark_bridge.conftest import Stream
 
 
 def json_value(value: Any) -> Any:
-    """Convert what JSON lacks to the form in which Spark's ``from_json`` reads it."""
+    """Convert a value that JSON lacks to the form that Spark's ``from_json`` reads."""
     if isinstance(value, datetime.datetime):
         return value.isoformat()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

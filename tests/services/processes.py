@@ -60,6 +60,14 @@ class JavaService:
         """End the process at once, as a crash does."""
         self._end(signal.SIGKILL)
 
+    def hang(self) -> None:
+        """Stop the process where it is, until ``resume``: its connections stay, and nothing answers."""
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process continue after ``hang``."""
+        self.send(signal.SIGCONT)
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, which must be running."""
         assert self._process is not None

@@ -42,11 +42,11 @@ from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.lookups import Batch, in_storage, recorded_in_storage
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.serving import FollowedQuery
 from spark_bridge.state_data.checkpoint_client import query_in_storage
+from spark_bridge.state_data.looked_up_state import Batch, in_storage, recorded_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model

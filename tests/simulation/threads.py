@@ -475,6 +475,7 @@ MODULES = (
     "spark_bridge.lookups",
     "spark_bridge.serving",
     "spark_bridge.state_data.checkpoint_client",
+    "spark_bridge.state_data.looked_up_state",
     "spark_bridge.state_surgery.",
 )
 """The modules under test, and beginnings of their names."""

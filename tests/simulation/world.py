@@ -460,11 +460,11 @@ def run(
         # In half of the worlds, snapshots share files with earlier ones.
         ("spark_bridge.host.maintenance", "INLINE_FILES_BYTES"): seed % 2 * INLINE_FILES_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
-        ("spark_bridge.lookups", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
-        ("spark_bridge.lookups", "StateVersions"): types.SimpleNamespace(
+        ("spark_bridge.state_data.looked_up_state", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
+        ("spark_bridge.state_data.looked_up_state", "StateVersions"): types.SimpleNamespace(
             look=partial(StateVersions.look, open_storage=open_storage)
         ),
-        ("spark_bridge.lookups", "StoredReads"): partial(
+        ("spark_bridge.state_data.looked_up_state", "StoredReads"): partial(
             StoredReads, open_storage=open_storage, clock=lambda: scheduling.active.now
         ),
         ("spark_bridge.state_surgery.forget_keys", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),

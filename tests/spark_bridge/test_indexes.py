@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from backends.encoding.keys import decode_keys
+from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
-from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.messages import OperatorFigures, OperatorSpec
 from coordinator_actor.reading.stored_files import opened_partition, scan_family
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError
 from spark_bridge.operators.aggregate_task import AggregateLogic
 from spark_bridge.overview.model import variables_in_use
@@ -28,11 +30,13 @@ from spark_bridge.queryable.reads import index_reads, scans
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_table
-from spark_bridge.state_format.layouts import aggregate_schema
+from spark_bridge.state_format.layouts import aggregate_schema, is_present
+from spark_bridge.state_format.stored_rows import key_groups_of
 from spark_bridge.state_surgery import shuffle
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from spark_bridge.task.state_task import EventTime
+from tests.command_line import CliRunner
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
 from tests.spark_bridge.state_flows import Query
@@ -86,12 +90,15 @@ class Payments:
             amount = self.rng.choice([0.0, -0.0, 1.5, float("nan"), 2.0, None])
             windows = [(start, start + 10)] if self.keys == BY_WINDOW else []
             rows.append((*windows, *key, ts, self.rng.choice(SHOPS), amount))
-        columns = [*self.keys, pa.field("ts", TS), pa.field("shop", pa.string()), pa.field("amount", pa.float64())]
-        batch = batch_of(pa.schema(columns), rows)
+        batch = self.batch_rows(rows)
         self.query.process(logic_of(self.keys, self.mode), self.keys.names, batch, watermark_ms=self.watermark_s * 1000)
         self.query.host.heartbeat()
         self.now_s += 7
         self.watermark_s = max(self.watermark_s, self.now_s + self.rng.randrange(-10, 6))
+
+    def batch_rows(self, rows: list[Any]) -> pa.RecordBatch:
+        columns = [*self.keys, pa.field("ts", TS), pa.field("shop", pa.string()), pa.field("amount", pa.float64())]
+        return batch_of(pa.schema(columns), rows)
 
     def snapshots(self) -> None:
         for upload in self.query.host.maintenance.do_maintenance():
@@ -278,6 +285,81 @@ def test_entry_without_a_row_is_an_error(payments: Callable[..., Payments], monk
     monkeypatch.setattr(index_reads.key_reads, "values_of", lambda view, keys, family: pa.nulls(len(keys), pa.binary()))
     with pytest.raises(DamagedFileError, match=r"index of column 'country' has \d+ entries without a row in partition"):
         stream.rows(Comparison("country", "=", ["de"]))
+
+
+class Plant:
+    """A batch that changes an index without its rows: it removes entries of a column, and writes others."""
+
+    def __init__(self, column: str, change: Callable[[pa.RecordBatch], pa.RecordBatch | None], num: int) -> None:
+        self.column, self.change, self.num = column, change, num
+        self.removed: list[dict[str, Any]] = []
+        self.written: list[dict[str, Any]] = []
+
+    def process(self, batches: Iterator[pa.RecordBatch], store: Any, timer: Any) -> Iterator[pa.RecordBatch]:
+        (rows,) = store.schema.variables
+        family = rows.indexes[self.column]
+        schema = rows.families[family]
+        ranges = [(group.to_bytes(2, "big"), (group + 1).to_bytes(2, "big")) for group in range(*store.key_groups)]
+        for pairs in store.scan(ranges, family):
+            keys = pairs.column(0).slice(0, self.num)
+            columns = decode_keys(keys, schema.key)
+            changed = self.change(columns)
+            if changed is None:
+                self.removed += columns.to_pylist()
+                store.stage(keys, pa.nulls(len(keys), pa.binary()), family)
+            else:
+                self.written += changed.to_pylist()
+                entries = encode_keys(changed, key_groups_of(keys))
+                store.stage(entries, schema.encode_values(is_present(len(keys))), family)
+            break
+        store.commit(OperatorFigures(), timer.milliseconds)
+        yield from ()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [BY_KEY, BY_WINDOW], ids=["key", "window"])
+def test_verify_compares_indexes_with_rows(payments: Callable[..., Payments], keys: pa.Schema, backend: str) -> None:
+    """It names a row without an entry, an entry of another value, and an entry without a row."""
+
+    def verified(code: int) -> Any:
+        result = CliRunner().invoke(app, ["verify", stream.query.location, "--rows", "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    def other_value(columns: pa.RecordBatch) -> pa.RecordBatch:
+        values = pa.array(["x"] * columns.num_rows)
+        return pa.RecordBatch.from_arrays([values, *columns.columns[1:]], schema=columns.schema)
+
+    def other_key(columns: pa.RecordBatch) -> pa.RecordBatch:
+        cards = pa.array([1000] * columns.num_rows, pa.int64())
+        named = {**dict(zip(columns.schema.names, columns.columns, strict=True)), "card": cards}
+        return pa.RecordBatch.from_arrays(list(named.values()), schema=columns.schema)
+
+    stream = payments(keys, backend)
+    for _ in range(3):
+        stream.batch()
+    stream.snapshots()
+    assert verified(0)["is_sound"]
+    missing = Plant("merchant", lambda columns: None, 2)
+    wrong, without_row = Plant("country", other_value, 1), Plant("peak", other_key, 1)
+    nothing = stream.batch_rows([])
+    for plant in (missing, wrong, without_row):
+        stream.query.process(plant, stream.keys.names, nothing, stream.watermark_s * 1000)
+    found = verified(1)
+    assert not found["is_sound"] and not found["damages"] and not found["lost"]
+    said = {(d["partition"], d["what"]) for d in found["differences"]}
+    assert len(said) == 6 and {p for p, _ in said} == {0, 1}
+    for p in (0, 1):
+        texts = "\n".join(what for partition, what in said if partition == p)
+        assert "the index of column 'merchant' has no entry for 2 rows, as for" in texts
+        assert "the index of column 'country' has 1 entries without a row of that value, as country='x'" in texts
+        assert "the index of column 'peak' has 1 entries without a row of that value" in texts
+    cards = {f"card={row['card']!r}" for row in missing.removed}
+    assert all(any(card in what for card in cards) for _, what in said if "'merchant'" in what)
+    assert all("card=1000" in what for _, what in said if "'peak'" in what)
+    text = CliRunner().invoke(app, ["verify", stream.query.location, "--rows"]).stdout
+    assert "rewrite_state builds the indexes" in text.replace("\n", " ")
+    assert CliRunner().invoke(app, ["verify", stream.query.location]).exit_code == 0
 
 
 def test_index_of_a_savepoint_is_that_of_its_rows(payments: Callable[..., Payments], tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from coordinator_actor.durable.records import LookupRecord
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge import lookups
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.lookups import Batch, LookedUpState, LookupTask, in_storage, state_in_cluster
+from spark_bridge.lookups import LookupTask
 from spark_bridge.queryable.reads import scans
+from spark_bridge.state_data import looked_up_state
+from spark_bridge.state_data.looked_up_state import Batch, LookedUpState, in_storage, state_in_cluster
 from spark_bridge.state_format.layouts import aggregate_schema
 from spark_bridge.task.executor import ADDRESSES, RUN_ID, Endpoints
 from spark_bridge.task.executor import TOKEN as TASK_TOKEN
@@ -55,8 +57,8 @@ def endpoints_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints
     def ask(endpoints: Endpoints, method: str, args: dict[str, Any]) -> Any:
         return msgspec.json.decode(msgspec.json.encode(getattr(cluster.c, method)(**args)))
 
-    monkeypatch.setattr(lookups, "_ask_coordinator", ask)
-    monkeypatch.setattr(lookups, "_routers", {})
+    monkeypatch.setattr(looked_up_state, "_ask_coordinator", ask)
+    monkeypatch.setattr(looked_up_state, "_routers", {})
     return Endpoints((), TOKEN, "", PATIENCE)
 
 
@@ -178,7 +180,7 @@ def test_rows_multiply_by_the_matches_of_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_inner: bool
 ) -> None:
     monkeypatch.setattr(lookups, "OUTPUT_ROWS", 7)
-    monkeypatch.setattr(lookups, "MAX_RANGES", 32)  # two values a request
+    monkeypatch.setattr(looked_up_state, "MAX_RANGES", 32)  # two values a request
     monkeypatch.setattr(scans, "MAX_RANGES", 0)  # the cluster writes no entries of the index, so that hosts scan
     cluster = Cluster(tmp_path)
     cluster.start("run2", {"totals": aggregate_schema(TOTALS, (), [pa.field("name", pa.string())])})

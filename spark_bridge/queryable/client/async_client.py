@@ -8,8 +8,9 @@ import datetime as dt
 import inspect
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,10 +19,11 @@ import pyarrow as pa
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
-from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
-from spark_bridge.queryable.client.features import FeatureRows
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.features import FeatureRows, features_each
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.scoped_client import scoped_client
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.transport.tls import TlsConf
 
@@ -287,6 +289,10 @@ def _closed(batches: Iterator[pa.RecordBatch]) -> None:
 
 
 KEYS_PER_BATCH = 1000
+GATHERED_KEYS = 16
+"""Requests for the features of more keys go alone."""
+FEATURES_AT_ONCE = 2
+"""Requests for features gather while so many are under way: a host answers for one key faster than for two."""
 BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
@@ -295,25 +301,60 @@ GRACE_SECONDS = 0.05
 failure in that time.
 """
 MUCH_LATER_SECONDS = 1.0
-LookupGroup = tuple[str, str | None, str | None, str]
-"""Operator, query, state and isolation: lookups that have these in common go in one batch."""
 PendingLookup = tuple[Any, asyncio.Future[Any], float]
-"""A key, the future of its answer, and the end of its timeout, a time of the loop."""
+"""A key, or the keys of a request for features, the future of the answer, and the end of the timeout, a time of the
+loop.
+"""
+
+
+@dataclass(frozen=True)
+class LookupGroup:
+    """Lookups of single keys that go in one batch: they have all this in common."""
+
+    operator: str
+    query: str | None
+    state: str | None
+    isolation: str
+    at_once = 1
+
+    def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
+        """Return the answer of each lookup, or its error. Raises the error of all."""
+        return client.get_each(self.operator, keys, self.query, self.state, isolation=self.isolation, timeout=timeout)
+
+    def in_words(self, key: Any) -> str:
+        return f"get({self.operator!r}, {key!r})"
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """Requests for the features of few keys that go in one batch."""
+
+    view: str
+    defaults: bool
+    isolation: str
+    at_once = FEATURES_AT_ONCE
+
+    def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
+        """Return the answer of each request, or its error. Raises the error of all."""
+        return features_each(client, self.view, keys, defaults=self.defaults, isolation=self.isolation, timeout=timeout)
+
+    def in_words(self, keys: Any) -> str:
+        return f"features({self.view!r}) of {len(keys)} keys"
 
 
 class LookupBatcher:
     """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
 
-    While a batch is under way further lookups gather, and go together when the batch is back. So batches are as large
-    as the load makes them, and a single lookup does not wait. A batch is repeated until the longest timeout in it;
-    lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
+    While ``at_once`` batches of the group are under way further lookups gather, and go together when one is back. So
+    batches are as large as the load makes them, and a single lookup does not wait. A batch is repeated until the
+    longest timeout in it; lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
     """
 
     def __init__(
         self,
         client: QueryableStateClient,
         pool: ThreadPoolExecutor,
-        group: LookupGroup,
+        group: LookupGroup | FeatureGroup,
         idle: Callable[[LookupBatcher], None],
     ) -> None:
         self._client = client
@@ -332,9 +373,9 @@ class LookupBatcher:
         self._waiting.append((key, future, until))
         if timeout is not None:
             self._end_at(key, future, until)
-        if not self._under_way:
+        if self._under_way < self.group.at_once and len(self._waiting) == 1:
             # Lookups that are started in this round of the loop go together.
-            self._under_way = 1
+            self._under_way += 1
             self._loop.call_soon(self._send)
         elif self._timer is None:
             self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)
@@ -345,8 +386,8 @@ class LookupBatcher:
 
         def end() -> None:
             if not future.done():
-                of = f"get({self.group[0]!r}, {key!r})"
-                future.set_exception(QueryTimeoutError(f"{of} was not answered within its timeout."))
+                what = self.group.in_words(key)
+                future.set_exception(QueryTimeoutError(f"{what} was not answered within its timeout."))
 
         timer = self._loop.call_at(until + GRACE_SECONDS, end)
         future.add_done_callback(lambda _: timer.cancel())
@@ -389,11 +430,9 @@ class LookupBatcher:
             self._idle(self)
 
     def _look_up(self, batch: list[PendingLookup], until: float) -> None:
-        operator, query, state, isolation = self.group
         try:
-            keys = [key for key, _, _ in batch]
             timeout = max(0.0, until - self._loop.time())
-            answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
+            answers = self.group.answers(self._client, [key for key, _, _ in batch], timeout)
         except Exception as error:  # noqa: BLE001 - the callers raise it
             answers = [error] * len(batch)
         with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
@@ -447,8 +486,9 @@ class AsyncQueryableStateClient:
                 ...
 
     Lookups by ``get`` that are under way at the same time are gathered into batches, if they have operator, query,
-    state and isolation in common: while one batch is out, further lookups gather for the next. Cancelling one lookup
-    leaves the others as they are. For one event loop at a time; long calls run in threads of the client's own.
+    state and isolation in common: while one batch is out, further lookups gather for the next. So are requests for the
+    features of at most ``GATHERED_KEYS`` keys of one view. Cancelling one lookup leaves the others as they are. For one
+    event loop at a time; long calls run in threads of the client's own.
     """
 
     @property
@@ -473,7 +513,7 @@ class AsyncQueryableStateClient:
     def __init__(self, client: QueryableStateClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
-        self._lookups: dict[LookupGroup, LookupBatcher] = {}
+        self._lookups: dict[LookupGroup | FeatureGroup, LookupBatcher] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -520,13 +560,16 @@ class AsyncQueryableStateClient:
                 at=at,
                 timeout=timeout,
             )
-        group = (operator, query, state, isolation)
+        return await self._batched(LookupGroup(operator, query, state, isolation), key, timeout)
+
+    def _batched(self, group: LookupGroup | FeatureGroup, key: Any, timeout: float | None) -> asyncio.Future[Any]:
+        """Return the future of an answer that comes with those of its group."""
         lookups = self._lookups.get(group)
         if lookups is None or asyncio.get_running_loop() is not self._loop:
             lookups = self._new_lookups(group)
-        return await lookups.add(key, timeout)
+        return lookups.add(key, timeout)
 
-    def _new_lookups(self, group: LookupGroup) -> LookupBatcher:
+    def _new_lookups(self, group: LookupGroup | FeatureGroup) -> LookupBatcher:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._lookups, self._loop = {}, loop
@@ -541,10 +584,31 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.get_many``."""
         return await self._run(self._client.get_many, *args, **kwargs)
 
-    @_takes(QueryableStateClient.features)
-    async def features(self, *args: Any, **kwargs: Any) -> FeatureRows:
+    async def features(
+        self,
+        view: str,
+        keys: Any,
+        *,
+        defaults: bool = True,
+        isolation: str = "completed",
+        versions: Mapping[str, int] | None = None,
+        at: Any = None,
+        timeout: float | None = None,
+    ) -> FeatureRows:
         """See ``QueryableStateClient.features``."""
-        return await self._run(self._client.features, *args, **kwargs)
+        if versions is None and at is None and isinstance(keys, list) and 0 < len(keys) <= GATHERED_KEYS:
+            rows: FeatureRows = await self._batched(FeatureGroup(view, defaults, isolation), keys, timeout)
+            return rows
+        return await self._run(
+            self._client.features,
+            view,
+            keys,
+            defaults=defaults,
+            isolation=isolation,
+            versions=versions,
+            at=at,
+            timeout=timeout,
+        )
 
     @_takes(QueryableStateClient.features_of_views)
     async def features_of_views(self, *args: Any, **kwargs: Any) -> list[FeatureRows]:

@@ -7,16 +7,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from msgspec.structs import replace
 
-from backends.host_memory import BoundedDict
-from coordinator_actor.access_tokens import ALL, Scope
+from coordinator_actor.access_tokens import ALL
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.exceptions import QueryableStateError, StateTimeError, StateVersionError
 from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
@@ -25,22 +21,14 @@ from spark_bridge.queryable.client.discovery import (
     KnownOperator,
     KnownView,
     NoRunningQueryError,
-    ProxyDiscovery,
     ScopedDiscovery,
-    addresses_of,
-    coordinator_in_cluster,
-    from_environment,
+    Watermarks,
+    connected,
 )
-from spark_bridge.queryable.client.features import (
-    FeatureRows,
-    at_one_version,
-    described_view,
-    moment_of,
-    versions_of,
-)
-from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
+from spark_bridge.queryable.client.features import FeatureRows, described_view, read_view, read_views
+from spark_bridge.queryable.client.lookups import KeyLookups, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
-from spark_bridge.queryable.client.scans import StateScan, VersionDiff, utc_time
+from spark_bridge.queryable.client.scans import StateScan, VersionDiff, scan_request, utc_time
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
@@ -49,24 +37,16 @@ from spark_bridge.queryable.protocol import (
     DescribeRequest,
     FeatureAnswer,
     FeaturesRequest,
-    KeyRowsRequest,
     OperatorsRequest,
-    ScanRequest,
-    ViewLocation,
     features_of,
 )
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.scopes import is_in_scope, view_errors, views_within
+from spark_bridge.queryable.routing.scopes import is_in_scope
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from spark_bridge.queryable.sql.sql import SqlLimits, StateRelation
-
-
-LOCATE_AGAIN_SECONDS = 0.05
-KEPT_WATERMARKS = 1000
-"""The watermarks of versions that a client has read, which it can read as of their watermark again."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +86,7 @@ class QueryableStateClient:
     host that the client is connected to. Rows after that time do not count. ``answered_at`` has the time of the last
     answer. ``at="watermark"`` reads the last completed version as of the watermark of its batch, floored to a multiple
     of the shortest hop: for a replay of history, whose events are long past. ``StateTimeError`` says that the version
-    no longer has the tiles for a time.
+    no longer has the rows or tiles for a time.
 
     **Waiting.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
     ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
@@ -126,7 +106,7 @@ class QueryableStateClient:
         self._scope = discovery.scope if isinstance(discovery, ScopedDiscovery) else ALL
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._answered_at: int | None = None
-        self._watermarks: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
+        self._watermarks = Watermarks(discovery, router)
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
 
     @property
@@ -193,26 +173,7 @@ class QueryableStateClient:
 
         With an address, ``connect`` does no I/O: a wrong address or token shows with the first call.
         """
-        address, token = from_environment(address, token)
-        context = tls.client_context() if isinstance(tls, TlsConf) else tls
-        if address is None:
-            discovery_in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
-            connections = KvConnections(token or own_token, context, timeout)
-            if direct is False:
-                return cls(
-                    discovery_in_cluster, connections, StateRouter(connections, via=discovery_in_cluster.proxy), timeout
-                )
-            return cls(discovery_in_cluster, connections, StateRouter(connections), timeout)
-        if token is None:
-            raise QueryableStateError(
-                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
-                "without one. `statestore token` issues them."
-            )
-        addresses = addresses_of(address)
-        connections = KvConnections(token, context, timeout)
-        discovery = ProxyDiscovery(addresses, connections)
-        router = StateRouter(connections) if direct else StateRouter(connections, via=discovery.proxy)
-        return cls(discovery, connections, router, timeout)
+        return cls(*connected(namespace, coordinator_name, address, token, tls, timeout, direct), timeout)
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -355,18 +316,8 @@ class QueryableStateClient:
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
             view = target.view(state)
-            codec, chosen = view.without_window, all_keys
-            if view.window is not None and have_windows(view, all_keys):
-                chosen = view.codec.columns(all_keys).select(list(codec.by))
-            location = target.location
-            wanted = None if columns is None else list(columns)
-            encoded = codec.encode(codec.columns(chosen)).unique()
             version_and_time = self._as_of(target, view, asked, deadline)
-            request = KeyRowsRequest(location.run_id, location.operator.name, state, version_and_time, wanted)
-            answer = KeyLookups(self._router, target, view, version_and_time, deadline).key_rows(request, encoded)
-            names = answer.schema.names
-            columns_asked = [i for i, name in enumerate(names) if i > 0]
-            return StateScan(answer, None, columns_asked, moment=version_and_time.moment)
+            return KeyLookups(self._router, target, view, version_and_time, deadline).rows(all_keys, state, columns)
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -398,11 +349,7 @@ class QueryableStateClient:
         gives nulls then, and ``UnknownFeatureViewError``. Declare a view by ``declare_feature_view``.
         """
         asked = arguments.requested_version(isolation, None, at)
-
-        def as_of(location: ViewLocation) -> At:
-            return moment_of(location, asked, self._connections.now_us)
-
-        return self._features_of(view, keys, defaults, versions, as_of, timeout)
+        return read_view(self, view, keys, asked, versions, defaults=defaults, timeout=timeout)
 
     def features_of_views(
         self, requests: Sequence[tuple[str, Any]], *, defaults: bool = True, timeout: float | None = None
@@ -415,53 +362,12 @@ class QueryableStateClient:
         completed between the requests, the earlier ones are repeated with it. Rolling aggregates of all views are as of
         now. ``timeout`` is for each request.
         """
-        moment = self._connections.now_us()
-
-        def as_of(location: ViewLocation) -> At:
-            return replace(arguments.COMPLETED, moment=moment) if location.is_rolling else arguments.COMPLETED
-
-        asked = [(view, keys if hasattr(keys, "__len__") else list(keys)) for view, keys in requests]
-        answers = [self._features_of(*pair, defaults, None, as_of, timeout) for pair in asked]
-        return at_one_version(
-            answers, lambda i, versions: self._features_of(*asked[i], defaults, versions, as_of, timeout)
-        )
-
-    def _features_of(
-        self,
-        view: str,
-        keys: Any,
-        defaults: bool,
-        versions: Mapping[str, int] | None,
-        as_of: Callable[[ViewLocation], At],
-        timeout: float | None,
-    ) -> FeatureRows:
-        all_keys = keys if hasattr(keys, "__len__") else list(keys)
-
-        def ask(target: KnownView, deadline: float) -> FeatureRows:
-            codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
-            is_one = isinstance(all_keys, list) and len(all_keys) == 1
-            encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
-            self._answered_at = self._answered_at if asked.moment is None else asked.moment
-            is_completed = asked.isolation == "completed" and versions is None
-            if versions is not None:
-                of_queries = versions_of(target.location, versions, asked)
-            elif is_completed:
-                of_queries = [self._router.seen.floor(query.run_id, asked) for query in queries]
-            else:
-                of_queries = [asked] * len(queries)
-            answer = self._ask_features(target, of_queries, defaults, encoded, deadline)
-            if is_completed:
-                for query, version in zip(queries, answer.versions, strict=True):
-                    self._router.seen.note(query.run_id, version)
-            return FeatureRows(target, all_keys, answer, asked.moment)
-
-        what = f"features({view!r}) of {len(all_keys)} keys"
-        return self._access.answer_of_view(what, view, timeout, ask)
+        return read_views(self, requests, defaults=defaults, timeout=timeout)
 
     def _ask_features(
         self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
     ) -> FeatureAnswer:
-        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
+        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults, takes_rows=True)
         reply, body = self._router.features(target.location, request, keys, deadline)
         return features_of(reply, body, target.columns)
 
@@ -518,7 +424,11 @@ class QueryableStateClient:
         arguments.check_limit(limit)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
-            request = self._scan_request(target, deadline, state, prefix, start, end, limit, columns, where, asked)
+            view = target.view(state)
+            version_and_time = self._as_of(target, view, asked, deadline)
+            request = scan_request(
+                target, view, state, version_and_time, prefix, start, end, limit=limit, columns=columns, where=where
+            )
 
             def relocate(error: Exception) -> Any:
                 self._access.moved((operator, query), error)
@@ -573,65 +483,10 @@ class QueryableStateClient:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
         at = view.as_of(asked, self._connections.now_us)
         if at.moment == arguments.AT_WATERMARK:
-            at = self._at_watermark(target, view, at, deadline)
+            at = self._watermarks.version_at(target, view, at, deadline)
         if at.moment is not None:
             self._answered_at = at.moment
         return at
-
-    def _at_watermark(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
-        """Return a version, by default the one that is completed now, and its watermark."""
-        run_id, version = target.location.run_id, asked.version
-        is_newest = asked.isolation == "completed"
-        watermark_ms = None if is_newest else self._watermarks.get((run_id, version))
-        if watermark_ms is None:
-            location = self._discovery.locate(target.location.operator.name, run_id, deadline)
-            while location.completed_version < self._router.seen.get(run_id) and time.monotonic() < deadline:
-                time.sleep(LOCATE_AGAIN_SECONDS)  # the host does not have the version yet that another host answered
-                location = self._discovery.locate(target.location.operator.name, run_id, deadline)
-            newest = location.completed_version
-            self._router.seen.note(run_id, newest)
-            if location.watermark_ms is not None:
-                self._watermarks[run_id, newest] = location.watermark_ms
-            version = newest if is_newest else version
-            watermark_ms = self._watermarks.get((run_id, version))
-            if watermark_ms is None and version != newest:
-                raise StateVersionError(
-                    f"The watermark of version {version} of operator {view.operator!r} is not known: hosts know that "
-                    f"of the last completed version, {newest}. Leave version= out, or give at= a datetime."
-                )
-        if watermark_ms is None:
-            raise StateTimeError(
-                f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
-                "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
-            )
-        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
-
-    def _scan_request(
-        self,
-        target: KnownOperator,
-        deadline: float,
-        state: str | None,
-        prefix: Any,
-        start: Any,
-        end: Any,
-        limit: int | None,
-        columns: Sequence[str] | None,
-        where: Sequence[arguments.WhereCondition] | None,
-        asked: At,
-    ) -> ScanRequest:
-        view = target.view(state)
-        (first, behind), conditions = arguments.key_range(view.codec, view.window, prefix, start, end)
-        return ScanRequest(
-            target.location.run_id,
-            target.location.operator.name,
-            state,
-            self._as_of(target, view, asked, deadline),
-            first,
-            behind,
-            None if columns is None else list(columns),
-            arguments.comparisons([*conditions, *(where or ())], view.types),
-            limit,
-        )
 
     def count(
         self,
@@ -652,7 +507,9 @@ class QueryableStateClient:
         asked = arguments.requested_version(isolation, version, at)
 
         def ask(target: KnownOperator, deadline: float) -> int:
-            request = self._scan_request(target, deadline, state, prefix, start, end, None, None, where, asked)
+            view = target.view(state)
+            version_and_time = self._as_of(target, view, asked, deadline)
+            request = scan_request(target, view, state, version_and_time, prefix, start, end, where=where)
             return self._router.count(target.location, request, deadline)[1]
 
         return self._access.answer(f"count({operator!r})", (operator, query), timeout, ask)
@@ -668,13 +525,17 @@ class QueryableStateClient:
         query: str | None = None,
         from_version: int | None = None,
         timeout: float | None = None,
+        from_run: str | None = None,
+        every_version: bool = False,
     ) -> StateWatch:
         """Return the changes of each completed checkpoint, version by version, for as long as it is iterated over.
 
-        See ``StateWatch``.
+        See ``StateWatch``. ``KafkaSink`` writes them to a topic of Kafka.
         """
         all_keys = keys if keys is None or hasattr(keys, "__len__") else list(keys)
-        return StateWatch(self._access, operator, all_keys, state, query, from_version, timeout)
+        return StateWatch(
+            self._access, operator, all_keys, state, query, from_version, timeout, from_run, every_version
+        )
 
     def diff(
         self,
@@ -775,27 +636,3 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
-    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
-
-    For an application whose callers have separate tokens. It is not closed: the connections are shared.
-    """
-    if scope.is_all:
-        return client
-    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
-    scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
-    find = client._access.find_views
-    scoped._access.find_views = lambda request, deadline: views_within(scope, partial(find, deadline=deadline), request)
-    return scoped
-
-
-class _ScopedClient(QueryableStateClient):
-    """A client for callers who must not learn of other views and operators from errors."""
-
-    def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
-    ) -> FeatureAnswer:
-        with view_errors(target.location.view.name):
-            return super()._ask_features(target, at, defaults, keys, deadline)

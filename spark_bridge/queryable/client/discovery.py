@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from backends.encoding.operator_schema import OperatorSchema
+from backends.host_memory import BoundedDict
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
@@ -25,15 +27,19 @@ from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.protocol import (
+    At,
     DescribeReply,
     LocateOperatorRequest,
     LocateReply,
     Request,
     ViewLocation,
     ViewsRequest,
+    have_plain_values,
 )
+from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.scopes import ScopedOperators
+from spark_bridge.transport.tls import TlsConf
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -53,6 +59,59 @@ class Discovery(Protocol):
 
     def failed(self) -> None:
         """Report that the proxy did not answer."""
+
+    def note(self, addresses: Sequence[str]) -> None:
+        """Note the addresses of hosts that an answer has named: the next proxies."""
+
+
+LOCATE_AGAIN_SECONDS = 0.05
+KEPT_WATERMARKS = 1000
+"""The watermarks of versions that a client has read, which it can read as of their watermark again."""
+
+
+class Watermarks:
+    """The watermarks of the versions that a client has read."""
+
+    def __init__(self, discovery: Discovery, router: StateRouter) -> None:
+        self._discovery = discovery
+        self._router = router
+        self._of_versions: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
+
+    def forget(self) -> None:
+        """Forget all watermarks."""
+        self._of_versions.clear()
+
+    def version_at(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
+        """Return a version, by default the one that is completed now, as of its watermark.
+
+        Raises ``StateVersionError`` for an earlier version that the client has not read as of its watermark, and
+        ``StateTimeError`` if the version has no watermark.
+        """
+        run_id, version = target.location.run_id, asked.version
+        is_newest = asked.isolation == "completed"
+        watermark_ms = None if is_newest else self._of_versions.get((run_id, version))
+        if watermark_ms is None:
+            location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            while location.completed_version < self._router.seen.get(run_id) and time.monotonic() < deadline:
+                time.sleep(LOCATE_AGAIN_SECONDS)  # the host does not have the version yet that another host answered
+                location = self._discovery.locate(target.location.operator.name, run_id, deadline)
+            newest = location.completed_version
+            self._router.seen.note(run_id, newest)
+            if location.watermark_ms is not None:
+                self._of_versions[run_id, newest] = location.watermark_ms
+            version = newest if is_newest else version
+            watermark_ms = self._of_versions.get((run_id, version))
+            if watermark_ms is None and version != newest:
+                raise exceptions.StateVersionError(
+                    f"The watermark of version {version} of operator {view.operator!r} is not known: hosts know that "
+                    f"of the last completed version, {newest}. Leave version= out, or give at= a datetime."
+                )
+        if watermark_ms is None:
+            raise exceptions.StateTimeError(
+                f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
+                "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
+            )
+        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
 
 
 class ProxyDiscovery:
@@ -86,6 +145,9 @@ class ProxyDiscovery:
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
+
+    def note(self, addresses: Sequence[str]) -> None:
+        self._named = list(dict.fromkeys(filter(None, addresses))) or self._named
 
 
 def addresses_in(location: OperatorLocation) -> list[str]:
@@ -135,6 +197,9 @@ class CoordinatorDiscovery:
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
 
+    def note(self, addresses: Sequence[str]) -> None:
+        self._addresses = list(dict.fromkeys(filter(None, addresses))) or self._addresses
+
 
 class ScopedDiscovery:
     """Finds only operators that a token with ``scope`` may read, for a client that itself may read all of them.
@@ -160,6 +225,9 @@ class ScopedDiscovery:
     def failed(self) -> None:
         self._discovery.failed()
 
+    def note(self, addresses: Sequence[str]) -> None:
+        self._discovery.note(addresses)
+
 
 class NoRunningQueryError(exceptions.QueryableStateError):
     """No query is running, so there are no hosts to ask."""
@@ -182,6 +250,33 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise exceptions.RequestError("address= is empty; give the query address of at least one host.")
     return addresses
+
+
+def connected(
+    namespace: str,
+    coordinator_name: str,
+    address: str | Sequence[str] | None,
+    token: str | None,
+    tls: TlsConf | ssl.SSLContext | None,
+    timeout: float,
+    direct: bool | None,
+) -> tuple[Discovery, KvConnections, StateRouter]:
+    """Return the way to hosts for the arguments of ``QueryableStateClient.connect``."""
+    address, token = from_environment(address, token)
+    context = tls.client_context() if isinstance(tls, TlsConf) else tls
+    if address is None:
+        in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
+        connections = KvConnections(token or own_token, context, timeout)
+        return in_cluster, connections, StateRouter(connections, via=in_cluster.proxy if direct is False else None)
+    if token is None:
+        raise exceptions.QueryableStateError(
+            "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
+            "without one. `statestore token` issues them."
+        )
+    addresses = addresses_of(address)
+    connections = KvConnections(token, context, timeout)
+    discovery = ProxyDiscovery(addresses, connections)
+    return discovery, connections, StateRouter(connections, via=None if direct else discovery.proxy)
 
 
 def from_environment(
@@ -277,6 +372,11 @@ class KnownView:
     def dtypes(self) -> list[np.dtype[Any]]:
         """The types of numpy of the columns."""
         return [np.dtype(kind.to_pandas_dtype()) for kind in self.columns.types]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether hosts send the features of one key as a list of values."""
+        return have_plain_values(self.columns)
 
     @classmethod
     def of(cls, location: ViewLocation) -> KnownView:
@@ -458,6 +558,7 @@ class ClusterAccess:
 
     def _locate_view(self, view: str, _: str | None, deadline: float, earlier: KnownView | None) -> KnownView:
         (location,) = self.find_views(ViewsRequest(view), deadline)
+        self._discovery.note(location.addresses)
         if earlier is not None and earlier.location.revision == location.revision:
             return KnownView(location, earlier.codec, earlier.columns)
         return KnownView.of(location)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +14,19 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
-from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.arguments import AT_WATERMARK
-from spark_bridge.queryable.client.discovery import KnownView
+from spark_bridge.exceptions import (
+    QueryableStateError,
+    RequestError,
+    RequestLimitError,
+    UnknownKeyOrNamespaceError,
+)
+from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED
+from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
+from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
+from spark_bridge.queryable.routing.router import StateRouter
 
 
 class FeatureRows:
@@ -42,7 +49,8 @@ class FeatureRows:
         columns, schema = self._answer.columns, self._target.columns
         if not isinstance(columns, list):
             return columns
-        arrays = [pa.array([value], field.type) for value, field in zip(columns, schema, strict=True)]
+        of_columns = zip(*(self._answer.rows or [columns]), strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(of_columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     @cached_property
@@ -75,6 +83,21 @@ class FeatureRows:
     def __len__(self) -> int:
         return len(self._asked)
 
+    def divided(self, requests: Sequence[list[Any]]) -> Iterator[FeatureRows]:
+        """Yield the rows of each of several requests, whose keys were asked together in that order."""
+        of_keys = self._answer.rows
+        if of_keys is None and self._target.is_plain:
+            of_keys = list(map(list, zip(*map(python_values, self.columns.columns), strict=True)))
+        at = 0
+        for keys in requests:
+            if of_keys is None:
+                part, rows = self.columns.slice(at, len(keys)), None
+            else:  # many short arrays would take longer
+                part, rows = (of_keys[at], None) if len(keys) == 1 else ([], of_keys[at : at + len(keys)])
+            at += len(keys)
+            answer = dataclasses.replace(self._answer, columns=part, rows=rows)
+            yield FeatureRows(self._target, keys, answer, self._moment)
+
     def to_arrow(self) -> pa.Table:
         """Return the columns of the entity and the features as a table."""
         schema = pa.schema([*self.keys.schema, *self.columns.schema])
@@ -91,7 +114,9 @@ class FeatureRows:
         Raises ``RequestError`` for a name that is not a feature of the view.
         """
         columns, features = self._answer.columns, self._target.columns.names
-        by_name = dict(zip(features, columns, strict=True))
+        rows = self._answer.rows
+        of_columns = columns if rows is None else map(list, zip(*rows, strict=True))
+        by_name = dict(zip(features, of_columns, strict=True))
         wanted = features if names is None else names
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
@@ -99,6 +124,8 @@ class FeatureRows:
                 f"View {self._target.location.view.name!r} has no feature {', '.join(map(repr, unknown))}; it has "
                 f"{', '.join(map(repr, features))}."
             )
+        if rows is not None:
+            return {name: by_name[name] for name in wanted}
         if isinstance(columns, list):
             return {name: [by_name[name]] for name in wanted}
         return {name: python_values(by_name[name]) for name in wanted}
@@ -115,7 +142,7 @@ class FeatureRows:
         ``RequestError``.
         """
         columns, schema = self._answer.columns, self._target.columns
-        if isinstance(columns, list):
+        if isinstance(columns, list) and self._answer.rows is None:
             named = zip(schema.names, self._target.dtypes, columns, strict=True)
             if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
                 named = zip(schema.names, self._target.dtypes, columns, strict=True)
@@ -132,6 +159,116 @@ def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
         )
     array: np.ndarray[Any, Any] = column.to_numpy(zero_copy_only=False)
     return array
+
+
+class ViewClient(Protocol):
+    """What reads of views need of ``QueryableStateClient``."""
+
+    _connections: KvConnections
+    _router: StateRouter
+    _access: ClusterAccess
+    _answered_at: int | None
+
+    def _ask_features(
+        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> FeatureAnswer: ...
+
+    def features(
+        self, view: str, keys: Any, *, defaults: bool = True, isolation: str = "completed", timeout: float | None = None
+    ) -> FeatureRows:
+        """See ``QueryableStateClient.features``."""
+
+
+def read_view(
+    client: ViewClient,
+    view: str,
+    keys: Any,
+    asked: At,
+    versions: Mapping[str, int] | None,
+    *,
+    defaults: bool,
+    timeout: float | None,
+) -> FeatureRows:
+    """Return the answer of ``QueryableStateClient.features``."""
+    as_of = partial(moment_of, asked=asked, now_us=client._connections.now_us)
+    return _read(client, view, keys, as_of, versions, defaults=defaults, timeout=timeout)
+
+
+def read_views(
+    client: ViewClient, requests: Sequence[tuple[str, Any]], *, defaults: bool, timeout: float | None
+) -> list[FeatureRows]:
+    """Return the answer of ``QueryableStateClient.features_of_views``."""
+    moment = client._connections.now_us()
+
+    def as_of(location: ViewLocation) -> At:
+        return replace(COMPLETED, moment=moment) if location.is_rolling else COMPLETED
+
+    read = partial(_read, client, as_of=as_of, defaults=defaults, timeout=timeout)
+    asked = [(view, keys if hasattr(keys, "__len__") else list(keys)) for view, keys in requests]
+    answers = [read(view, keys, versions=None) for view, keys in asked]
+    return at_one_version(answers, lambda i, versions: read(*asked[i], versions=versions))
+
+
+def _read(
+    client: ViewClient,
+    view: str,
+    keys: Any,
+    as_of: Callable[[ViewLocation], At],
+    versions: Mapping[str, int] | None,
+    *,
+    defaults: bool,
+    timeout: float | None,
+) -> FeatureRows:
+    all_keys = keys if hasattr(keys, "__len__") else list(keys)
+    seen = client._router.seen
+
+    def ask(target: KnownView, deadline: float) -> FeatureRows:
+        codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
+        is_one = isinstance(all_keys, list) and len(all_keys) == 1
+        encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
+        client._answered_at = client._answered_at if asked.moment is None else asked.moment
+        is_completed = asked.isolation == "completed" and versions is None
+        if versions is not None:
+            of_queries = versions_of(target.location, versions, asked)
+        elif is_completed:
+            of_queries = [seen.floor(query.run_id, asked) for query in queries]
+        else:
+            of_queries = [asked] * len(queries)
+        answer = client._ask_features(target, of_queries, defaults, encoded, deadline)
+        if is_completed:
+            for query, version in zip(queries, answer.versions, strict=True):
+                seen.note(query.run_id, version)
+        return FeatureRows(target, all_keys, answer, asked.moment)
+
+    return client._access.answer_of_view(f"features({view!r}) of {len(all_keys)} keys", view, timeout, ask)
+
+
+def features_each(
+    client: ViewClient,
+    view: str,
+    requests: Sequence[list[Any]],
+    *,
+    defaults: bool,
+    isolation: str,
+    timeout: float,
+) -> list[FeatureRows | Exception]:
+    """Return the answer of each of several requests of one view, or its error, all of one version of each query.
+
+    For the requests of different callers. Raises the error of all.
+    """
+    read = partial(client.features, view, defaults=defaults, isolation=isolation, timeout=timeout)
+    if len(requests) == 1:
+        return [read(requests[0])]
+    try:
+        return list(read([key for keys in requests for key in keys]).divided(requests))
+    except (UnknownKeyOrNamespaceError, RequestLimitError):
+        answers: list[FeatureRows | Exception] = []
+        for keys in requests:
+            try:
+                answers.append(read(keys))
+            except QueryableStateError as error:
+                answers.append(error)
+        return answers
 
 
 def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> At:

@@ -301,6 +301,18 @@ class KeyLookups:
 
     # -- requests to hosts ---------------------------------------------------------------------
 
+    def rows(self, keys: Any, state: str | None, columns: Sequence[str] | None) -> StateScan:
+        """Return the rows of keys, in the columns of ``scan`` that are wanted (None: all)."""
+        view, codec = self.view, self.view.without_window
+        if view.window is not None and have_windows(view, keys):
+            keys = view.codec.columns(keys).select(list(codec.by))
+        location = self.target.location
+        wanted = None if columns is None else list(columns)
+        request = KeyRowsRequest(location.run_id, location.operator.name, state, self.at, wanted)
+        answer = self.key_rows(request, codec.encode(codec.columns(keys)).unique())
+        # The first column is the position of the key.
+        return StateScan(answer, None, range(1, len(answer.schema)), moment=self.at.moment)
+
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """Return the result of ``StateRouter.key_rows``, at one version, in as many requests as hosts accept."""
 

@@ -15,6 +15,7 @@ from backends.encoding.operator_schema import TIMERS
 from backends.encoding.user_values import python_rows
 from backends.encoding.values import encode_values
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.arguments import WhereCondition, comparisons, key_range
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.results import to_pandas, to_polars
 from spark_bridge.queryable.client.state_views import StateView
@@ -22,6 +23,34 @@ from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
+
+
+def scan_request(
+    target: KnownOperator,
+    view: StateView,
+    state: str | None,
+    at: At,
+    prefix: Any,
+    start: Any,
+    end: Any,
+    *,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+    where: Sequence[WhereCondition] | None = None,
+) -> ScanRequest:
+    """Return the request of a scan. Raises ``RequestError`` for arguments that do not fit the operator."""
+    (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
+    return ScanRequest(
+        target.location.run_id,
+        target.location.operator.name,
+        state,
+        at,
+        first,
+        behind,
+        None if columns is None else list(columns),
+        comparisons([*conditions, *(where or ())], view.types),
+        limit,
+    )
 
 
 def utc_time(us: int) -> dt.datetime:

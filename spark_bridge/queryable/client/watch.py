@@ -16,6 +16,8 @@ from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
 from spark_bridge.queryable.routing.scatter_gather import Attempts
+from spark_bridge.state_format.stored_changes import VariableChanges
+from spark_bridge.state_format.stored_rows import VariableRows
 
 AWAIT_SECONDS = 2.0
 """A host waits this many seconds for the next version before it answers that there is none; ``close`` may take as long.
@@ -51,7 +53,9 @@ class StateWatch:
     It begins after ``from_version``, by default at the version that is completed now, and waits for the next version
     without end. Versions that changed nothing of the watched state are left out. To continue later, or after an error,
     make another watch with the ``version`` of the last change as ``from_version`` (or with ``position``, which also
-    counts versions that changed nothing).
+    counts versions that changed nothing), and with ``run_id`` as ``from_run``: the new watch then notices if the query
+    was rolled back between the two. With ``every_version``, a version that changed nothing comes with an empty batch;
+    of several that were completed at once, the last one.
 
     A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Otherwise
     it raises ``QueryTimeoutError``. If the query has ended and has not come back, the iteration ends after its last
@@ -70,6 +74,8 @@ class StateWatch:
         query: str | None,
         from_version: int | None,
         timeout: float | None,
+        from_run: str | None = None,
+        every_version: bool = False,
     ) -> None:
         self._access = access
         self._ref = (operator, query)
@@ -78,7 +84,8 @@ class StateWatch:
         self._timeout = access.timeout if timeout is None else timeout
         self._position = from_version
         self._run_id: str | None = None
-        self._given_by = ""
+        self._given_by = from_run or ""
+        self._every_version = every_version
         self._closed = threading.Event()
         self._changes = self._all_changes()
 
@@ -86,6 +93,11 @@ class StateWatch:
     def position(self) -> int | None:
         """The last version that was read; None before the first one, if no ``from_version`` was given."""
         return self._position
+
+    @property
+    def run_id(self) -> str | None:
+        """The run of the query that gave the changes up to ``position``; None if it is not known."""
+        return self._given_by or None
 
     def __iter__(self) -> Iterator[StateChange]:
         return self
@@ -149,7 +161,11 @@ class StateWatch:
                 yield change
                 if self._closed.is_set():
                     return
+            is_last_empty = self._position != until
             self._position, self._given_by = until, target.location.run_id
+            if is_last_empty and self._every_version:
+                variable = VariableChanges(VariableRows(target.schema, target.view(self._state).variable))
+                yield StateChange(until, without_last_columns([pa.RecordBatch.from_pylist([], variable.output)]))
             position = until
 
     def _begin(self, target: KnownOperator, deadline: float) -> int:
@@ -220,14 +236,14 @@ class StateWatch:
                 for part in () if rows is None else _by_version(rows):
                     first_version = part.column(0)[0].as_py()
                     if first_version != version and parts:
-                        yield StateChange(version, _one(parts))
+                        yield StateChange(version, without_last_columns(parts))
                         parts = []
                     version = first_version
                     parts.append(part)
         finally:
             stream.close()
         if parts:
-            yield StateChange(version, _one(parts))
+            yield StateChange(version, without_last_columns(parts))
 
 
 def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -239,7 +255,7 @@ def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
             yield rows.slice(begin, end - begin)
 
 
-def _one(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+def without_last_columns(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     """Return the rows of all parts as one batch, without key group and partition."""
     wanted = list(range(parts[0].num_columns - LAST_COLUMNS))
     if len(parts) == 1:

@@ -216,7 +216,7 @@ class RunManifests:
                 del self._runs[run]
 
 
-def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, previous_run: str) -> None:
+def require_same_history(operator: str, versions: StateVersions, after: int, previous_run: str) -> None:
     """Raise ``StateVersionError`` if a run after ``previous_run`` has made the version ``after``, or may have."""
     manifest = versions.chain.get(after)
     if manifest is None or manifest.run_id == previous_run:
@@ -225,7 +225,7 @@ def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int
     if previous_run in runs and manifest.run_id in runs and runs.index(manifest.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
-        f"The query was rolled back: version {after} of operator {plan.operator!r} was remade by run "
+        f"The query was rolled back: version {after} of operator {operator!r} was remade by run "
         f"{manifest.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
         "and watch it from there."
     )
@@ -271,7 +271,7 @@ class ChangeFeed:
         try:
             versions = self._versions(plan, completed.version)
             if previous_run not in ("", plan.run_id):
-                require_same_history(plan, versions, after, previous_run)
+                require_same_history(plan.operator, versions, after, previous_run)
             pieces = versions.reading_of_changes(plan.operator, after, until).pieces
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
@@ -291,7 +291,7 @@ class ChangeFeed:
             versions.resolve(version)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
-        require_same_history(plan, versions, version, previous_run)
+        require_same_history(plan.operator, versions, version, previous_run)
 
     def _versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
         try:

@@ -19,7 +19,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
 from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, CompletionWait, PartitionView, VersionedReader
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
-from spark_bridge.queryable.reads.key_reads import one_value, rolled_value
+from spark_bridge.queryable.reads.key_reads import one_value, require_retained, rolled_value
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
 from spark_bridge.queryable.reads.partitioned_reads import OperatorReading, PartitionedReads
 from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY
@@ -104,6 +104,7 @@ class HostReads(PartitionedReads):
         def value_of(view: PartitionView) -> bytes | None:
             if rolled is None:
                 return one_value(view, key, family)
+            require_retained(plan, rolled, view)
             recent = one_value(view, key, rolled.main)
             return None if recent is None else rolled_value(rolled, recent, one_value(view, key, TILES_FAMILY))
 

@@ -32,6 +32,7 @@ from spark_bridge.state_format.layouts import (
     EXPIRIES,
     IS_LARGE,
     LIST,
+    LOST_FAMILY,
     NUM_CHUNKS,
     ROLLING,
     TILES_FAMILY,
@@ -110,6 +111,19 @@ def joined_arrays(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
     except pa.ArrowInvalid:
         require_bytes(sum(map(content_bytes, parts)))
         raise
+
+
+def require_retained(plan: OperatorPlan, rows: VariableRows, view: PartitionView) -> None:
+    """Raise ``StateTimeError`` if rolling aggregates as of the moment of ``rows`` need rows that the partition lost."""
+    if rows.rolling is None:
+        return
+    at = (view.partition, view.version, view.head)
+    first = plan.first_moments.get(at)
+    if first is None:
+        has_lost = LOST_FAMILY in view.reads.column_families(view.version, head=view.head)
+        pairs = view.reads.scan(view.version, None, None, LOST_FAMILY, head=view.head) if has_lost else ()
+        first = plan.first_moments[at] = rows.first_moment(batch.column(1) for batch in pairs)
+    rows.require_retained(first)
 
 
 def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:

@@ -27,6 +27,8 @@ from spark_bridge.host.host import Host
 from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY, window_place
 from spark_bridge.state_format.stored_rows import VariableRows
 
+MAX_FIRST_MOMENTS = 1 << 14
+
 
 def without_prefix(keys: pa.BinaryArray, skipped: int = KEY_GROUP_BYTES) -> pa.BinaryArray:
     """Return the bytes of each key without the first ``skipped``, by default without the key group.
@@ -119,6 +121,11 @@ class OperatorPlan:
     @cached_property
     def _rows(self) -> dict[tuple[str, bool], VariableRows]:
         return {}
+
+    @cached_property
+    def first_moments(self) -> BoundedDict[tuple[int, int, str | None], int]:
+        """The first moments that rolling aggregates can be as of: of partitions at a version with its head."""
+        return BoundedDict(MAX_FIRST_MOMENTS)
 
     def require_family(self, family: str) -> None:
         """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""

@@ -80,6 +80,8 @@ class PartitionedReads(ABC):
             families = rolled.families
 
         def values_of(view: PartitionView) -> list[pa.BinaryArray]:
+            if rolled is not None:
+                key_reads.require_retained(plan, rolled, view)
             return [key_reads.values_of(view, parts[view.partition], family) for family in families]
 
         with ExitStack() as keep:
@@ -106,6 +108,7 @@ class PartitionedReads(ABC):
             partitions = np.unique(of_keys).tolist()
 
         def pairs_of(view: PartitionView) -> key_reads.FoundPairs:
+            key_reads.require_retained(plan, rows, view)
             if windowed is not None:
                 return windowed.find(plan, view)
             positions = np.flatnonzero(of_keys == view.partition)
@@ -130,6 +133,7 @@ class PartitionedReads(ABC):
         index = IndexLookup.of(rows, request.where, request.limit) if bounds.is_open else None
 
         def pairs_of(view: PartitionView) -> tuple[int, scans.Pairs]:
+            key_reads.require_retained(plan, rows, view)
             groups = plan.key_groups_of(view.partition)
             matches = None if index is None else index.pairs(view, groups)
             return view.partition, scans.pairs_of(view, rows, groups, bounds) if matches is None else matches
@@ -170,6 +174,7 @@ class PartitionedReads(ABC):
         is_all = bounds.is_open and set(plan.schema.families) == {rows.main, *indexes}
 
         def count_of(view: PartitionView) -> int | Iterator[pa.RecordBatch]:
+            key_reads.require_retained(plan, rows, view)
             count = view.reads.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
             if count is not None:
                 return count // (1 + len(indexes))

@@ -33,6 +33,7 @@ from spark_bridge.queryable.protocol import (
     ViewLocation,
     ViewQuery,
     ViewsRequest,
+    have_plain_values,
 )
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import variables_of
@@ -173,10 +174,7 @@ class ResolvedView:
     @cached_property
     def is_plain(self) -> bool:
         """Whether msgpack has a value for each value of the columns."""
-        return all(
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or kind == pa.string()
-            for kind in self.columns.types
-        )
+        return have_plain_values(self.columns)
 
     def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
         """Return the features of one key: those of ``rows``, several times faster for one row."""
@@ -282,6 +280,8 @@ def _default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar:
 # The reads of a process that answers for views.
 
 
+FEW_KEYS = 16
+"""The rows of so many keys are sent as values: by columns they take longer, most of it for each column."""
 VIEW_SECONDS = 2.0
 """A declaration in use is looked up again at this age."""
 LOOK_AGAIN_SECONDS = 0.1
@@ -290,10 +290,18 @@ LOOK_AGAIN_SECONDS = 0.1
 
 @dataclass
 class _KnownView:
-    """A view, and when it was looked up last."""
+    """A view, when it was looked up last, and as it was located then: hosts may have moved since it was resolved."""
 
     view: ResolvedView
     looked_at: float
+    located: LocatedView
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of the host of each partition of the first operator."""
+        first = self.view.sources[0].location
+        places = {(at.run_id, at.operator.name): at for at in self.located.operators}
+        return tuple(owner.query_address for owner in places[first.run_id, first.operator.name].owners)
 
 
 class FeatureReads:
@@ -331,7 +339,8 @@ class FeatureReads:
                 views.append(ViewLocation(located.view, problem=str(error)))
         return views
 
-    def _described(self, resolved: ResolvedView) -> ViewLocation:
+    def _described(self, known: _KnownView) -> ViewLocation:
+        resolved = known.view
         queries = []
         for sources in resolved.by_query:
             location = sources[0].location
@@ -347,7 +356,7 @@ class FeatureReads:
             resolved.key.serialize().to_pybytes(),
             first.key_groups,
             resolved.columns.serialize().to_pybytes(),
-            tuple(owner.query_address for owner in first.owners),
+            known.addresses,
             any(source.family == layouts.ROLLED_FAMILY for source in resolved.sources),
         )
 
@@ -378,6 +387,10 @@ class FeatureReads:
         lag_ms = max(map(self._reads.lag_ms, resolved.run_ids))
         if is_row:
             return FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
+        if request.takes_rows and resolved.is_plain and 0 < len(keys) <= FEW_KEYS:
+            of_keys = zip(*(of_source.to_pylist() for of_source in values), strict=True)
+            rows = [resolved.row(of_key, stale, request.defaults) for of_key in of_keys]
+            return FeatureAnswer(versions, ages_ms, lag_ms, [], rows)
         columns = resolved.rows(values, self._now_ms(), stale, request.defaults)
         return FeatureAnswer(versions, ages_ms, lag_ms, columns)
 
@@ -396,7 +409,7 @@ class FeatureReads:
         """Return the view of a revision. Raises ``RetiredRunError`` if the view has another one now."""
         known = self._known.get(name)
         if known is None or known.view.revision != revision:
-            view = self._looked_up(name)
+            view = self._looked_up(name).view
         elif self._clock() - known.looked_at < VIEW_SECONDS:
             return known.view
         else:
@@ -412,7 +425,7 @@ class FeatureReads:
         if not self._looking.acquire(blocking=False):
             return known.view
         try:
-            return self._look_up(name)
+            return self._look_up(name).view
         except exceptions.UnknownFeatureViewError:
             raise
         except (CoordinatorError, exceptions.HostUnavailableError):
@@ -421,14 +434,14 @@ class FeatureReads:
         finally:
             self._looking.release()
 
-    def _looked_up(self, name: str) -> ResolvedView:
+    def _looked_up(self, name: str) -> _KnownView:
         with self._looking:
             known = self._known.get(name)
             if known is not None and self._clock() - known.looked_at < LOOK_AGAIN_SECONDS:
-                return known.view
+                return known
             return self._look_up(name)
 
-    def _look_up(self, name: str) -> ResolvedView:
+    def _look_up(self, name: str) -> _KnownView:
         """Look a view up. The lock is held."""
         try:
             located = self._reads.located_view(name)
@@ -438,5 +451,5 @@ class FeatureReads:
         known = self._known.get(name)
         is_same = known is not None and known.view.revision == located.revision
         view = known.view if known is not None and is_same else ResolvedView.of(located)
-        self._known[name] = _KnownView(view, self._clock())
-        return view
+        self._known[name] = _KnownView(view, self._clock(), located)
+        return self._known[name]

@@ -360,7 +360,8 @@ class RequestHandler:
                 packed = answer.body()
                 context.reserve_at_least(len(packed))
         is_row = isinstance(answer.columns, list)
-        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, is_row, answer.lag_ms), packed)
+        has_rows = answer.rows is not None
+        self.send(protocol.FeaturesReply(answer.versions, answer.ages_ms, is_row, answer.lag_ms, has_rows), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission

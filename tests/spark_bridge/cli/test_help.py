@@ -26,7 +26,7 @@ COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestor
 
 REFERENCE = Path(__file__).parents[3] / "docs/reference/command-line.md"
 
-GO_ON = ("statestore demo", "statestore run", "statestore serve", "statestore ui")
+GO_ON = ("statestore changes", "statestore demo", "statestore run", "statestore serve", "statestore ui")
 """These commands answer nothing: they run something, and say how it goes."""
 
 

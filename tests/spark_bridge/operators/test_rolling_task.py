@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
-from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved
+from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved, horizons_since
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.rolling import HOUR, MINUTE, SECOND, Rolling, declared_rolling
 from spark_bridge.exceptions import StateTimeError
 from spark_bridge.operators import rolling_task
-from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY
+from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY
 from spark_bridge.state_format.stored_rows import VariableRows
 from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import OperatorRun, Watermark, batch_of
@@ -94,6 +95,91 @@ def test_a_quiet_key_expires_by_the_watermark_alone() -> None:
     assert [k["k"] for k in run.stored_keys("default")] == ["b"]
     assert run.size(TILES_FAMILY) == 0
     assert [k["k"] for k in run.stored_keys(DUE_FAMILY)] == ["b"]
+    ((_, lost),) = run.stored_rows(LOST_FAMILY)
+    assert lost["__lost"].timestamp() == 1039
+    run.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_moment_has_a_number_without_the_rows_that_are_gone(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """As of any moment, also one before the watermark, an answer counts every row that ever came, or is an error.
+
+    The error comes only if a key of the partition has expired, or lost a late row, that a horizon reaches back to.
+    """
+    rng = random.Random(seed)
+    monkeypatch.setattr(rolling_task, "FEW_ROWS", (rolling_task.FEW_ROWS, 5)[seed % 2])
+    horizons = ("30 seconds", "10 minutes", "1 hour")[: 2 + seed % 2]
+    logic, rolling = rolling_operator(horizons, exact=seed % 4 == 3)
+    run = OperatorRun(logic, logic.schema, ["k"], 1, (FileStateStoreProvider, RocksDBStateStoreProvider)[seed // 4])
+    watermark = Watermark(rng.choice((0, 60)))
+    came: dict[str, list[tuple[int, float]]] = {}
+    alive: dict[str, list[int]] = {}
+    clock, lost = 1_000_000, -(10**18)
+    answered = refused = 0
+    for step in range(40):
+        clock += rng.choice((1, 20, 300, 3000 if step % 5 == 4 else 60))
+        new = random_rows(rng, clock, rng.choice((2, 20)), rng.choice((2, 200)))
+        times = watermark.times()
+        bound = rolling.expired(times.watermark_ms * 1000)
+        for key, at, value in new:
+            us = int(at * SECOND)
+            came.setdefault(key, []).append((us, value))
+            if us > bound:
+                alive.setdefault(key, []).append(us)
+            else:
+                lost = max(lost, us)
+        for key in [key for key, of_key in alive.items() if max(of_key) <= bound]:
+            lost = max(lost, *alive.pop(key))
+        run.batch(batch_of(ROWS, new), times)
+        watermark.advance([int(at) for _, at, _ in new])
+        first = max(-(-lost // max(h.hop, 1)) * max(h.hop, 1) + h.us for h in rolling.horizons)
+        near = [first + us for us in (-1, 0, -SECOND, MINUTE)] if lost > 0 else []
+        for moment in [*near, *(clock * SECOND - rng.randrange(3 * rolling.longest.us) for _ in range(6))]:
+            try:
+                answers = answers_at(run, moment)
+            except StateTimeError as error:
+                if "retained rows" in str(error):
+                    assert moment < first
+                    refused += 1
+            else:
+                answered += 1
+                assert moment >= first
+                for key, of_key in came.items():
+                    expected = model(rolling, of_key, moment)
+                    assert answers.get(key, model(rolling, [], moment)) == expected, (seed, step, key)
+        if rng.random() < 0.2:
+            run.restart()
+    assert answered > 10 and refused > 50
+    run.close()
+
+
+def test_a_longer_horizon_answers_though_older_rows_are_gone() -> None:
+    """Rows that expired before a restart made the horizon longer are no error: it is known since when it is complete.
+
+    Rows that are lost after that time are one.
+    """
+    logic, _ = rolling_operator(("10 minutes",))
+    run = OperatorRun(logic, logic.schema, ["k"], 1)
+    run.batch(batch_of(ROWS, [("a", 10_000, 1.0)]), BatchTimes(0, 0, 0))
+    run.batch(batch_of(ROWS, [("b", 20_000, 1.0)]), BatchTimes(0, 20_000_000, 0))
+    assert "a" not in [k["k"] for k in run.stored_keys("default")]
+    with pytest.raises(StateTimeError, match="older than the retained rows"):
+        answers_at(run, 10_000 * SECOND)
+    stored = run.schema.settings["rolling"]
+    logic, rolling = rolling_operator(("1 day",))
+    since = horizons_since(stored, rolling.to_text(), 20_000 * SECOND)
+    rolling = Rolling.of_text(since)
+    logic = replace(logic, rolling=rolling, schema=replace(logic.schema, settings={"rolling": since}))
+    run.schema = evolved(run.schema, OperatorSchema.from_json(logic.schema.to_json()), ROLLING_KIND)
+    run.logic = logic
+    run.restart()
+    run.batch(batch_of(ROWS, [("b", 20_100, 1.0)]), BatchTimes(0, 20_000_000, 20_000_000))
+    assert answers_at(run, 20_100 * SECOND)["b"]["n_1d"] == 2
+    run.batch(batch_of(ROWS, [("b", 200_000, 1.0)]), BatchTimes(0, 150_000_000, 20_000_000))
+    assert answers_at(run, 200_000 * SECOND)["b"]["n_1d"] == 1
+    run.batch(batch_of(ROWS, [("b", 20_200, 1.0)]), BatchTimes(0, 150_000_000, 150_000_000))
+    with pytest.raises(StateTimeError, match="older than the retained rows"):
+        answers_at(run, 100_000 * SECOND)
     run.close()
 
 
@@ -228,6 +314,8 @@ def answers_at(run: OperatorRun, moment: int) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
     for provider in run.providers:
         store = provider.get_read_store(provider.latest_version())
+        lost = store.scan(b"", None, LOST_FAMILY) if provider.latest_version() else ()
+        rows.require_retained(rows.first_moment(pairs.column(1) for pairs in lost))
         for pairs in store.scan(b"", None, "default") if provider.latest_version() else ():
             tiles = store.get_many(pairs.column(0), TILES_FAMILY)
             decoded = rows.decode_rolling(pairs.column(0), pairs.column(1), tiles).columns

@@ -1,4 +1,4 @@
-"""What ``init_spark(packages=...)`` takes, and what it refuses before anything starts."""
+"""``init_spark(packages=...)`` takes paths and coordinates, and refuses others before anything starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_paths_directories_and_coordinates_join_what_configs_name(tmp_path: Path
     [
         ("/no/such.jar", "3.5.7", "'/no/such.jar', which does not exist"),
         ("{tmp}/empty", "3.5.7", "which has no jars"),
-        ("{tmp}/notes.txt", "3.5.7", "which is no jar"),
+        ("{tmp}/notes.txt", "3.5.7", "which is not a jar"),
         ("group:artifact", "3.5.7", "does not exist. Pass the path of a jar, a directory of jars, or Maven"),
         ("org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0", "3.5.7", r"Use '.*spark-sql-kafka-0-10_2\.12:3\.5\.7'"),
         ("org.apache.spark:spark-sql-kafka-0-10_2.12:3.4.1", "3.5.7", r"Use '.*spark-sql-kafka-0-10_2\.12:3\.5\.7'"),

@@ -149,7 +149,7 @@ def test_more_rows_than_allowed_cut_the_answer_and_say_so(cluster: Cluster) -> N
 
 
 def test_a_statement_ends_after_its_time(cluster: Cluster) -> None:
-    with TestClient(app_of(cluster, sql_seconds=0.5, max_sql=1), headers=BEARER) as http:
+    with TestClient(app_of(cluster, sql_seconds=3, max_sql=1), headers=BEARER) as http:
         answer = http.post("/v1/sql", json={"sql": ENDLESS})
         assert (answer.status_code, answer.json()["error"]) == (504, "QueryTimeoutError")
         eventually(lambda: not working())

@@ -556,8 +556,9 @@ for direct in (True, False):
         assert client.scan("totals", prefix=5).to_pylist() == [{{"user": 5, "n": 5, "name": "user 5"}}]
         assert client.count("totals") == 200
         assert client.describe("totals")["operator"] == client.operators()[0]["operator"] == "totals"
-        with client.watch("totals", keys=[8], from_version=1) as changes:
+        with client.watch("totals", keys=[8], from_version=1, every_version=True) as changes:
             assert next(changes).version == 2
+from spark_bridge import KafkaSink
 
 async def main():
     async with await AsyncQueryableStateClient.connect(**where) as client:

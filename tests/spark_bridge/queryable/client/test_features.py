@@ -26,7 +26,7 @@ from spark_bridge.exceptions import (
     UnknownFeatureViewError,
     UnknownKeyOrNamespaceError,
 )
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_client import GATHERED_KEYS, AsyncQueryableStateClient
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.routing import feature_reads
 from spark_bridge.queryable.routing.feature_reads import ResolvedView
@@ -340,6 +340,55 @@ def test_a_host_that_has_just_come_knows_the_age(cluster: FeatureCluster) -> Non
         assert ago - 1 < client.features("risk", users).ages["n"] < ago + PATIENCE
 
 
+def test_concurrent_requests_of_few_keys_go_together(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each caller gets its own rows, or its own error; requests with other defaults or of another view go apart."""
+    cluster.declare(replace(VIEW, name="score", features=[Feature("score", "profile"), Feature("vip", "profile")]))
+    plain = cluster.client()
+    asked: list[int] = []
+    ask = plain._ask_features
+
+    def counting(target: Any, at: Any, defaults: bool, keys: Any, deadline: float) -> Any:
+        asked.append(1 if isinstance(keys, bytes) else len(keys))
+        return ask(target, at, defaults, keys, deadline)
+
+    monkeypatch.setattr(plain, "_ask_features", counting)
+    requests = [[user] for user in (1, 8, 1000, 3)] + [[3, 60, 3], [1000, 8]]
+
+    async def run() -> None:
+        client = AsyncQueryableStateClient(plain)
+        rows = await asyncio.gather(*(client.features("risk", keys) for keys in requests))
+        assert asked == [9]
+        for keys, answer in zip(requests, rows, strict=True):
+            wanted = [expected(user) for user in keys]
+            assert len(answer) == len(keys) and answer.versions == {"name": cluster.version}
+            assert answer.to_dict() == {name: [row[name] for row in wanted] for name in wanted[0]}
+            assert answer.to_arrow().to_pylist() == wanted
+            assert answer.values(["n"]) == {"n": [row["n"] for row in wanted]}
+        assert rows[1].to_numpy()["n"].tolist() == [8]
+        asked.clear()
+        both = await asyncio.gather(
+            *(client.features("risk", [1000], defaults=defaults) for defaults in (True, False, True)),
+            client.features("score", [1]),
+        )
+        assert sorted(asked) == [1, 1, 2]
+        assert [answer.to_dict()["n"] for answer in both[:3]] == [[0], [None], [0]]
+        wrong, right, none = await asyncio.gather(
+            client.features("risk", ["no number"]), client.features("risk", [1]), client.features("no view", [1]),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert isinstance(wrong, UnknownKeyOrNamespaceError) and isinstance(none, UnknownFeatureViewError)
+        assert right.to_dict()["n"] == [expected(1)["n"]]
+        asked.clear()
+        apart = await asyncio.gather(
+            client.features("risk", list(range(GATHERED_KEYS + 1))),
+            client.features("risk", [1], versions=rows[0].versions),
+            client.features("risk", []),
+        )
+        assert sorted(asked) == [0, 1, GATHERED_KEYS + 1] and [len(answer) for answer in apart] == [17, 1, 0]
+
+    asyncio.run(run())
+
+
 # -- several views -----------------------------------------------------------------------------
 
 
@@ -472,6 +521,18 @@ def test_a_lost_host_is_waited_for(cluster: FeatureCluster) -> None:
         client.features("risk", users, timeout=0.3)
     cluster.replace_host(1)
     assert client.features("risk", users).to_dict() == before
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_replaced_host_answers_at_its_new_address(cluster: FeatureCluster, direct: bool) -> None:
+    """Every key is asked for alone, so that its own host is asked first."""
+    client = cluster.client(hosts=(0,), direct=direct, timeout=20.0)
+    users = list(range(40))
+    before = [client.features("risk", [user]).to_dict() for user in users]
+    for i, incarnation in ((1, "b"), (0, "b"), (1, "c")) if direct else ((0, "b"),):
+        cluster.hosts[i].kill()
+        cluster.replace_host(i, incarnation)
+        assert [client.features("risk", [user]).to_dict() for user in users] == before
 
 
 def test_an_unchanged_declaration_writes_nothing(cluster: FeatureCluster) -> None:

@@ -81,6 +81,34 @@ def test_watch_that_missed_the_rolled_back_versions_continues(cluster: Cluster) 
     assert count(next(changes)) == 80
 
 
+def test_another_watch_notices_a_rollback_since_the_first_one(cluster: Cluster) -> None:
+    for n in range(1, 7):
+        cluster.batch({1: (n, "a")})
+    client = cluster.client(hosts=(outsider(cluster),))
+    changes = client.watch("totals", from_version=0)
+    assert changes.run_id is None
+    assert [count(next(changes)) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert (changes.position, changes.run_id) == (6, "run1")
+    go_back(cluster, 4, "run2")
+    for n in range(5, 8):
+        cluster.batch({1: (10 * n, "b")})
+    with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*remade by run run2"):
+        next(client.watch("totals", from_version=6, from_run="run1"))
+    assert count(next(client.watch("totals", from_version=6))) == 70
+    assert count(next(client.watch("totals", from_version=4, from_run="run1"))) == 50
+
+
+def test_every_version_comes_with_its_changes_or_none(cluster: Cluster) -> None:
+    for n in (1, 1, 2, 2):
+        cluster.batch({1: (n, "a")})
+    found = []
+    with cluster.client().watch("totals", from_version=0, every_version=True) as changes:
+        while changes.position != 4:
+            found.append(next(changes))
+    assert [(change.version, change.batch.num_rows) for change in found] == [(1, 1), (3, 1), (4, 0)]
+    assert found[2].batch.schema.equals(found[0].batch.schema)
+
+
 def test_the_changes_of_a_replaced_run_are_refused_and_it_is_forgotten(cluster: Cluster) -> None:
     cluster.batch({1: (1, "a")})
     host = cluster.hosts[outsider(cluster)]

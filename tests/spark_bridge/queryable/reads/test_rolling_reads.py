@@ -20,6 +20,7 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.values import encode_values
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.records import LookupRecord
 from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_files import opened_partition
@@ -33,7 +34,8 @@ from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionEr
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_data.frames import state_changes_table, state_table
-from spark_bridge.state_format.layouts import DUE_FAMILY, TILES_FAMILY, rolling_schema
+from spark_bridge.state_data.looked_up_state import in_storage
+from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY, rolling_schema
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_http.app import ARROW, TIME_HEADER, TIMES_HEADER
 from spark_bridge.state_surgery import take_over
@@ -237,6 +239,69 @@ def test_times_that_cannot_be_answered_are_errors(tmp_path: Path, monkeypatch: p
     stream.query.close()
 
 
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_times_that_need_expired_rows_are_errors(tmp_path: Path, backend: str) -> None:
+    """A key that has expired, or lost a late row, has no smaller number as of a time before: every interface raises.
+
+    An earlier version has the number. Rescaling, a savepoint and forgetting keep what is known of lost rows.
+    """
+    stream = Stream(tmp_path, 5, backend=backend)
+    stream.query.c.declare_view(stream.query.run, FeatureView("v", "k", [Feature("n_1h", "op")]))
+    old, quiet = 1_000_000, 1_000_100
+    rows = [(f"k{i}", old, 1.0) for i in range(8)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), 0)
+    rows = [(f"k{i}", quiet + 20_000, 1.0) for i in range(2)]
+    stream.query.process(stream.logic, ["k"], batch_of(ROWS, rows), (quiet + 20_000) * 1000)
+    at, complete = time_of(quiet * SECOND), time_of((quiet + 20_000) * SECOND)
+    with served(stream.query) as client:
+        stream.query.host.heartbeat()
+        for ask in (
+            lambda: client.get("op", "k5", at=at),
+            lambda: client.get("op", "k1", at=at),
+            lambda: client.get_many("op", ["k5", "k6"], at=at),
+            lambda: client.get_each("op", ["k5"], at=at),
+            lambda: client.key_rows("op", ["k5"], at=at).to_pylist(),
+            lambda: client.features("v", ["k5"], at=at),
+            lambda: client.features("v", [f"k{i}" for i in range(8)], at=at),
+            lambda: client.scan("op", at=at).to_pylist(),
+            lambda: client.count("op", at=at),
+            lambda: client.sql("select * from op", at=at).fetchall(),
+            lambda: state_table(stream.query.location, "op", at=at),
+        ):
+            with pytest.raises(Exception, match="is older than the retained rows") as raised:
+                ask()
+            named = str(raised.value).partition("Ask as of ")[2].partition("Z")[0]
+        assert client.get("op", "k5", at=at, version=1)["n_1h"] == 1
+        oldest = dt.datetime.fromisoformat(named).replace(tzinfo=dt.timezone.utc)
+        assert oldest == time_of((old // 300 + 1) * 300 * SECOND + 3600 * SECOND)
+        assert client.get("op", "k5", at=oldest) is None
+        assert client.get("op", "k1", at=oldest)["n_1h"] == 0
+        assert client.get("op", "k1", at=complete)["n_1h"] == 1
+        with pytest.raises(StateTimeError, match="retained rows"):
+            client.get("op", "k5", at=oldest - dt.timedelta(microseconds=1))
+    checkpoint = CheckpointClient.open(stream.query.location)
+    with pytest.raises(StateTimeError, match="retained rows"):
+        checkpoint.get("op", "k5", at=at)
+    checkpoint.close()
+    looked_up = in_storage(find_state(stream.query.location), "op", None, None, LookupRecord(2, "", 0))
+    codec = looked_up.view.codec
+    keys, moments = codec.encode(codec.columns(["k5"])), pa.array([oldest, at], TS).cast(pa.int64())
+    assert not looked_up.columns(keys, pa.array([0]), moments[:1])[1][0].as_py()
+    with pytest.raises(StateTimeError, match="retained rows"):
+        looked_up.columns(keys, pa.array([0, 0]), moments)
+
+    stream.query.c.trigger_savepoint("r1", "name", str(tmp_path / "sp"))
+    path = finished_savepoint(stream.query, "r1")
+    stream.query.stop()
+    forget_keys(stream.query.location, "op", ["k0"])
+    restored = str(tmp_path / "restored")
+    restore_into_checkpoint(path, restored, num_partitions=5, open_storage=stream.query.world.storage)
+    for location in (stream.query.location, restored):
+        with pytest.raises(StateTimeError, match="retained rows"):
+            state_table(location, "op", at=at)
+        assert len(answers_of(location, int(complete.timestamp()) * SECOND)) == (1 if location != restored else 2)
+
+
 def test_there_is_no_feed_of_changes(tmp_path: Path) -> None:
     """Watches and tables of changes are refused, with the sink as the way out."""
     stream = Stream(tmp_path, 5)
@@ -301,7 +366,7 @@ def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
             checkpoint.close()
         again = client.get("op", keys[0], at="watermark", version=stream.query.version)
         assert again == answers[keys[0]]
-        client._watermarks.clear()
+        client._watermarks.forget()
         with pytest.raises(StateVersionError, match=r"watermark of version 2 .* is not known"):
             client.get("op", keys[0], at="watermark", version=2)
         with pytest.raises(RequestError, match="leave isolation='latest' out"):
@@ -376,6 +441,16 @@ def answers_of(location: str, moment: int, operator: str = "op") -> dict[str, An
     return {row["k"]: without_key(row) for row in rows}
 
 
+def finished_savepoint(query: Query, request: str) -> str:
+    """The path of a savepoint, once it is done."""
+    deadline = time.monotonic() + PATIENCE
+    while (path := query.c.savepoint_status(request).path) is None:
+        assert time.monotonic() < deadline, query.c.savepoint_status(request)
+        query.c.expire()
+        query.host.heartbeat()
+    return path
+
+
 def stored_keys(location: str) -> dict[str, int]:
     """How many rows each column family has."""
     versions = StateVersions.look(find_state(location))
@@ -396,11 +471,7 @@ def test_savepoints_and_rewritten_checkpoints_have_all_families(tmp_path: Path, 
     for _ in range(8):
         stream.batch(40)
     stream.query.c.trigger_savepoint("r1", "name", str(tmp_path / "sp"))
-    deadline = time.monotonic() + PATIENCE
-    while (path := stream.query.c.savepoint_status("r1").path) is None:
-        assert time.monotonic() < deadline, stream.query.c.savepoint_status("r1")
-        stream.query.c.expire()
-        stream.query.host.heartbeat()
+    path = finished_savepoint(stream.query, "r1")
     moment = stream.moment()
     answers = expected(stream.rolling, stream.rows, moment)
     families = stored_keys(stream.query.location)
@@ -470,7 +541,8 @@ def test_rows_of_rolling_aggregates_cannot_be_rewritten(tmp_path: Path) -> None:
         open_storage=CheckpointStorage.open,
     )
     (same,) = plan.operators
-    assert same.copied is not None and set(same.copied.families) == {"default", TILES_FAMILY, DUE_FAMILY}
+    families = {"default", TILES_FAMILY, DUE_FAMILY, LOST_FAMILY}
+    assert same.copied is not None and set(same.copied.families) == families
 
 
 def special_values(rng: random.Random, kind: pa.DataType, num: int) -> list[Any]:
