@@ -41,7 +41,7 @@ class StateStoreConf:
 
     Durability and retention:
 
-    - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
+    - ``fsync``: on local disk and HDFS, sync each file before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
     - ``commit_linger``: the first commit of a host waits at most this many seconds for those of other partitions in
       the same batch: their changelogs go into one object. The linger is as long as recent writes took. On object

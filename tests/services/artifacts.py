@@ -29,15 +29,19 @@ class Artifacts:
 
     coordinates: tuple[str, ...]
     excluded: str = ""
+    alone: tuple[str, ...] = ()
+    """Further coordinates, of jars without what they depend on."""
 
     @property
     def pom(self) -> str:
         """Return a project whose dependencies are these artifacts."""
-        parts = [c.split(":") for c in self.coordinates]
+        parts = [(*c.split(":"), "") for c in self.coordinates]
+        nothing = "<exclusions><exclusion><groupId>*</groupId><artifactId>*</artifactId></exclusion></exclusions>"
+        parts += [(*c.split(":"), nothing) for c in self.alone]
         dependencies = "".join(
             f"<dependency><groupId>{escape(group)}</groupId><artifactId>{escape(artifact)}</artifactId>"
-            f"<version>{escape(version)}</version></dependency>"
-            for group, artifact, version in parts
+            f"<version>{escape(version)}</version>{exclusions}</dependency>"
+            for group, artifact, version, exclusions in parts
         )
         return (
             '<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion><groupId>t</groupId>'
@@ -58,10 +62,17 @@ ARTIFACTS = {
             "org.slf4j:slf4j-reload4j:1.7.36",
         )
     ),
-    "spark35-s3a": Artifacts(("org.apache.hadoop:hadoop-aws:3.3.4",), _WITH_SPARK),
-    "spark42-s3a": Artifacts(("org.apache.hadoop:hadoop-aws:3.5.0",), _WITH_SPARK),
+    "spark35-s3a": Artifacts(
+        ("org.apache.hadoop:hadoop-aws:3.3.4",), _WITH_SPARK, ("org.apache.spark:spark-hadoop-cloud_2.12:3.5.7",)
+    ),
+    "spark42-s3a": Artifacts(
+        ("org.apache.hadoop:hadoop-aws:3.5.0",), _WITH_SPARK, ("org.apache.spark:spark-hadoop-cloud_2.13:4.1.1",)
+    ),
 }
-"""The connector of Kafka exists for Spark 4.2.0, not for 4.2.1 or 4.3: its jars run on the whole 4.2 line."""
+"""The connector of Kafka exists for Spark 4.2.0, not for 4.2.1 or 4.3: its jars run on the whole 4.2 line. The newest
+``spark-hadoop-cloud`` is that of Spark 4.1.1. Of that only the file manager of checkpoints is needed, not its dozens of
+dependencies.
+"""
 
 
 def jars(name: str) -> list[Path]:

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from backends import StateStoreConf
 from backends.encoding.columns import from_spark_type
 from backends.storage.checkpoint_storage import CheckpointStorage
-from spark_bridge.session.settings import STATE_LOCATION_CONF
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
@@ -277,12 +277,14 @@ def settle(query: Any) -> None:
 
     query.processAllAvailable()
     cluster, run_id = current_cluster(), str(query.runId)
+    session = SparkSession.getActiveSession()
+    options = {} if session is None else storage_settings(session)
 
     deadline = time.monotonic() + PATIENCE
     while True:
         run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
         held = held_instances()
-        commits = CheckpointStorage.open(f"{run['checkpoint_location']}/commits")
+        commits = CheckpointStorage.open(f"{run['checkpoint_location']}/commits", options)
         wanted = max((int(name) for name, _ in commits.list() if name.isdecimal()), default=-1) + 1
         is_completed = run["completed_version"] == wanted
         if is_completed and held is not None and all(i["version"] == wanted for i in held if i["run_id"] == run_id):

@@ -24,6 +24,7 @@ from backends.exceptions import (
     StateStoreError,
     StorageError,
 )
+from backends.providers.standalone_provider import LocalStateStoreProvider
 from backends.storage import hdfs_files
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.hdfs_files import HdfsClients
@@ -278,7 +279,7 @@ def test_a_rename_without_an_answer_is_recognised(place: str, monkeypatch: pytes
 
     works, answers = hdfs_native.AsyncClient.rename, [2]
 
-    async def twice(client: object, source: str, target: str, overwrite: bool = False) -> None:
+    async def twice(client: hdfs_native.AsyncClient, source: str, target: str, overwrite: bool = False) -> None:
         for _ in range(answers.pop() if answers else 1):
             await works(client, source, target, overwrite)
 
@@ -414,7 +415,7 @@ def content_of(version: int) -> dict[bytes, bytes]:
     return {b"version": b"%d" % version, b"k%d" % version: b"x" * 100, b"k%d" % (version - 1): b"y"} if version else {}
 
 
-def make_version(provider: RocksDBStateStoreProvider | FileStateStoreProvider, version: int) -> None:
+def make_version(provider: LocalStateStoreProvider, version: int) -> None:
     """Commit a version above the one before."""
     store = provider.get_store(version - 1)
     for key in content_of(version - 1):
@@ -488,10 +489,10 @@ def test_no_damage_gives_a_wrong_value(
         if path != victim:
             storage.put_new(path, content)
     errors = 0
-    for content in damages(files[victim]):
+    for damaged in damages(files[victim]):
         storage.delete(victim)
-        if content is not None:
-            storage.put_new(victim, content)
+        if damaged is not None:
+            storage.put_new(victim, damaged)
         try:
             provider = PROVIDERS[backend](StateStoreId(location, "op", 0), KEPT)
         except StateStoreError as error:

@@ -39,7 +39,9 @@ if options["ray"] == "own":
 else:
     ray.init(address=options["ray"], **ray_options)
 builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-spark = builder.config("spark.jars", ",".join(connector_jars())).getOrCreate()
+for name, value in {"spark.jars": ",".join(connector_jars()), **options["configs"]}.items():
+    builder = builder.config(name, value)
+spark = builder.getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
 conf = StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3)
 coordinator_conf = CoordinatorConf(**options["coordinator_conf"])
@@ -90,6 +92,7 @@ class Driver:
         die_in_batch: int = -1,
         namespace: str = "statestore",
         coordinator_conf: dict[str, float] | None = None,
+        configs: dict[str, str] | None = None,
     ) -> None:
         self._ready, self._end, self._log = scratch / "ready.json", scratch / "end", scratch / "driver.log"
         options = {
@@ -101,6 +104,7 @@ class Driver:
             "die_in_batch": die_in_batch,
             "namespace": namespace,
             "coordinator_conf": coordinator_conf or {},
+            "configs": configs or {},
             "ready": str(self._ready),
             "end": str(self._end),
         }

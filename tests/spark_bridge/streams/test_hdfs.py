@@ -48,7 +48,8 @@ def check_stored(flow: Flow, checkpoint: str, state: Callable[[str, str], pd.Dat
 
 def stored(checkpoint: str, operator: str) -> pd.DataFrame:
     """Return state as a program without Spark reads it."""
-    return state_table(checkpoint, operator).to_pandas()
+    rows: pd.DataFrame = state_table(checkpoint, operator).to_pandas()
+    return rows
 
 
 def statestore(*arguments: str) -> Any:

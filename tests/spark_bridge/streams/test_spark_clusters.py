@@ -108,14 +108,14 @@ def test_yarn_with_a_separate_ray(tmp_path: Path, counts: dict[str, int], hdfs: 
         "spark.yarn.appMasterEnv.JAVA_HOME": environment()["JAVA_HOME"],
     }
     submit = " ".join([*(f"--conf {name}={value}" for name, value in conf.items()), "pyspark-shell"])
-    checkpoint = f"hdfs:///{tmp_path.name}/checkpoint"
+    checkpoint = f"{hdfs.url}/{tmp_path.name}/checkpoint"
     with own_head() as head, running_yarn(tmp_path / "yarn", hdfs) as yarn:
         more = {"HADOOP_CONF_DIR": str(yarn.conf), "PYSPARK_SUBMIT_ARGS": submit, "RAY_TMPDIR": head.directory}
         result = run(tmp_path, "beside", str(tmp_path), "yarn", head.address, checkpoint, **more)
         containers = sorted(path.name for path in (tmp_path / "yarn" / "containers").glob("*/container_*"))
     assert result["counts"] == counts
     assert len(containers) == 3, "of the application master and two executors"
-    stored = CheckpointStorage.open(f"{hdfs.url}/{tmp_path.name}/checkpoint")
+    stored = CheckpointStorage.open(checkpoint)
     assert {"commits", "offsets", "statestore"} <= {path.partition("/")[0] for path, _ in stored.list()}
     assert not (tmp_path / "checkpoint").exists()
 
