@@ -69,7 +69,7 @@ ARTIFACTS = {
         ("org.apache.hadoop:hadoop-aws:3.5.0",), _WITH_SPARK, ("org.apache.spark:spark-hadoop-cloud_2.13:4.1.1",)
     ),
 }
-"""The connector of Kafka exists for Spark 4.2.0, not for 4.2.1 or 4.3: its jars run on the whole 4.2 line. The newest
+"""The connector of Spark 4.2.0 serves 4.2.1 and 4.3 too, whose own ones could not be fetched. The newest
 ``spark-hadoop-cloud`` is that of Spark 4.1.1. Of that only the file manager of checkpoints is needed, not its dozens of
 dependencies.
 """
