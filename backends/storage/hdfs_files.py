@@ -73,6 +73,7 @@ _FINAL = (
     "UnresolvedPathException",
     "UnsupportedErasureCodingPolicy",
     "UnsupportedFeature",
+    "hsync is not supported",
 )
 """Errors that the same request meets again."""
 _REMEDIES = (

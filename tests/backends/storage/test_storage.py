@@ -213,6 +213,12 @@ def test_other_addresses_are_refused_with_the_remedy(location):
         CheckpointStorage.open(location)
 
 
+def test_hdfs_without_its_package_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hdfs_native", None)
+    with pytest.raises(InvalidStateStoreArgument, match=r"hdfs://unused/ck needs .* 'ray-statestore\[hdfs\]'"):
+        CheckpointStorage.open("hdfs://unused/ck")
+
+
 def test_sparks_s3_settings_are_taken_over():
     spark = {
         "spark.hadoop.fs.s3a.endpoint": "minio:9000",
