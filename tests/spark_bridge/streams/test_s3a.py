@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from pathlib import Path
 
@@ -61,15 +60,9 @@ def test_killed_driver_goes_on_exactly_once(
     with Driver(flow.stream, tmp_path, ray="own", configs=configs) as driver:
         driver.wait_until_ready()
         driver.end()
-    location = None if state is None else f"{state}/{query_id(stored)}"
     for operator, wanted in flow.expected().items():
-        rows = state_table(checkpoint, operator, state_location=location, storage_options=options).to_pandas()
+        rows = state_table(checkpoint, operator, state_location=state, storage_options=options).to_pandas()
         rows = rows.assign(s=rows["s"].fillna(NULL)).set_index([name for name in wanted.index.names if name])
         same_state(rows[list(wanted.columns)], wanted)
     assert stored.exists("commits/6")
     assert any(path.startswith("statestore/") for path, _ in stored.list()) == (state is None)
-
-
-def query_id(checkpoint: CheckpointStorage) -> str:
-    """Return the id of a checkpoint's query."""
-    return str(json.loads(checkpoint.get("metadata"))["id"])
