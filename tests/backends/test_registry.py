@@ -264,7 +264,7 @@ def test_a_provider_that_fails_to_load_is_refused_and_not_kept(loaded, provider_
         loaded.get(provider_id(), 0, conf_of(NoProvider))
     with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
         loaded.get(provider_id(), 0, StateStoreConf(provider="no.such.Provider"))
-    elsewhere = StateStoreProviderId(StateStoreId("hdfs://nn/ck", "op", 0), "run")
+    elsewhere = StateStoreProviderId(StateStoreId("webhdfs://nn/ck", "op", 0), "run")
     with pytest.raises(UnsupportedLocationError):
         loaded.get(elsewhere, 0, CONF)
     assert not loaded.is_loaded(provider_id()) and not loaded.is_loaded(elsewhere)

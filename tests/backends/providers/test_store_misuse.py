@@ -137,4 +137,4 @@ def test_errors_about_versions_name_the_existing_ones(provider):
 
 def test_unsupported_locations_are_refused_with_the_remedy(open_provider):
     with pytest.raises(UnsupportedLocationError, match="state_location="):
-        open_provider("hdfs://nn/ck")
+        open_provider("webhdfs://nn/ck")
