@@ -58,6 +58,9 @@ def drop_feature_view(name: str) -> None:
 
 def check_declaration(view: FeatureView) -> None:
     """Raise ``RequestError`` for a view that no operators could give, and ``InvalidRequestError`` for its max_age."""
+    for feature in view.features:
+        if isinstance(getattr(feature, "default", None), (list, tuple, dict, set)):
+            raise RequestError(f"Feature {feature.name!r} is a list or a map and cannot have a default: omit default=.")
     try:
         json_decoder(FeatureView).decode(msgspec.json.encode(view))
     except (TypeError, msgspec.MsgspecError) as error:

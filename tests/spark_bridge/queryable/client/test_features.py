@@ -615,6 +615,7 @@ def test_operators_with_other_keys_are_refused(tmp_path: Path) -> None:
         ({"on_stale": "ignore"}, r"cannot be stored: Invalid enum value 'ignore' - at `\$.on_stale`"),
         ({"max_age": "5 min"}, "max_age='5 min' .* write a number and one of seconds"),
         ({"features": [Feature("n", "totals", column=5)]}, "cannot be stored: Expected `str"),  # type: ignore[arg-type]
+        ({"features": [Feature("n", "totals", default=[1])]}, "'n' is a list or a map and cannot have a default: omit"),
         ({"max_age": "0 days"}, "is not a duration above 0"),
         ({"features": ["n"]}, r"cannot be stored: Expected `object`, got `str` - at `\$.features\[0\]`"),
     ],
