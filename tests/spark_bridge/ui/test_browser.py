@@ -379,7 +379,7 @@ def test_names_do_not_break_within_words_and_cut_tables_say_so(browser: Any, tab
         if width == 400:
             assert page.locator(".scroll.cut").count() == 1
             page.locator(".scroll").evaluate("e => { e.scrollLeft = e.scrollWidth; }")
-            page.wait_for_function("document.querySelector('.scroll.cut') === null")
+            page.locator(".scroll.cut").wait_for(state="detached")  # not by a function, which the page's policy refuses
         opened.open("/query?query=q-clicks")
         rows = "[...document.querySelectorAll('#checkpoints tbody tr')]"
         heights = page.evaluate(f"{rows}.map(e => e.getBoundingClientRect().height)")
