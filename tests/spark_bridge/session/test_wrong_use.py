@@ -150,7 +150,7 @@ def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("spark.statestore.location", "hdfs://somewhere/state", "state_location="),
+        ("spark.statestore.location", "webhdfs://somewhere/state", "state_location="),
         ("spark.statestore.storagePrices", "putt=0.005", "spark.statestore.storagePrices: 'putt=0.005' is not a price"),
     ],
 )
