@@ -151,6 +151,7 @@ SERVICES = (
     "service and (spark42 or spark42_only)",
 )
 """The marks of the tests that a run with services chooses: without clusters, for Spark 3.5, and for Spark 4.2."""
+ALL_SERVICES = (SERVICES[0], *["service and (spark or ray)"] * 2)
 SIMULATED_FOR = "10m"
 """A thorough run searches worlds of fresh seeds for broken rules for this long."""
 NO_CLUSTER = ("-m", "not ray and not spark and not service")
@@ -237,11 +238,15 @@ LISTS_FILES += " and not over_all_rows_emits_the_same"
 
 
 def steps_of_services(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the steps of the tests that need real services. A thorough run has every operator over Kafka too."""
+    """Return the steps of the tests that need real services.
+
+    A thorough run has all of them on both lines of Spark, and then every operator over Kafka.
+    """
+    environment = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
     names, venvs = ("services", "Spark 3.5", "Spark 4.2"), (".venv", ".venv", ".venv42")
     parts = [
-        Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", marks, *arguments])
-        for name, venv, marks in zip(names, venvs, SERVICES, strict=True)
+        Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", marks, *arguments], environment=environment)
+        for name, venv, marks in zip(names, venvs, ALL_SERVICES if is_thorough else SERVICES, strict=True)
     ]
     on_kafka = [
         Part(

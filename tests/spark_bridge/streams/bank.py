@@ -316,7 +316,8 @@ def run_bank(
         while all(p.poll() is None for p in processes):  # a teller ends by itself only if an answer was wrong
             lasting = time.monotonic() - begun
             answered, newest = answers_so_far(directory)
-            is_enough = answered >= at_least[0] and newest >= at_least[1]
+            must_strike = not all(chaos.done[name] for name in strikes)
+            is_enough = answered >= at_least[0] and newest >= at_least[1] and not must_strike
             if is_enough and (answered >= answers or lasting > seconds):
                 break
             assert lasting < seconds + HANG, f"only {answered} answers and version {newest} after {lasting:.0f} s"
@@ -324,7 +325,7 @@ def run_bank(
             stream.add(bank.next_batch())
             committed |= commit_times(stream.checkpoint)
             time.sleep(chaos.random.uniform(0.05, 0.5))
-            if time.monotonic() < next_blow or lasting > seconds:
+            if time.monotonic() < next_blow or (lasting > seconds and not must_strike):
                 continue
             kind = chaos.choose()
             if kind == "query":

@@ -22,7 +22,7 @@ from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import NULL, SCHEMA, Flow, Sink, same_state, start
 from tests.spark_bridge.streams.other_driver import Driver
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42, pytest.mark.service]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.service]
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from tests.spark_bridge.streams.flow import SCHEMA, Flow, Sink, start
 from tests.spark_bridge.streams.other_driver import Driver
 from tests.spark_bridge.streams.running import EXECUTOR, dying
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42, pytest.mark.service]
+pytestmark = [pytest.mark.spark, pytest.mark.service]
 TOMBSTONE = "tombstones"
 """The key under which records without a value are counted."""
 
@@ -125,6 +125,7 @@ def drained(query: StreamingQuery) -> list[int]:
     return [p["numInputRows"] for p in query.recentProgress]
 
 
+@pytest.mark.spark42
 def test_state_equals_topics_with_headers_and_tombstones(topics: Topics) -> None:
     """Several topics, more tasks than partitions, small batches, a topic and partitions that come later."""
     topics.create("a", "b")
@@ -216,6 +217,7 @@ def test_savepoint_reads_on_from_its_offsets(topics: Topics, tmp_path: Path) -> 
     assert topics.stored() == topics.totals
 
 
+@pytest.mark.spark42
 def test_ticks_beside_kafka_in_a_chain(topics: Topics) -> None:
     """An append aggregate adds a source of ticks to Kafka's; a backlog still comes in batches of the cap."""
     topics.create("a")

@@ -17,7 +17,7 @@ from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.flow import NULL, SCHEMA, Flow, same_state
 from tests.spark_bridge.streams.other_driver import Driver
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42, pytest.mark.service]
+pytestmark = [pytest.mark.spark, pytest.mark.service]
 
 FILE_MANAGER = "org.apache.spark.internal.io.cloud.AbortableStreamBasedCheckpointFileManager"
 
