@@ -14,7 +14,7 @@ from rich.text import Text
 from examples.fraud.model import Scores
 from examples.fraud.payments import Payment
 
-ALARM, ALARMS_SHOWN, BARS = 0.9, 8, "▁▂▃▄▅▆▇█"
+ALARM, ALARMS_SHOWN, BARS = 0.99, 8, "▁▂▃▄▅▆▇█"
 COLUMNS = ("card", "amount", "payments/min", "spent/min", "merchants/min", "usually", "fraud?", "")
 
 
