@@ -221,8 +221,8 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
         except (QueryableStateError, OSError) as error:
             raise RequestError(
                 "feast apply compares the views with those of the running streams, and they could not be read: "
-                f"{str(error).rstrip('.')}. Start the streams, correct the address below online_store or STATESTORE_TOKEN, and "
-                "apply again."
+                f"{str(error).rstrip('.')}. Start the streams, correct the address below online_store or "
+                "STATESTORE_TOKEN, and apply again."
             ) from error
         if problems:
             raise RequestError("\n".join(["Feast's views differ from the streams' feature views:", *problems]))
