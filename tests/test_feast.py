@@ -383,7 +383,7 @@ def test_apply_says_that_no_host_answers(cluster: FeatureCluster, tmp_path: Path
     for host in cluster.hosts:
         host.kill()
     store = FeatureStore(config=config_of(cluster, tmp_path, timeout=0.3))
-    with pytest.raises(RequestError, match=r"could not be read: .* Start the streams, correct address or token"):
+    with pytest.raises(RequestError, match=r"could not be read: .* Start the streams, correct the address"):
         store.apply([USER, RISK])
     wrong = FeatureStore(config=config_of(cluster, tmp_path, timeout=0.3, token="wrong"))
     with pytest.raises(RequestError, match="could not be read: "):
