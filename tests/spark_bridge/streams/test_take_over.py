@@ -335,9 +335,10 @@ def provider(request: pytest.FixtureRequest, make_stream: Callable[..., Stream])
         spark.conf.set(name, value)
 
 
-def outputs(found: dict[int, list[Any]]) -> list[Any]:
+def outputs(batches: dict[int, list[Any]]) -> list[Any]:
     """Rows of all batches. Deviations differ in their last digits: both are sums, in another order."""
-    rows = (row for batch in found.values() for row in batch)
+    # The copy allows a running query to add a batch at the same time.
+    rows = (row for batch in list(batches.values()) for row in batch)
     return ordered(tuple(round(value, 9) if isinstance(value, float) else value for value in row) for row in rows)
 
 

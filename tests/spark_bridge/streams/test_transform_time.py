@@ -68,7 +68,7 @@ def test_event_time_timers_fire_by_the_watermark_on_a_quiet_stream_too(make_stre
         [(13, "l.exists True"), (14, "m.exists False"), (15, "v.exists False")],
     ]
     # No more data: the watermark of the last batch with data is that of the next one, which has none.
-    wait_until(lambda: any(found[n] for n in found if n > 2))
+    wait_until(lambda: any(found[n] for n in list(found) if n > 2))
     assert answers(map(tuple, next(found[n] for n in sorted(found) if n > 2 and found[n]))) == [
         (-1, "expired 120000 at 120000 True (None, [])"),
         (-1, "expired 90001 at 120000 True (None, [(1, 'expired')])"),
@@ -102,7 +102,7 @@ def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_s
         (11, "brief_m.iterator [(('x',), (1, 'x'))]"),
     ]
     # Nothing new comes in, and yet the timer fires, once.
-    wait_until(lambda: any(found[n] for n in found if n))
+    wait_until(lambda: any(found[n] for n in list(found) if n))
     stream.add(
         write(
             *(("a", 1, f"{ttl}_{kind}.exists") for ttl in ("brief", "lasting") for kind in "vlm"),
