@@ -134,7 +134,7 @@ class QueryState:
         self.machine = RunMachine(self.run_id, self.versions, self.counter)
         self.registration = registration
         self.adopt(operators)
-        self.assignment = RunAssignment(self.run_id, self.tasks(), registration.query_id)
+        self.assignment = RunAssignment(self.run_id, self.tasks(), registration.query_id, registration.standby_replicas)
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
         self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
