@@ -32,6 +32,7 @@ from coordinator_actor.durable.records import as_plain
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
+    NOBODY,
     HandOver,
     KvStateLocationOracle,
     LocatedView,
@@ -119,6 +120,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     ownership = run.assignment
     if not ownership.is_made:
         return
+    note_copies(registries, run)
     with suppress(exceptions.UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assign_owners(registries, run)
@@ -178,6 +180,24 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
             if files:
                 changelogs.setdefault(operator, {})[partition] = files
     return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs)
+
+
+def note_copies(registries: Registries, run: QueryState) -> None:
+    """Record for people how many versions each standby copy of a run is behind. Grows with the partitions."""
+    current, completed = run.assignment.current, run.versions.completed
+    replicas = run.registration.standby_replicas
+    if current is None or not replicas:
+        return
+    with registries.lock:
+        warm = {h: lease.hand_over.warm.get(run.run_id, {}) for h, lease in registries.hosts.leases.items()}
+    lags: dict[str, list[list[int]]] = {}
+    for operator, places in current.owners.items():
+        lags[operator] = of_operator = []
+        for partition, place in enumerate(places):
+            standbys = () if place == NOBODY else current.standbys.get(current.hosts[place].host_id, ())
+            versions = (warm.get(h, {}).get(operator, {}).get(partition) for h in standbys)
+            of_operator.append([max(0, completed - version) for version in versions if version is not None])
+    run.copy_lags = lags
 
 
 def gives(run: QueryState, host_id: str) -> bool:
@@ -507,6 +527,8 @@ def _described(run: QueryState) -> dict[str, Any]:
     began = run.spark.began(versions.completed, pending)
     return {
         "query_id": registration.query_id,
+        "standby_replicas": registration.standby_replicas,
+        "copy_lags": run.copy_lags,
         "last_checkpoint": as_plain(records[-1]) if records else None,
         "run_id": run.run_id,
         "name": registration.name,
