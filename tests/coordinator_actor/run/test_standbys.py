@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,20 @@ def are_current(s: Stream) -> bool:
     """Return whether each partition has its copy at the completed version."""
     version = max(s.at)
     return all(copies(s)[standby_of(s, p)].get(p) == version for p in range(s.n))
+
+
+def at_once(s: Stream, batch: int) -> None:
+    """Run the tasks of a batch side by side, as executors do: each host stores its changelogs in one object."""
+    barrier = threading.Barrier(s.n)
+
+    def run(p: int) -> None:
+        barrier.wait()
+        s.begin(batch, ALL, [p])
+
+    with ThreadPoolExecutor(s.n) as tasks:
+        list(tasks.map(run, range(s.n)))
+    s.commit(batch)
+    s.at[batch + 1] = {**s.at[batch], **ALL}
 
 
 def loads(s: Stream) -> int:
@@ -148,6 +164,26 @@ def test_all_changelogs_of_a_version_in_one_object_are_one_request(stream, monke
     s.heartbeat_until(lambda: are_current(s))
     objects = {e.changelog.stored_in for e in s.log().chain()[3].operators["op"].partitions.values()}
     assert sum(requests) == s.n and len(requests) == len(objects)
+
+
+def test_eight_hosts_on_object_storage_make_one_more_request_each_in_a_batch(stream, monkeypatch):
+    s = stream(batches=0, n=16, hosts=8)
+    s.world.is_local = False
+    at_once(s, 0)
+    s.heartbeat_until(lambda: are_current(s))
+    requests: list[str] = []
+    read_together, read = CheckpointStorage.read_together, CheckpointStorage.read
+    monkeypatch.setattr(
+        CheckpointStorage,
+        "read_together",
+        lambda self, refs: (requests.append(refs[0].stored_in), read_together(self, refs))[1],
+    )
+    monkeypatch.setattr(CheckpointStorage, "read", lambda self, ref: (requests.append(ref.path), read(self, ref))[1])
+    for batch in (1, 2):
+        requests.clear()
+        at_once(s, batch)
+        s.heartbeat_until(lambda: are_current(s))
+        assert len(requests) == len(set(requests)) == 8
 
 
 def test_a_copy_of_exchanged_files_is_loaded_again(stream):
