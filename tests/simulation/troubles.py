@@ -140,11 +140,13 @@ class Troubles:
             r.choice(self._hosts()).replace()
 
     def sever(self) -> None:
-        """No message of a host arrives for a while, though tasks and clients still reach the host."""
+        """No message of a host arrives for a while, though clients still reach the host, and in some cases tasks."""
         hosts = self._hosts()
         if hosts:
             s, host = self._world.scheduler, self._world.scheduler.random.choice(hosts)
             host.process.severed_until = s.now + s.random.choice((3.0, 6.0, 15.0))
+            if s.random.random() < 0.7:
+                host.process.memory["hidden_until"] = host.process.severed_until
             s.log("SEVERED until", host.process.severed_until, host.process.name)
 
     def turn_clock(self) -> None:
