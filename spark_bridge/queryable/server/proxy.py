@@ -304,8 +304,8 @@ class LocationCache:
 T = TypeVar("T")
 
 MAX_RETRY_SECONDS = 1.0
-"""When owners have moved, a request is repeated here for at most this many seconds. The client has more time, and waits
-without taking room here.
+"""When owners have moved, a request is repeated here for at most this many seconds from its first failure on. The client
+has more time, and waits without taking room here.
 """
 
 
@@ -469,7 +469,6 @@ class ForwardingReads:
         return self._retried(attempt, lambda error: self._moved(run_id, error))
 
     def _retried(self, attempt: Callable[[], T], moved: Callable[[Exception], object]) -> T:
-        begun = self._clock()
         attempts: Attempts | None = None
         while True:
             try:
@@ -478,7 +477,8 @@ class ForwardingReads:
                 moved(error)
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
-                attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
+                # From the first failure on: a connection to a dead machine alone takes longer.
+                attempts = attempts or Attempts("", self._clock() + self._patience, clock=self._clock)
                 try:
                     delay = attempts.delay(error)
                 except exceptions.QueryTimeoutError:
