@@ -108,7 +108,9 @@ class ClientConnection:
             else:
                 self._sock.sendall(head)
                 self._sock.sendall(content)
-        except TimeoutError:
+        except TimeoutError as error:
+            if error.errno in _SILENT:  # the kernel's, not that of ``_arm``
+                self._broken(error, begun=False)
             self._fail(HostUnavailableError(f"{self.address} did not take a request of {len(content)} bytes in time."))
         except OSError as error:
             self._broken(error, begun=False)
@@ -173,7 +175,9 @@ class ClientConnection:
         while True:
             try:
                 got = self._sock.recv_into(into)
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno in _SILENT:  # the kernel's, not that of ``_arm``
+                    self._broken(error, begun=begun)
                 if time.monotonic() < deadline:
                     self._arm(deadline)
                     continue
