@@ -15,7 +15,7 @@ from coordinator_actor.messages import HostInfo
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 1.0
+CONNECTION_SECONDS = 1.0
 """A host's machine has this many seconds to take or refuse a connection."""
 PROBE_PAUSE_SECONDS = 0.25
 """The least seconds between two probes of a host."""
@@ -26,7 +26,7 @@ REACH_SECONDS = 10.0
 MOST_PROBES = 256
 """Hosts that are probed at the same time, each by its own thread. The next report or look repeats other suspicions."""
 STOOD_STILL_SECONDS = 1.0
-"""A probe that takes this much longer than ``PROBE_SECONDS`` shows nothing: this process itself stood still."""
+"""A probe that takes this much longer than ``CONNECTION_SECONDS`` shows nothing: this process itself stood still."""
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN})
 
 
@@ -48,7 +48,7 @@ Probe = Callable[[str], Probed]
 """Connects to a host by its address for tasks."""
 
 
-def probe_address(address: str, seconds: float = PROBE_SECONDS) -> Probed:
+def probe_address(address: str, seconds: float = CONNECTION_SECONDS) -> Probed:
     """Connect to a host's address, such as ``grpc://10.0.0.7:40123``, and close the connection at once."""
     ip, _, port = address.rpartition("//")[2].rpartition(":")
     try:
@@ -144,7 +144,7 @@ class Suspicions:
             return None
         began = time.monotonic()
         probed = self._probe(info.address)
-        stood_still = time.monotonic() - began > PROBE_SECONDS + STOOD_STILL_SECONDS
+        stood_still = time.monotonic() - began > CONNECTION_SECONDS + STOOD_STILL_SECONDS
         with self._registries.lock:
             lease = self._lease_of(info)
             if lease is None:
@@ -163,7 +163,7 @@ class Suspicions:
                 self._registries.hosts.lose(lease, Loss.SILENT, age)
                 return None
         # The next probe ends when the host may be given up, or begins soon.
-        return max(PROBE_PAUSE_SECONDS, self._silent_timeout - PROBE_SECONDS - age)
+        return max(PROBE_PAUSE_SECONDS, self._silent_timeout - CONNECTION_SECONDS - age)
 
     def _lease_of(self, info: HostInfo) -> HostLease | None:
         lease = self._registries.hosts.leases.get(info.host_id)

@@ -301,7 +301,7 @@ class Grants:
 
     The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
     has the partitions that they wait for: the next question names them all. ``_suspected`` has the address of the last
-    host that tasks could not reach, and when the coordinator was told, by ``clock``. ``_lock`` guards the tables alone;
+    host that tasks could not reach, and the time of the report, by ``clock``. ``_lock`` guards the tables alone;
     no other lock is taken while it is held.
     """
 

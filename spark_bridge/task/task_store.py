@@ -105,7 +105,7 @@ RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerErro
 """After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
 """Seconds before the next search for the owner, at most."""
-FIRST_RETRY_DELAY = 0.02
+SOON_DELAY = 0.02
 """Seconds before the first search after a call that went well; they double. The coordinator confirms a dead process in
 milliseconds.
 """
@@ -258,7 +258,7 @@ class TaskStore:
     ) -> T:
         """Call the owner; ``opening`` makes the same call to a store that is not open, and opens it."""
         deadline = time.monotonic() + self._endpoints.timeout
-        delay = FIRST_RETRY_DELAY
+        delay = SOON_DELAY
         while True:
             try:
                 if self._owner is None and opening is not None and self._key in _owners:

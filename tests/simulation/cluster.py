@@ -14,7 +14,7 @@ from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.handlers.registries import HostLease, Loss
-from coordinator_actor.handlers.suspicions import PROBE_SECONDS, Probed
+from coordinator_actor.handlers.suspicions import CONNECTION_SECONDS, Probed
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
@@ -83,7 +83,7 @@ class Cluster:
             shown = Probed.SILENT if is_silent or zlib.crc32(address.encode()) % 3 == 0 else Probed.REFUSED
         if self.world.faults.wrong_probe and s.random.random() < self.world.faults.wrong_probe:
             shown = Probed.SILENT if target.is_alive else Probed.CONNECTED
-        s.sleep(PROBE_SECONDS if shown is Probed.SILENT else self.world.network.delay())
+        s.sleep(CONNECTION_SECONDS if shown is Probed.SILENT else self.world.network.delay())
         return shown
 
     def _lose(self, lose: Callable[[HostLease, Loss, float], None], lease: HostLease, why: Loss, age: float) -> None:

@@ -159,7 +159,7 @@ class CoordinatorDiscovery:
     """Finds operators through the coordinator, and hosts among the owners that it has named.
 
     ``coordinator`` takes ``DISCOVERY_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
-    ``take_unreachable`` returns the address of a host that took no connection, which the coordinator is told.
+    ``take_unreachable`` returns the address of a host that took no connection, to report it to the coordinator.
     """
 
     def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:

@@ -74,7 +74,7 @@ class LocationCache:
     A job is a query on its state location. A copy of a checkpoint has the same query id, but is a separate job.
 
     ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles then stay in use. ``take_unreachable``
-    returns the address of a host that took no connection, which the coordinator is told.
+    returns the address of a host that took no connection, to report it to the coordinator.
     """
 
     def __init__(
@@ -304,8 +304,9 @@ class LocationCache:
 T = TypeVar("T")
 
 MAX_RETRY_SECONDS = 1.0
-"""When owners have moved, a request is repeated here for at most this many seconds from its first failure on. The client
-has more time, and waits without taking room here.
+"""When owners have moved, a request is repeated here for at most this many seconds from its first failure on.
+
+The client has more time, and waits without taking room here.
 """
 
 
