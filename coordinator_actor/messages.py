@@ -431,7 +431,7 @@ class HostOrders(Struct, frozen=True):
     ``savepoints`` are repeated until the partitions are acknowledged. A savepoint that is no longer ``pending``
     (checkpoint ids by run) is cancelled. ``revoked_tokens`` are the ids of all revoked read-only tokens. The lease runs
     for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
-    another host, except if its node is dead, or the host has reported that it is ``giving``. A host without an answer
+    another host, except if its process or node is dead, or it reports that it is ``giving``. A host without an answer
     for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
     completed; for standbys it is repeated always. ``giving`` has the runs with partitions of the host that may move,
     each with its completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last
@@ -445,7 +445,7 @@ class HostOrders(Struct, frozen=True):
     savepoints: tuple[SavepointOrder, ...] = ()
     pending: dict[str, list[int]] = field(default_factory=dict)
     revoked_tokens: tuple[str, ...] = ()
-    lease_seconds: float = 10.0
+    lease_seconds: float = 4.0
     warm_up: tuple[WarmUp, ...] = ()
     giving: dict[str, int] = field(default_factory=dict)
     ended_runs: tuple[str, ...] = ()

@@ -57,6 +57,9 @@ class Metric:
 
 _TABLE = """
 coordinator gauge statestore_hosts: State store hosts that are alive.
+coordinator counter statestore_lost_hosts_total{reason}:
+    Hosts that were given up: refused (the process is dead), silent (the machine does not answer), node_dead (says Ray),
+    no_heartbeat.
 coordinator gauge statestore_queries: Streaming queries that are registered.
 coordinator gauge statestore_coordinator_start_timestamp_seconds:
     When this process of the coordinator began, in seconds since 1970: a change is a restart.
@@ -241,6 +244,11 @@ class QueryMetrics:
                 self._sink.set("statestore_query_running", 0, query=ended.query)
         for run in running:
             self._publish(run, self._shown.setdefault(run.run_id, _Shown(names[run.run_id])))
+
+    def publish_losses(self, lost_hosts: Mapping[str, int]) -> None:
+        """Publish how many hosts were lost since the process began, by the reason."""
+        for reason, count in lost_hosts.items():
+            self._total("statestore_lost_hosts_total", count, reason=reason)
 
     def _publish(self, run: QueryState, shown: _Shown) -> None:
         sink, query, now = self._sink, shown.query, self._clock()

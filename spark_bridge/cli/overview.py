@@ -79,7 +79,8 @@ def standby_copies(query: model.Query) -> str:
         return ""
     lags = [lag for o in query.operators for p in o.partitions for lag in p.copy_lags]
     wanted = query.standby_replicas * sum(o.num_partitions for o in query.operators)
-    return f"{len(lags)} of {wanted}" + (f", {max(lags)} behind" if lags and max(lags) else "")
+    behind = max(lags, default=0)
+    return f"{len(lags)} of {wanted}" + (f", {behind} behind" if behind else "")
 
 
 def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:

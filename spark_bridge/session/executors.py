@@ -186,6 +186,8 @@ def own_address() -> str:
 
 EXECUTOR_LOOK_SECONDS = 1.0
 """Seconds between two looks: one connection to each executor, side by side."""
+ANSWER_SECONDS = 2.0
+"""An executor's machine has this many seconds to answer a connection."""
 FAILED_LOOKS = 2
 """After this many consecutive looks without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
@@ -226,7 +228,7 @@ class LostExecutors:
             return
         all_executors = executor_places(self._spark)
         executors = {i: place for i, place in all_executors.items() if place is not None}
-        silent = silent_places(set(executors.values()), refusals=False) if executors else set()
+        silent = silent_places(set(executors.values()), refusals=False, seconds=ANSWER_SECONDS) if executors else set()
         self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
         lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
         if lost and not is_cut_off(set(executors.values()), silent, own_address()):

@@ -36,6 +36,7 @@ from tests.simulation.faults_of_coordinators import (
     last_speaker,
     late_fences,
     leapt_fences,
+    long_leases,
     newest_of_each_partition,
     no_claim,
     no_fencing,
@@ -82,6 +83,7 @@ from tests.simulation.searches import (
     in_which_copies_stand_by,
     in_which_forgetters_stall,
     in_which_hosts_come_and_go,
+    in_which_hosts_fall_silent,
     in_which_keys_are_forgotten,
     in_which_plans_run_again,
     in_which_state_is_rewritten,
@@ -235,6 +237,16 @@ FAULTS: Sequence[PlantedFault] = (
         last_speaker,
         test="tests/coordinator_actor/handlers/test_replaced_hosts.py::"
         "test_a_replaced_host_learns_from_its_heartbeat_that_it_must_end",
+    ),
+    PlantedFault(
+        "long-leases",
+        "A host relies on its lease after the coordinator may have given it up for silence.",
+        long_leases,
+        range(5, 37),
+        None,
+        "tests/coordinator_actor/handlers/test_suspected_hosts.py::"
+        "test_a_host_relies_on_its_lease_for_no_longer_than_the_coordinator_waits",
+        prepare=in_which_hosts_fall_silent,
     ),
     PlantedFault(
         "lost-orders",

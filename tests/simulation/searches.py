@@ -66,6 +66,17 @@ def in_which_copies_stand_by(world: World) -> None:
         stream.num_partitions = max(3, stream.num_partitions)
 
 
+def in_which_hosts_fall_silent(world: World) -> None:
+    """Have hosts cut off from the coordinator all the time, while tasks and clients reach them, and many ask."""
+    world.faults.heal()
+    world.troubles.only = [world.troubles.sever]
+    world.restless, world.pace, world.num_clients, world.is_calm = 8.0, 0.5, 6, False
+    world.num_hosts = max(2, world.num_hosts)
+    for stream in world.streams:
+        stream.most_seconds = None
+        stream.num_partitions = max(3, stream.num_partitions)
+
+
 def in_which_keys_are_forgotten(world: World) -> None:
     """Have keys forgotten all the time, and little else go wrong."""
     world.troubles.only = [world.troubles.kill_coordinator, world.troubles.unload_all, world.troubles.kill_host]
@@ -134,6 +145,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_plans_run_again,
         in_which_hosts_come_and_go,
         in_which_copies_stand_by,
+        in_which_hosts_fall_silent,
         in_which_keys_are_forgotten,
         in_which_writes_come_late,
         in_which_forgetters_stall,

@@ -33,7 +33,7 @@ class Troubles:
         kinds = [
             self.kill_host, self.kill_coordinator, self.kill_driver, self.kill_executor, self.kill_all,
             self.kill_state, self.pause, self.cut_off, self.turn_clock, self.second_driver, self.ask_to_go_back,
-            self.unload_all, self.lie_in_wait, self.scale,
+            self.unload_all, self.lie_in_wait, self.scale, self.sever,
         ]  # fmt: skip
         if len(self._world.streams) > 1:
             kinds.append(self.hang_storage)
@@ -187,6 +187,16 @@ class Troubles:
             r.choice(self._world.clusters).replace_coordinator()
         else:
             r.choice(self._hosts()).replace()
+
+    def sever(self) -> None:
+        """No message of a host arrives for a while, though clients still reach the host, and in some cases tasks."""
+        hosts = self._hosts()
+        if hosts:
+            s, host = self._world.scheduler, self._world.scheduler.random.choice(hosts)
+            host.process.severed_until = s.now + s.random.choice((3.0, 6.0, 15.0))
+            if s.random.random() < 0.7:
+                host.process.memory["hidden_until"] = host.process.severed_until
+            s.log("SEVERED until", host.process.severed_until, host.process.name)
 
     def turn_clock(self) -> None:
         s = self._world.scheduler

@@ -80,6 +80,7 @@ class Constants:
     large_bytes: int = LARGE_BYTES
     heartbeat_seconds: float = 0.5
     host_timeout: float = 10.0
+    silent_timeout: float = CoordinatorConf.silent_timeout
     report_timeout: float = CoordinatorConf.report_timeout
     recovery_timeout: float = 20.0
     maintenance_interval: float = 2.0
@@ -117,6 +118,7 @@ class Constants:
         return replace(
             first,
             host_timeout=host_timeout,
+            silent_timeout=draw.choice((2.5, 4.0, 12.0)),
             heartbeat_seconds=draw.choice((0.2, 0.5, host_timeout / 4)),
             report_timeout=draw.choice((2.0, 5.0, 10.0)),
             recovery_timeout=draw.choice((10.0, 20.0, 60.0)),
@@ -204,6 +206,7 @@ class World:
             message_lost=r.choice((0.0, 0.002, 0.01)),
             message_late=r.choice((0.0, 0.005, 0.02)),
             message_twice=r.choice((0.0, 0.02)),
+            wrong_probe=(0.0, 0.05, 0.5)[seed // 2 % 3],
             registration_slow=r.choice((0.0, 0.5)),
         )
         engine.faults, s.on_death_of_any = self.faults, engine.process_died
