@@ -33,6 +33,7 @@ from backends.host_memory import (
     CHANGELOGS,
     COPIES,
     KEPT_OF_COMMIT,
+    PEAK_OF_COPY,
     STAGED,
     Claim,
     HostMemory,
@@ -454,10 +455,20 @@ class PartitionState:
         """Apply the content of the next version's changelog, which the owner of the partition has made.
 
         Reads go on, unlike during ``load``. Raises ``LineageMismatchError`` if the changelog does not follow the
-        version that is held, and as ``load`` does; ``load`` then finds out what can be used.
+        version that is held, and as ``load`` does; ``load`` then finds out what can be used. Raises
+        ``HostMemoryBusyError`` if other copies use the share of memory that all copies have: commits come first.
         """
         context = self._context
         meta, changes = read_changelog(data, context.storage.full_location(ref.file.path))
+        memory = host_memory(context.conf)
+        claim = memory.claim_copy(changes.nbytes)
+        if claim is None:
+            if PEAK_OF_COPY * changes.nbytes <= memory.copies_bytes:
+                raise exceptions.HostMemoryBusyError(
+                    f"A copy of {context.directory} cannot follow now: its changes have {changes.nbytes:,} bytes, and "
+                    f"copies may use {memory.copies_bytes:,} of host_memory={memory.limit:,} together."
+                )
+            claim = memory.note(COPIES, KEPT_OF_COMMIT * changes.nbytes)  # it would never fit
         with self._mutation, writing_to(self._local.engine):
             self._versions.check_open()
             if not self.is_whole or (meta.version, meta.base) != (ref.version, self.head):
@@ -469,7 +480,6 @@ class PartitionState:
             apply: Future[Callable[[LocalState], None]] = Future()
             before.set_result(None)
             apply.set_result(context.engine.prepare(changes))
-            claim = host_memory(context.conf).note(COPIES, KEPT_OF_COMMIT * changes.nbytes)
             self._apply(Delta(meta, ref.file, changes, before, apply, claim))
 
     def complete(self, version: int, head: str) -> None:

@@ -204,7 +204,8 @@ class PartitionLoader:
         """Apply to whole copies the changelogs that an order names, version after version.
 
         All changelogs of a version that are in one object are fetched with one request, while no lock is held. Return
-        the operator and partition of each copy that cannot follow: ``warm_up`` loads it. Raises ``StorageError``.
+        the operator and partition of each copy that cannot follow: ``warm_up`` loads it. Raises ``StorageError``, and
+        ``HostMemoryBusyError`` if the copies must wait for memory.
         """
         storage = self._files.storage_of(order.registration)
         unable: list[tuple[str, int]] = []

@@ -166,7 +166,8 @@ def test_all_changelogs_of_a_version_in_one_object_are_one_request(stream, monke
     assert sum(requests) == s.n and len(requests) == len(objects)
 
 
-def test_eight_hosts_on_object_storage_make_one_more_request_each_in_a_batch(stream, monkeypatch):
+def test_eight_hosts_on_object_storage_read_each_object_of_a_batch_once(stream, monkeypatch):
+    """Each host stores its changelogs in one object, or in two on a busy computer: so there is a request per host."""
     s = stream(batches=0, n=16, hosts=8)
     s.world.is_local = False
     at_once(s, 0)
@@ -183,7 +184,9 @@ def test_eight_hosts_on_object_storage_make_one_more_request_each_in_a_batch(str
         requests.clear()
         at_once(s, batch)
         s.heartbeat_until(lambda: are_current(s))
-        assert len(requests) == len(set(requests)) == 8
+        entries = s.log().chain()[batch + 1].operators["op"].partitions.values()
+        objects = {entry.changelog.stored_in for entry in entries}
+        assert sorted(requests) == sorted(objects)
 
 
 def test_a_copy_of_exchanged_files_is_loaded_again(stream):
