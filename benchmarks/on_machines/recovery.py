@@ -35,6 +35,8 @@ EXECUTORS = 2
 STANDBYS = (0, 1)
 LOST_SECONDS = 6.0
 """The goal with standbys: from the loss to the next batch, beyond the time of a batch."""
+CALM_AFTER_SECONDS = 90.0
+"""So long after a loss, its consequences are not counted as calm."""
 PLOTTED_SECONDS = (15.0, 45.0)
 """What is plotted before and after each loss."""
 
@@ -54,10 +56,29 @@ def measured(shape: Shape, turns: int, settle: int, standbys: int) -> dict[str, 
                     shown = {name: value for name, value in losses[-1].items() if name != "events"}
                     print(json.dumps({"standbys": standbys, "turn": turn, **shown}), flush=True)
             wrong, late = len(stream.of("wrong")), [e["error"] for e in stream.of("late")]
+            quiet = quiet_answers(stream, losses)
         finally:
             stream.end()
         check(stream.checkpoint, shape)
-    return {"standbys": standbys, "losses": losses, "wrong": wrong, "late": late}
+    return {"standbys": standbys, "losses": losses, "quiet_answers": quiet, "wrong": wrong, "late": late}
+
+
+def quiet_answers(stream: RunningStream, losses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the quantiles of answers, exact and stale ones, while the stream runs and no machine is being lost."""
+    calm = [
+        answer
+        for answer in stream.of("answer")
+        if not any(loss["lost_at"] - 1 < answer["at"] < loss["lost_at"] + CALM_AFTER_SECONDS for loss in losses)
+    ]
+    return {
+        name: {
+            "answers": len(seconds),
+            "p50_ms": round(1e3 * float(np.quantile(seconds, 0.5)), 2),
+            "p99_ms": round(1e3 * float(np.quantile(seconds, 0.99)), 2),
+        }
+        for name, is_stale in (("exact", False), ("stale", True))
+        if (seconds := [answer["seconds"] for answer in calm if answer["stale"] is is_stale])
+    }
 
 
 def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int, standbys: int) -> dict[str, Any]:
@@ -103,6 +124,7 @@ def summary(stream: RunningStream, kind: str, address: str, began: float, lost: 
     first, last = lost - PLOTTED_SECONDS[0], lost + PLOTTED_SECONDS[1]
     return {
         "kind": kind,
+        "lost_at": round(lost, 3),
         "load": round(os.getloadavg()[0], 1),
         "usual_seconds": round(usual, 2),
         "moved_seconds": round(moved - lost, 2),
