@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,32 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
             ip = address_of(machine_of(str(executor.hostPort())))
             cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
     return cores
+
+
+class SessionExecutors:
+    """The cores of a session's executors on each machine, by IP address; while Spark is starting, those expected.
+
+    Where the executors will run is known if the Ray cluster has one node: Spark asks for ``cores`` there. Otherwise
+    none are expected. ``spark`` is set when Spark has started.
+    """
+
+    def __init__(self, cores: int = 0) -> None:
+        self.spark: SparkSession | None = None
+        self._expected = expected_executors(ray.nodes(), cores) if cores else {}
+
+    def __call__(self) -> Mapping[str, int]:
+        return self._expected if self.spark is None else executor_cores(self.spark)
+
+
+def expected_executors(nodes: Sequence[Mapping[str, Any]], cores: int) -> dict[str, int]:
+    """Return the cores of the executors to come, by IP address: of a cluster's only node if it has so many CPUs.
+
+    A node with fewer CPUs, such as a head without any, gets others by autoscaling, or the executors wait.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    if len(alive) != 1 or alive[0]["Resources"].get("CPU", 0.0) < cores:
+        return {}
+    return {str(alive[0]["NodeManagerAddress"]): cores}
 
 
 def await_executors(spark: SparkSession, count: int) -> None:
