@@ -353,6 +353,16 @@ def master_on_head(resources: Mapping[str, str]) -> dict[str, str]:
     return {f"{MASTER_RESOURCES}CPU": "0", f"{MASTER_RESOURCES}{HEAD_NODE}": "0.001"}
 
 
+MASTER_JAVA_OPTIONS = "spark.ray.raydp_app_master.extraJavaOptions"
+QUICK_COMPILER = "-XX:TieredStopAtLevel=1"
+"""RayDP's two master JVMs work for a moment at the start: Java's second compiler would cost more than it saves."""
+
+
+def master_java_options(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the setting of the Java options of RayDP's masters: ours, then those of the user, which win."""
+    return {MASTER_JAVA_OPTIONS: f"{QUICK_COMPILER} {settings.get(MASTER_JAVA_OPTIONS, '')}".strip()}
+
+
 class MasterSettings(dict[str, str]):
     """Settings of a session, which reach RayDP's master without the number of executors.
 

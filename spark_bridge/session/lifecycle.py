@@ -298,7 +298,7 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(user_configs: dict[str, str], cores: int) -> dict[str, str]:
-    from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
+    from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_java_options, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
@@ -309,7 +309,7 @@ def _spark_configs(user_configs: dict[str, str], cores: int) -> dict[str, str]:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = MasterSettings({**ours, **user_configs})
+    configs = MasterSettings({**ours, **user_configs, **master_java_options(user_configs)})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs
