@@ -368,14 +368,14 @@ class StateCluster:
         """The ids of runs that stop when the savepoint that is being made of them is done."""
         self._has_answered = False
         self._is_stopped = False
-        is_there = _has_coordinator(options)
+        self._is_first = not _has_coordinator(options)
         self._get_coordinator()
         self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
         self.leases = RayCoordinatorPort(
             options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
         )
         """Sends the messages that renew leases, with a timeout far below a lease."""
-        if is_there:  # another session's: no host may start if it is of another release
+        if not self._is_first:  # another session's: no host may start if it is of another release
             self._require_coordinator()
         store = ClusterStore(options.namespace, options.coordinator_name)
         # From the store, where the coordinator has it from too: the hosts need not wait for the coordinator.
@@ -493,8 +493,10 @@ class StateCluster:
         """End what was started, after an error at the start, which must reach the user: a further one is logged."""
         try:
             self.stop()
-        except (*STATESTORE_ERRORS, RayError, AttributeError):  # AttributeError: a coordinator of another release
-            log.warning("The coordinator was not told that this session has failed to start", exc_info=True)
+        except (*STATESTORE_ERRORS, RayError, AttributeError) as error:  # AttributeError: one of another release
+            log.warning("The coordinator was not told that this session has failed to start: %s", error)
+            if self._is_first and not self._has_answered and _has_coordinator(self.options):
+                self._kill_coordinator()  # it cannot start, and Ray would try for ever
 
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it.
@@ -515,7 +517,10 @@ class StateCluster:
             self.leases.close()
             self.placement.close()
         if is_alone:
-            ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
+            self._kill_coordinator()
+
+    def _kill_coordinator(self) -> None:
+        ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
 
 
 def _has_coordinator(options: SessionOptions) -> bool:
