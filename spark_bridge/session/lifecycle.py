@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from spark_bridge.session.state_cluster import StateCluster
+
+log = logging.getLogger(__name__)
 
 LOG_LEVEL = "spark.log.level"
 _WITHOUT_RAYDP = "start Spark without RayDP and call attach(spark)"
@@ -105,7 +109,8 @@ def init_spark(
     user_configs |= jar_settings(packages, user_configs, metadata.version("pyspark"))
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    cores = num_executors * executor_cores
+    began, cores = time.monotonic(), num_executors * executor_cores
+    tell_step("joining or starting Ray")
     started_ray = ray_cluster.join_or_start_ray(ray_address, cores)
     import raydp
 
@@ -119,6 +124,7 @@ def init_spark(
         if strategy is not None:
             group = placement_group_of(strategy, num_executors, executor_cores, executor_memory)
             raydp_options |= {"placement_group": group, "placement_group_bundle_indexes": None}
+        tell_step("starting Spark, and the coordinator and the hosts beside it")
         spark = raydp.init_spark(
             app_name,
             num_executors,
@@ -129,6 +135,7 @@ def init_spark(
         )
         if LOG_LEVEL in user_configs:
             _set_log_level(spark, user_configs[LOG_LEVEL])
+        tell_step(f"waiting for {num_executors} executors")
         await_executors(spark, num_executors)
         executors.spark = spark
         _join(spark, cluster, raydp_app=app_name, started_ray=started_ray, group=group)
@@ -143,6 +150,7 @@ def init_spark(
         if MAVEN in user_configs and is_jvm_failure(error):
             raise unresolved(user_configs, error) from error
         raise
+    tell_step(f"the session is ready after {time.monotonic() - began:.1f} s")
     return spark
 
 
@@ -223,6 +231,14 @@ def stop_spark() -> None:
         session.stop()
 
 
+def tell_step(step: str) -> None:
+    """Tell the user what a start does now: in the log, or as a line of the terminal if the log does not show it."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("Start of the session: %s", step)
+    elif sys.stderr.isatty():
+        print(f"ray-statestore: {step}", file=sys.stderr, flush=True)
+
+
 def _start_cluster(options: SessionOptions, executors: SessionExecutors) -> StateCluster:
     """Start the coordinator and, on machines that have executors or will, the hosts; do not wait for them."""
     from spark_bridge.session.settings import Shutdown, spark_is_over
@@ -259,6 +275,7 @@ def _join(
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
+    tell_step("waiting for the coordinator and the hosts")
     cluster.begin()
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)

@@ -36,6 +36,7 @@ def one_node() -> Iterator[str]:
         ray.init(
             address="local",
             num_cpus=2,
+            resources={"place": 1},
             namespace="statestore",
             log_to_driver=False,
             logging_level="ERROR",
@@ -99,6 +100,28 @@ def test_no_actor_stays_if_the_coordinator_cannot_start(one_node: str, monkeypat
     cluster = StateCluster(options, lambda: {one_node: 1}, Shutdown())
     with pytest.raises(HostUnavailableError, match="StateStoreCoordinator"):
         cluster.begin()
+    wait_until(lambda: living() == [])
+
+
+def test_no_actor_stays_if_the_coordinator_finds_no_place(one_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        def hold(self) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(state_cluster, "STOP_SECONDS", 1.0)
+    holder = ray.remote(num_cpus=0, resources={"place": 1})(Holder).remote()
+    ray.get(holder.hold.remote())
+    conf = CoordinatorConf(resources={"place": 1})
+    try:
+        cluster = StateCluster(
+            SessionOptions(num_hosts=1, coordinator_conf=conf, recovery_timeout=2.0), lambda: {}, Shutdown()
+        )
+        assert "StateStoreCoordinator" in living()
+        with pytest.raises(HostUnavailableError, match="StateStoreCoordinator"):
+            cluster.begin()
+        wait_until(lambda: "StateStoreCoordinator" not in living())
+    finally:
+        ray.kill(holder)
     wait_until(lambda: living() == [])
 
 
