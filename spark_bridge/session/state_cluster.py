@@ -191,9 +191,14 @@ class HostPlacement:
 
         Raises ``ray.exceptions.RayError`` if a host cannot be started.
         """
+        self._await_hosts()  # those that were started while Spark was: a look would replace a failed one
         self.look()
+        self._await_hosts()
+        self._loop.start()
+
+    def _await_hosts(self) -> None:
         starting = [host.ready for host in self.hosts]
-        ready, left = ray.wait(starting, num_returns=len(starting), timeout=NOTICE_SECONDS)
+        ready, left = ray.wait(starting, num_returns=len(starting), timeout=NOTICE_SECONDS) if starting else ([], [])
         if left:
             log.warning(
                 "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do",
@@ -202,7 +207,6 @@ class HostPlacement:
                 START_SECONDS,
             )
         ray.get(starting, timeout=START_SECONDS)
-        self._loop.start()
 
     def close(self) -> None:
         """End all hosts, and the thread that supervises them."""

@@ -81,6 +81,7 @@ def test_no_actor_stays_if_a_host_cannot_start(one_node: str) -> None:
     with socket.create_server((one_node, 0)) as taken:
         options = SessionOptions(num_hosts=2, query_port=taken.getsockname()[1] - 1)  # the second host's
         cluster = StateCluster(options, lambda: {one_node: 2}, Shutdown())
+        wait_until(lambda: living().count("StateStoreHost") == 1)  # the other one has failed before Spark was there
         with pytest.raises(RayError, match="Address already in use"):
             cluster.begin()
     wait_until(lambda: living() == [] and host_files() == [])
