@@ -1,8 +1,8 @@
-"""One turn of the comparison ``startup``, in a process of its own: starts a session, and prints seconds as JSON.
+"""One turn of the comparison ``startup``, in a separate process: starts a session, and prints seconds as JSON.
 
     python startup_turn.py CONTESTANT EXECUTORS ROWS
 
-Its directory is ``RAY_TMPDIR``, by which it also knows the processes that belong to it.
+The processes of a turn have the same ``RAY_TMPDIR`` in their environment.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TURN = Path(__file__).resolve().parents[1] / "startup_turn.py"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Start the contestants in turns, each in a process and a Ray cluster of its own."""
+    """Start the contestants in turns, each in a separate process and Ray cluster."""
     turns: dict[str, dict[str, list[list[float]]]] = {}
 
     def add(case: str, contestant: str, figure: float) -> None:
@@ -57,7 +57,7 @@ def run(size: Size, steps: Steps) -> Measured:
         CONTESTANTS,
         cases,
         [
-            f"Each turn is a process of its own, which starts Ray and {size['executors']} executors of one core. "
+            f"Each turn is a separate process, which starts Ray and {size['executors']} executors of one core. "
             f"{size['rows']:,} rows of a JSON file with 100 keys are the first batch; its totals are checked.",
             "`raydp.init_spark` returns before executors have registered; ours returns when they have, and hosts and "
             "coordinator answer.",

@@ -124,7 +124,7 @@ def init_spark(
         if strategy is not None:
             group = placement_group_of(strategy, num_executors, executor_cores, executor_memory)
             raydp_options |= {"placement_group": group, "placement_group_bundle_indexes": None}
-        tell_step("starting Spark, and the coordinator and the hosts beside it")
+        tell_step("starting Spark, the coordinator and the hosts")
         spark = raydp.init_spark(
             app_name,
             num_executors,

@@ -133,7 +133,7 @@ def test_no_host_starts_beside_a_coordinator_of_another_release(one_node: str, m
         monkeypatch.setattr(state_cluster, "other_version", lambda *args: "two releases")
         with pytest.raises(EnvironmentProblemError, match="two releases"):
             StateCluster(SessionOptions(num_hosts=1), lambda: {one_node: 1}, Shutdown())
-        assert living() == ["StateStoreCoordinator", "StateStoreHost"], "those of the first session, which goes on"
+        assert living() == ["StateStoreCoordinator", "StateStoreHost"], "those of the first session"
         assert first.coordinator.wire_version()
     finally:
         first.stop()
@@ -144,7 +144,7 @@ def test_begin_starts_the_coordinator_again_if_it_has_ended(one_node: str) -> No
     """Another session that ends may end it, while this session's Spark is starting and no host is there."""
     executors: dict[str, int] = {}
     cluster = StateCluster(SessionOptions(num_hosts=1), lambda: executors, Shutdown())
-    assert cluster.hosts == [], "nobody knows yet where executors will run"
+    assert cluster.hosts == [], "it is not known yet where executors will run"
     ray.kill(ray.get_actor("StateStoreCoordinator", namespace="statestore"), no_restart=True)
     wait_until(lambda: living() == [])
     executors[one_node] = 1
