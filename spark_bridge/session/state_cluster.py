@@ -382,7 +382,7 @@ class StateCluster:
         if not self._is_first:  # another session's: no host may start if it is of another release
             self._require_coordinator()
         store = ClusterStore(options.namespace, options.coordinator_name)
-        # From the store, where the coordinator has it from too: the hosts need not wait for the coordinator.
+        # The coordinator takes it from the same store, so the hosts need not wait for the coordinator.
         self.token = store.secret(secrets.token_hex(32))
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
@@ -497,7 +497,8 @@ class StateCluster:
         """End what was started, after an error at the start, which must reach the user: a further one is logged."""
         try:
             self.stop()
-        except (*STATESTORE_ERRORS, RayError, AttributeError) as error:  # AttributeError: one of another release
+        except (*STATESTORE_ERRORS, RayError, AttributeError, ValueError) as error:
+            # AttributeError: it is of another release; ValueError: it has just ended.
             log.warning("The coordinator was not told that this session has failed to start: %s", error)
             if self._is_first and not self._has_answered and _has_coordinator(self.options):
                 self._kill_coordinator()  # it cannot start, and Ray would try for ever
