@@ -191,10 +191,11 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=100_000, help="of a batch")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--settle", type=int, default=10, help="batches before and behind a loss")
+    parser.add_argument("--standbys", type=int, nargs="+", default=STANDBYS, help="replicas, one run for each number")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     shape = Shape(options.keys, options.rows)
-    runs = [measured(shape, options.turns, options.settle, standbys) for standbys in STANDBYS]
+    runs = [measured(shape, options.turns, options.settle, standbys) for standbys in options.standbys]
     if not options.no_write:
         results = {"keys": shape.keys, "rows": shape.rows, "runs": runs}
         (RESULTS / "recovery.json").write_text(json.dumps(results) + "\n")

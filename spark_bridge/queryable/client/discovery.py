@@ -291,6 +291,10 @@ def from_environment(
     return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
 
 
+_joining = threading.Lock()
+"""Ray fails if two threads of a process join its cluster at once."""
+
+
 def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
     """Return the coordinator of the Ray cluster, which this process joins if it has not joined yet, and a token.
 
@@ -306,14 +310,15 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
         ) from error
     from coordinator_actor.reference import RayCoordinatorPort
 
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
-        except (ConnectionError, ValueError) as error:
-            raise exceptions.EnvironmentProblemError(
-                "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
-                f"address= and token=. Ray says: {error}"
-            ) from error
+    with _joining:
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
+            except (ConnectionError, ValueError) as error:
+                raise exceptions.EnvironmentProblemError(
+                    "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
+                    f"address= and token=. Ray says: {error}"
+                ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, DISCOVERY_SECONDS))
     return CoordinatorDiscovery(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
+from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of, coordinator_in_cluster
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.reads import operator_plan
 from spark_bridge.queryable.routing.router import StateRouter
@@ -594,3 +595,28 @@ assert not [m for m in sys.modules if m.startswith(of_storage)]
 def in_this_tree() -> dict[str, str]:
     root = Path(__file__).parents[4]
     return {**os.environ, "PYTHONPATH": str(root)}
+
+
+def test_threads_that_connect_at_once_join_ray_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray fails if two threads of a process join its cluster at once."""
+    ray = pytest.importorskip("ray")
+    joined: list[str] = []
+    both_look = threading.Barrier(2)
+
+    def is_initialized() -> bool:
+        has_joined = bool(joined)
+        if not has_joined:
+            with suppress(threading.BrokenBarrierError):
+                both_look.wait(0.5)  # the second thread looks only after the first one has joined
+        return has_joined
+
+    monkeypatch.setattr(ray, "is_initialized", is_initialized)
+    monkeypatch.setattr(ray, "init", lambda address, **_: joined.append(address))
+    monkeypatch.setattr("coordinator_actor.reference.RayCoordinatorPort.token", lambda self: TOKEN, raising=False)
+    monkeypatch.setattr("coordinator_actor.reference.RayCoordinatorPort.__init__", lambda self, *_: None)
+    threads = [threading.Thread(target=coordinator_in_cluster, args=("n", "c", 1.0)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert joined == ["auto"]
