@@ -6,9 +6,8 @@ reported to the coordinator as the upload of the partition's owner.
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -52,9 +51,7 @@ class Filled:
 def filled(root: Path, keys: int, partitions: int, batch_keys: int, conf: StateStoreConf) -> Iterator[Filled]:
     """Make a state of ``keys`` keys, for as long as the block lasts; a batch reads and writes ``batch_keys`` of them."""
     of_keys = keys // partitions
-    shape = Shape(
-        1, partitions, keys=batch_keys // partitions, of_keys=of_keys, maintenance=1 << 30, retain=100
-    )
+    shape = Shape(1, partitions, keys=batch_keys // partitions, of_keys=of_keys, maintenance=1 << 30, retain=100)
     with played_cluster(root / "first", 1, conf=conf) as cluster:
         stream = cluster.start(str(root / BUCKET), shape)
         stream.run(1)
@@ -127,14 +124,21 @@ class Start:
 
 
 def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start:
-    """Start the query on a new host with an empty disk, run its first batch, and remove the host's files."""
+    """Start the query on a new host with an empty disk, run its first batch, and remove the host's files.
+
+    The batch is written into a copy of the checkpoint, so that each start finds the same files.
+    """
+    copy = state.root / where.name
+    shutil.copytree(state.root / BUCKET, copy, copy_function=os.link)
     with played_cluster(where, 1, conf=conf) as cluster:
         s3.traffic()
         began = time.perf_counter()
-        stream = cluster.start(f"s3://{BUCKET}", state.stream.shape, s3.options(), s3.options(), earlier=state.stream)
+        stream = cluster.start(
+            f"s3://{copy.name}", state.stream.shape, s3.options(), s3.options(), earlier=state.stream
+        )
         registered = time.perf_counter() - began
         (batch,) = stream.run(1)
         requests, received = s3.traffic()
-        state.stream.batch = stream.batch
     shutil.rmtree(where, ignore_errors=True)
+    shutil.rmtree(copy)
     return Start(registered, registered + batch, requests.total(), received)

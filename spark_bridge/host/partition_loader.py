@@ -163,7 +163,7 @@ class PartitionLoader:
             trace = spans.batch(grant.registration.run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._watching(key, grant, is_abandoned) as watch,
+                self._watching(key, grant, is_abandoned, is_ahead=True) as watch,
             ):
                 self._bring_to_grant(grant, key, watch, serves=False)
         finally:
@@ -195,7 +195,9 @@ class PartitionLoader:
         return kept.loaded_at
 
     @contextmanager
-    def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
+    def _watching(
+        self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool], *, is_ahead: bool = False
+    ) -> Iterator[LoadWatch]:
         """Show the load of an own partition, and keep its directory. Its loading lock is held."""
         _, operator, partition = key
         run_id = grant.registration.run_id
@@ -203,7 +205,7 @@ class PartitionLoader:
         lease = self._lease(run_id, operator, partition, grant.version)
         with (
             self._cache.in_use(run_id, key),
-            self._loads.watching(key, what, lease, is_abandoned, grant.epoch) as watch,
+            self._loads.watching(key, what, lease, is_abandoned, grant.epoch, is_ahead=is_ahead) as watch,
         ):
             yield watch
 
