@@ -70,6 +70,8 @@ class LoadWatch:
         self.number = next(_numbers)
         self.ended: str | None = None
         self.is_over = False
+        self.reserve: Callable[[int], None] | None = None
+        """Called with the bytes of files before they are fetched. May raise ``LocalDiskFullError``."""
         self._is_abandoned = is_abandoned
         self._is_ahead = is_ahead
         self._on_step = on_step
@@ -104,6 +106,9 @@ class LoadWatch:
         return self.ended is None and not self._is_abandoned()
 
     def expect(self, files: int, nbytes: int) -> None:
+        """Add files to those that the load needs. Raises ``LocalDiskFullError`` if there is no room for them."""
+        if self.reserve is not None:
+            self.reserve(nbytes)
         with self._lock:
             self._of_files += files
             self._of_bytes += nbytes
