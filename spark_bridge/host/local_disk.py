@@ -59,7 +59,7 @@ class LocalDisk:
     def reserving(self, watch: LoadWatch, what: str, fetched: Path) -> Iterator[None]:
         """Let a load reserve room within the block, as soon as it knows the bytes of its files.
 
-        ``fetched`` has the files that the load, or one before, has fetched. ``LoadWatch.expect`` raises
+        ``fetched``, in the partition's directory, has the files that the load, or one before, has fetched. ``LoadWatch.expect`` raises
         ``LocalDiskFullError`` if there is no room.
         """
         token = object()
@@ -80,12 +80,13 @@ class LocalDisk:
             )
             free, total = self._room()
             if needed > free - outstanding:
+                whole = needed + bytes_below(fetched.parent)
                 error = LocalDiskFullError(
-                    f"{what} needs {needed / _MIB:.1f} MiB in {self._directory}: {max(0, free) / _MIB:.1f} of "
+                    f"{what} needs {whole / _MIB:.1f} MiB in {self._directory}: {max(0, free) / _MIB:.1f} of "
                     f"{total / _MIB:.1f} MiB are free, and other loads will take {outstanding / _MIB:.1f} MiB of "
                     f"them. {_REMEDY}"
                 )
-                error.is_larger_than_disk = needed > total
+                error.is_larger_than_disk = whole > total
                 raise error
             before, _ = self._reserved.get(token, (0, watch))
             self._reserved[token] = (before + nbytes, watch)

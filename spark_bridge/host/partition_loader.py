@@ -50,7 +50,7 @@ number, of about 20 s, while the host's directory has files of others.
 """
 EMPTY_BYTES = 64 << 10
 """A directory with fewer bytes has no partition."""
-READ_SECONDS = 5.0
+READ_SECONDS = 1.0
 """A partition that was loaded for a read is not evicted for this many seconds."""
 SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
