@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from played import PlayedCluster, PlayedStream, Shape, binary, played_cluster
-from s3_files import FileS3, file_s3
+from s3_files import FileS3
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
@@ -49,7 +48,7 @@ class Filled:
 
 @contextmanager
 def filled(root: Path, keys: int, partitions: int, batch_keys: int, conf: StateStoreConf) -> Iterator[Filled]:
-    """Make a state of ``keys`` keys, for as long as the block lasts; a batch reads and writes ``batch_keys`` of them."""
+    """Make a state of ``keys`` keys for the block; a batch reads and writes ``batch_keys`` of them."""
     of_keys = keys // partitions
     shape = Shape(1, partitions, keys=batch_keys // partitions, of_keys=of_keys, maintenance=1 << 30, retain=100)
     with played_cluster(root / "first", 1, conf=conf) as cluster:

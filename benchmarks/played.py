@@ -241,7 +241,9 @@ AT_EACH_CALL = 1e-3
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a stream is. ``keys`` of ``of_keys`` are changed in each partition in each batch, and read if it ``reads``.
+    """How large a stream is. In each batch ``keys`` of ``of_keys`` are changed in each partition.
+
+    With ``reads`` tasks read them first.
 
     ``slots`` tasks run at once, the same number at each host; 0: all of them. ``retain`` versions before the completed
     one are kept.

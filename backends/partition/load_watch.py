@@ -52,9 +52,9 @@ class LoadWatch:
 
     ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
     ``LoadEndedError``. While ``is_ahead`` is true, loads that are waited for fetch their files first; ``number`` is the
-    load's place among its like. ``on_step`` is called after each step, in the thread that loads. Threads that fetch files call
-    ``begin_file`` and ``end_file``; the lock is held briefly. Reading the progress iterates over the files that are
-    being fetched, which are at most ``load_threads``.
+    load's place in the order of all loads. ``on_step`` is called after each step, in the thread that loads. Threads
+    that fetch files call ``begin_file`` and ``end_file``; the lock is held briefly. Reading the progress iterates over
+    the files that are being fetched, which are at most ``load_threads``.
     """
 
     def __init__(

@@ -31,17 +31,17 @@ bytes.
 """
 _MIB = 1 << 20
 _REMEDY = (
-    "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's session "
-    "directory: ray start --temp-dir). More partitions (a restart with a larger spark.sql.shuffle.partitions) are "
-    "smaller, and more machines hold fewer of them each."
+    "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's "
+    "session directory: ray start --temp-dir). More partitions (a restart with a larger spark.sql.shuffle.partitions) "
+    "are smaller, and more machines hold fewer of them each."
 )
 
 
 class LocalDisk:
     """The room below ``directory``: ``budget`` bytes, or the file system's free space if that is None or less.
 
-    Thread-safe. ``changed`` guards the tables, and is notified when there may be more room: after a commit, a load or an
-    eviction. No other lock is taken while it is held. Memory: one entry for each load and each evicted partition.
+    Thread-safe. ``changed`` guards the tables, and is notified when there may be more room: after a commit, a load or
+    an eviction. No other lock is taken while it is held. Memory: one entry for each load and each evicted partition.
     """
 
     def __init__(self, directory: Path, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,8 +59,8 @@ class LocalDisk:
     def reserving(self, watch: LoadWatch, what: str, fetched: Path) -> Iterator[None]:
         """Let a load reserve room within the block, as soon as it knows the bytes of its files.
 
-        ``fetched``, in the partition's directory, has the files that the load, or one before, has fetched. ``LoadWatch.expect`` raises
-        ``LocalDiskFullError`` if there is no room.
+        ``fetched``, in the partition's directory, has the files that the load, or one before, has fetched.
+        ``LoadWatch.expect`` raises ``LocalDiskFullError`` if there is no room.
         """
         token = object()
         watch.reserve = lambda nbytes: self._reserve(token, watch, nbytes, what, fetched)

@@ -339,7 +339,8 @@ class PartitionLoader:
     ) -> T:
         """Do some work for the partition ``key`` (None: a copy). While the disk is full, make room, and retry the work.
 
-        If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not wait. ``instance`` is the partition, once it is open.
+        If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not
+        wait. ``instance`` is the partition, once it is open.
         """
         alone = 0
         while True:

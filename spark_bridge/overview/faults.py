@@ -143,7 +143,6 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
             "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
         )
 
-
     evicted_seconds = host.disk.get("evicted_seconds")
     if evicted_seconds is not None and evicted_seconds < EVICTION_SECONDS:
         yield Fault(

@@ -16,9 +16,9 @@ import pytest
 
 from backends.exceptions import LocalDiskFullError, StoreClosedError
 from backends.formats.changelog import Changes
+from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
-from backends.partition.load_watch import LoadProgress
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
 from spark_bridge.host.partition_loader import READ_SECONDS
@@ -40,7 +40,8 @@ class Stream:
     def __init__(self, root: Path, local: Path, backend: str, seed: int, **conf: Any) -> None:
         self.world = World(root)
         self.local = local
-        self.conf = {"rocksdb_compression": "none", "compression": "none", "deltas_per_snapshot": 2, "rocksdb_memtable_bytes": MIB // 4, **conf}
+        small: dict[str, Any] = {"deltas_per_snapshot": 2, "rocksdb_memtable_bytes": MIB // 4}
+        self.conf = {"rocksdb_compression": "none", "compression": "none", **small, **conf}
         self.random = Random(seed)
         self.coordinator: Coordinator = self.world.coordinator(0)
         self.now = 0.0
@@ -294,7 +295,8 @@ def test_a_partition_larger_than_the_disk_is_refused_with_sizes_and_remedy(narro
     with pytest.raises(LocalDiskFullError) as raised:
         opened(narrow, of)
     said = str(raised.value)
-    assert re.search(r"partition=0\] needs 1\.\d MiB", said) and " of 1.0 MiB are free" in said and "local_disk_bytes" in said, said
+    assert re.search(r"partition=0\] needs 1\.\d MiB", said) and " of 1.0 MiB are free" in said, said
+    assert "local_disk_bytes" in said, said
 
 
 def test_evictions_are_counted_and_warned_of_once_in_a_while(narrow: Stream, caplog: pytest.LogCaptureFixture) -> None:
