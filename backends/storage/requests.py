@@ -214,7 +214,7 @@ FETCHES_AT_ONCE = max(8, 4 * len(os.sched_getaffinity(0)))
 """Files of one bucket that the loads of a process fetch at once. A connection to S3 has 50 to 100 MB/s, and one core
 handles about 400 MB/s.
 """
-TURN_SECONDS = 1.0
+FETCH_TURN_SECONDS = 1.0
 """A load that waits for its turn reports progress, and can be ended, once in this many seconds."""
 
 
@@ -274,9 +274,9 @@ class FetchTurns:
                 self._changed.notify_all()
 
     def _taken(self, token: object) -> bool:
-        """Wait for at most ``TURN_SECONDS``; return whether the turn has come, and take it then."""
+        """Wait for at most ``FETCH_TURN_SECONDS``; return whether the turn has come, and take it then."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free and self._first() is token, TURN_SECONDS):
+            if not self._changed.wait_for(lambda: self._free and self._first() is token, FETCH_TURN_SECONDS):
                 return False
             self._free -= 1
             del self._waiting[token]

@@ -73,7 +73,7 @@ def queries_view(queries: Iterable[model.Query]) -> Table:
     return view
 
 
-MAX_LOADS = 20
+SHOWN_LOADS = 20
 
 
 def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
@@ -111,10 +111,10 @@ def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
 
 
 def loads_view(hosts: Iterable[model.HostOverview]) -> RenderableType:
-    """Return a line per load under way, with its progress; at most ``MAX_LOADS`` of them."""
+    """Return a line per load under way, with its progress; at most ``SHOWN_LOADS`` of them."""
     loads = [f"{host.host_id} loads {load}" for host in hosts for load in host.loading]
-    more = [f"and {len(loads) - MAX_LOADS} more loads"] if len(loads) > MAX_LOADS else []
-    return Text("\n".join([*loads[:MAX_LOADS], *more]))
+    more = [f"and {len(loads) - SHOWN_LOADS} more loads"] if len(loads) > SHOWN_LOADS else []
+    return Text("\n".join([*loads[:SHOWN_LOADS], *more]))
 
 
 def faults_view(faults: Iterable[model.Fault]) -> RenderableType:

@@ -86,7 +86,7 @@ def test_a_load_ahead_comes_first_once_a_task_waits_for_it() -> None:
 
 
 def test_waiting_for_a_turn_is_progress_while_others_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.storage.requests.TURN_SECONDS", 0.01)
+    monkeypatch.setattr("backends.storage.requests.FETCH_TURN_SECONDS", 0.01)
     turns = FetchTurns(2)
     load = LoadWatch("behind", is_ahead=ahead)
     held = [turns.turn(LoadWatch("first")) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_waiting_for_a_turn_is_progress_while_others_fetch(monkeypatch: pytest.M
 
 
 def test_a_load_that_is_ended_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.storage.requests.TURN_SECONDS", 0.01)
+    monkeypatch.setattr("backends.storage.requests.FETCH_TURN_SECONDS", 0.01)
     fetches = Fetches()
     abandoned, other = LoadWatch("abandoned"), LoadWatch("other")
     result, behind = fetches.begin("abandoned", abandoned), fetches.begin("other", other)
