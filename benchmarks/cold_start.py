@@ -127,7 +127,7 @@ def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start
 
     The batch is written into a copy of the checkpoint, so that each start finds the same files.
     """
-    copy = state.root / where.name
+    copy = state.root / f"{BUCKET}-{where.name}"
     shutil.copytree(state.root / BUCKET, copy, copy_function=os.link)
     with played_cluster(where, 1, conf=conf) as cluster:
         s3.traffic()
