@@ -26,6 +26,7 @@ from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.handlers.suspicions import probe_address
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
@@ -211,6 +212,7 @@ class StateStoreCoordinator:
             tokens=tokens,
             apart=queries.submit,
             dead_nodes=lambda: nodes.dead,
+            probe=probe_address,
         )
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
@@ -225,6 +227,7 @@ class StateStoreCoordinator:
 
     def _publish_counts(self, hosts: int, queries: int) -> None:
         self._query_metrics.publish(hosts, queries, self._coordinator.running(), self._requests)
+        self._query_metrics.publish_losses(self._coordinator.lost_hosts())
 
     def _end(self) -> None:
         ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
@@ -259,6 +262,8 @@ class StateStoreCoordinator:
             self._acknowledgements.increase("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_namespace"):  # Ray shows it with the error of a failed start
+            return "StateStoreCoordinator(not started)"
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
 
 

@@ -28,8 +28,9 @@ from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import FeatureViews, Figures, Locations, plan_moves
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries import Loss, Registries
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
+from coordinator_actor.handlers.suspicions import Probe, Suspicions
 from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.retention import loaded_bytes, remove_garbage, tidy_records
 from coordinator_actor.savepoints.savepoint_coordinator import InBackground, RunSavepoints
@@ -51,7 +52,8 @@ class Coordinator(CoordinatorPort):
 
     ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs work that must not delay a message.
     ``apart`` runs work that may wait for the storage of one query. ``tokens`` are the read-only tokens of query
-    clients. ``dead_nodes`` gives the ids of the nodes that the cluster has declared dead, without waiting.
+    clients. ``dead_nodes`` gives the ids of the nodes that the cluster has declared dead, without waiting. ``probe``
+    connects to suspected hosts; by default leases and dead nodes alone decide which hosts are lost.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Coordinator(CoordinatorPort):
         tokens: AccessTokens | None = None,
         apart: Apart = in_place,
         dead_nodes: Callable[[], Collection[str]] = tuple,
+        probe: Probe | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.tokens = tokens or AccessTokens(secrets.token_hex(32), MemoryTokenStore(), clock)
@@ -74,10 +77,13 @@ class Coordinator(CoordinatorPort):
         self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
-        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
+        host_timeout, lease_seconds = self._conf.host_timeout, self._conf.lease_seconds
+        self._hosts = Hosts(self.registries, self._queries, self.tokens, host_timeout, lease_seconds, apart, dead_nodes)
+        self._suspicions = Suspicions(self.registries, self._conf.silent_timeout, probe)
         locations = Locations(self.registries)
         handlers = (
             self._hosts,
+            self._suspicions,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
@@ -131,6 +137,7 @@ class Coordinator(CoordinatorPort):
         with self.registries.lock:
             self.registries.prolong(stood_still, now)
             self._hosts.expire(now)
+            self._suspicions.suspect_late_hosts(now)
             overdue = self._queries.overdue(now)
         self._queries.forget(overdue)
         for run in self.registries.runs.current():
@@ -182,6 +189,11 @@ class Coordinator(CoordinatorPort):
         """Return how many hosts are alive and how many queries run."""
         with self.registries.lock:
             return len(self.registries.hosts.leases), len(self.registries.runs.current())
+
+    def lost_hosts(self) -> dict[str, int]:
+        """Return how many hosts were lost, by the reason: the names of ``Loss`` in lower case."""
+        with self.registries.lock:
+            return {why.name.lower(): self.registries.hosts.losses[why] for why in Loss}
 
     def running(self) -> list[QueryState]:
         """Return the runs of queries that are neither over nor replaced."""

@@ -22,7 +22,8 @@ HEAD_NODE_RESOURCES = MappingProxyType({HEAD_NODE: 0.001})
 class CoordinatorConf:
     """The settings of a coordinator. All times are in seconds.
 
-    A host is lost after ``host_timeout`` without a heartbeat, a driver is gone after ``driver_timeout``. A coordinator
+    A host is lost after ``host_timeout`` without a heartbeat, and already after ``silent_timeout`` if its machine does
+    not answer. A host whose process is dead is lost at once. A driver is gone after ``driver_timeout``. A coordinator
     ends itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after
     ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is logged as a warning.
     ``snapshot_lag`` says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator
@@ -39,6 +40,7 @@ class CoordinatorConf:
     """
 
     host_timeout: float = 10.0
+    silent_timeout: float = 4.0
     driver_timeout: float = 60.0
     idle_timeout: float = 600.0
     savepoint_timeout: float = 600.0
@@ -52,3 +54,8 @@ class CoordinatorConf:
     def __post_init__(self) -> None:
         checked_format(self.log_format)
         checked_setting(self.tracing)
+
+    @property
+    def lease_seconds(self) -> float:
+        """Return how long a host may rely on its lease after a heartbeat: no longer than the coordinator waits."""
+        return min(self.host_timeout, self.silent_timeout)

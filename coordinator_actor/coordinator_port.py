@@ -199,6 +199,15 @@ class CoordinatorPort:
         for the storage of no query.
         """
 
+    @message(Group.LEASES, "address")
+    def suspect_host(self, address: str) -> None:
+        """Report that the host with this address, for tasks or for clients, takes no connection.
+
+        The coordinator connects to the host itself and gives it up if it refuses, or if its machine stays silent. Does
+        not wait for that; the sender repeats the message while the host does not answer. Nothing happens for an address
+        of a host that is lost.
+        """
+
     @message(Group.LEASES, "session_id")
     def unregister_session(self, session_id: str) -> bool:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""

@@ -57,6 +57,9 @@ class Metric:
 
 _TABLE = """
 coordinator gauge statestore_hosts: State store hosts that are alive.
+coordinator counter statestore_lost_hosts_total{reason}:
+    Hosts that were given up: refused (the process is dead), silent (the machine does not answer), node_dead (says Ray),
+    no_heartbeat.
 coordinator gauge statestore_queries: Streaming queries that are registered.
 coordinator gauge statestore_coordinator_start_timestamp_seconds:
     When this process of the coordinator began, in seconds since 1970: a change is a restart.
@@ -74,6 +77,10 @@ coordinator gauge statestore_batch_seconds{query}:
 coordinator gauge statestore_usual_interval_seconds{query}: The median time between the last completed versions.
 coordinator gauge statestore_epoch{query}: The epoch of the run: it grows with each restart.
 coordinator gauge statestore_completed_version{query}: The newest completed version.
+coordinator gauge statestore_standby_lag_versions{query}:
+    How many versions the standby copy is behind that is most behind. Queries without standby replicas have none.
+coordinator gauge statestore_partitions_without_standby{query}:
+    Partitions with fewer standby copies than the query asks for. Queries without standby replicas have none.
 coordinator histogram statestore_checkpoint_duration_seconds{query}:
     Time of a checkpoint, from the first open to the durable manifest.
 coordinator counter statestore_checkpoint_step_seconds_total{query, step}:
@@ -214,8 +221,9 @@ class _Shown:
 class QueryMetrics:
     """Publishes the figures of running queries: of a checkpoint once, after its completion, others at each call.
 
-    A call costs a few microseconds for each query and new checkpoint, regardless of its partitions. ``clock`` is in
-    seconds since 1970. Checkpoints that were completed before this process began are not counted again. For one thread.
+    A call costs a few microseconds for each query and new checkpoint, and some more for the partitions of queries with
+    standby replicas. ``clock`` is in seconds since 1970. Checkpoints that were completed before this process began are
+    not counted again. For one thread.
     """
 
     def __init__(self, sink: MetricSink, clock: Callable[[], float]) -> None:
@@ -240,6 +248,11 @@ class QueryMetrics:
         for run in running:
             self._publish(run, self._shown.setdefault(run.run_id, _Shown(names[run.run_id])))
 
+    def publish_losses(self, lost_hosts: Mapping[str, int]) -> None:
+        """Publish how many hosts were lost since the process began, by the reason."""
+        for reason, count in lost_hosts.items():
+            self._total("statestore_lost_hosts_total", count, reason=reason)
+
     def _publish(self, run: QueryState, shown: _Shown) -> None:
         sink, query, now = self._sink, shown.query, self._clock()
         sink.set("statestore_query_running", 1, query=query)
@@ -250,6 +263,12 @@ class QueryMetrics:
         watermark_ms = run.spark_logs.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
+        replicas, lags = run.registration.standby_replicas, [lag for lags in run.copy_lags.values() for lag in lags]
+        if replicas:
+            sink.set(
+                "statestore_standby_lag_versions", max((max(lag, default=0) for lag in lags), default=0), query=query
+            )
+            sink.set("statestore_partitions_without_standby", sum(len(lag) < replicas for lag in lags), query=query)
         failed = run.stats.counts()["failed"]
         sink.increase("statestore_checkpoints_failed_total", failed - shown.failed, query=query)
         shown.failed = failed

@@ -41,6 +41,9 @@ TAKE_UP_SECONDS = 1.0
 class Hosts:
     """Registers hosts, renews their leases, and answers each heartbeat with orders for the host.
 
+    A host is lost after ``host_timeout`` without a heartbeat. It relies on its lease for ``lease_seconds``, because a
+    host on a silent machine is lost sooner (``Suspicions``).
+
     ``apart`` does work that may wait for the storage of a query. ``dead_nodes`` gives the ids of the nodes that the
     cluster has declared dead, without waiting: a process that still runs there is ignored.
     """
@@ -51,6 +54,7 @@ class Hosts:
         queries: Queries,
         tokens: AccessTokens,
         host_timeout: float,
+        lease_seconds: float,
         apart: Apart,
         dead_nodes: Callable[[], Collection[str]],
     ) -> None:
@@ -61,6 +65,7 @@ class Hosts:
         self._queries = queries
         self._tokens = tokens
         self._timeout = host_timeout
+        self._lease_seconds = lease_seconds
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         with self._registries.lock:
@@ -150,7 +155,7 @@ class Hosts:
         with self._registries.lock:
             lease = self._registries.hosts.renew(host_id, incarnation, now)
             if lease is None:
-                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
+                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._lease_seconds)
             self._registries.needed()
             if hand_over is not None and hand_over.number > lease.hand_over.number:
                 lease.hand_over = hand_over
@@ -184,8 +189,8 @@ class Hosts:
             savepoints=savepoints,
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
-            lease_seconds=self._timeout,
-            warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
+            lease_seconds=self._lease_seconds,
+            warm_up=tuple(order for run in current if (order := warm_up(run, host_id, lease.hand_over)) is not None),
             giving=giving,
             ended_runs=tuple(
                 run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served
@@ -248,10 +253,9 @@ class Hosts:
         """Drop the hosts without a heartbeat for the host timeout before ``now``, and those on dead nodes."""
         dead = self._dead_nodes()
         with self._registries.lock:
-            for info in self._registries.hosts.expire_nodes(dead) if dead else ():
-                log.warning("Node %s of host %s is dead; the host's partitions move", info.node_id, info.host_id)
-            for host_id in self._registries.hosts.expire(now - self._timeout):
-                log.warning("Host %s has sent no heartbeat for %.0f s; its partitions move", host_id, self._timeout)
+            if dead:
+                self._registries.hosts.expire_nodes(dead, now)
+            self._registries.hosts.expire(now - self._timeout, now)
 
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:

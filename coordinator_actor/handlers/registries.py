@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 
 from backends.background_loop import FailingLoop
@@ -376,6 +378,18 @@ class RunRegistry:
 # The live hosts and their leases.
 
 
+class Loss(Enum):
+    """Why the lease of a host has ended; the value says so to people.
+
+    The coordinator's metric ``statestore_lost_hosts_total`` has the names in lower case.
+    """
+
+    REFUSED = "its machine answers, and its process does not listen any more"
+    SILENT = "its machine does not answer, and its heartbeats have stopped"
+    NODE_DEAD = "the cluster has declared its node dead"
+    NO_HEARTBEAT = "its heartbeats have stopped"
+
+
 REMEMBERED_HOSTS = 10_000
 """The newest incarnation is remembered for at most this many hosts, even after their leases are over."""
 
@@ -386,6 +400,9 @@ class HostLease:
 
     ``is_reported``: the host's report is processed, or is being processed. ``partitions`` are those that it held
     when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves.
+
+    ``is_reachable``: this incarnation has taken a connection from the coordinator. ``probed_at`` is the time of the
+    last attempt.
     """
 
     info: HostInfo
@@ -393,6 +410,8 @@ class HostLease:
     is_reported: bool = True
     partitions: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     hand_over: HandOver = field(default_factory=HandOver)
+    is_reachable: bool = False
+    probed_at: float = -math.inf
 
 
 class HostLeases(UserDict[str, HostLease]):
@@ -425,6 +444,8 @@ class HostRegistry:
 
     def __init__(self) -> None:
         self.leases = HostLeases()
+        self.losses: Counter[Loss] = Counter()
+        """How many leases have ended, by the reason."""
         self._newest: BoundedDict[str, tuple[int, str]] = BoundedDict(REMEMBERED_HOSTS)
         self._leaving: dict[str, frozenset[str]] = {}
         self._nodes: dict[str, Mapping[str, str]] = {}
@@ -449,7 +470,10 @@ class HostRegistry:
                 f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
             )
         self._newest[info.host_id] = (info.restart, info.incarnation)
-        self.leases[info.host_id] = HostLease(info, now, partitions=partitions)
+        earlier, lease = self.leases.get(info.host_id), HostLease(info, now, partitions=partitions)
+        if earlier is not None and earlier.info == info:
+            lease.is_reachable, lease.probed_at = earlier.is_reachable, earlier.probed_at
+        self.leases[info.host_id] = lease
 
     def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
         """Return the partitions of a run that live hosts held when they registered, each with its host."""
@@ -516,19 +540,30 @@ class HostRegistry:
         for lease in self.leases.values():
             lease.seen = min(now, lease.seen + seconds)
 
-    def expire_nodes(self, nodes: Collection[str]) -> list[HostInfo]:
-        """Drop the hosts on these nodes. Return their descriptions."""
-        lost = [lease.info for lease in self.leases.values() if lease.info.node_id in nodes]
-        for info in lost:
-            del self.leases[info.host_id]
-        return lost
+    def lose(self, lease: HostLease, why: Loss, age: float) -> None:
+        """End a lease, ``age`` seconds after the last heartbeat."""
+        info = lease.info
+        log.warning(
+            "Host %s is lost: %s (%s). Incarnation %s (restart %d) at %s on node %s, last heartbeat %.1f s ago. Its "
+            "partitions move",
+            *(info.host_id, why.value, why.name, info.incarnation, info.restart, info.address, info.node_id, age),
+        )
+        self.losses[why] += 1
+        del self.leases[info.host_id]
 
-    def expire(self, before: float) -> list[str]:
-        """Drop the hosts whose last heartbeat was before that time. Return their ids."""
-        lost = [h for h, lease in self.leases.items() if lease.seen < before]
-        for host_id in lost:
-            del self.leases[host_id]
-        return lost
+    def expire_nodes(self, nodes: Collection[str], now: float) -> list[str]:
+        """End the leases of the hosts on these nodes. Return their ids."""
+        lost = [lease for lease in self.leases.values() if lease.info.node_id in nodes]
+        for lease in lost:
+            self.lose(lease, Loss.NODE_DEAD, now - lease.seen)
+        return [lease.info.host_id for lease in lost]
+
+    def expire(self, before: float, now: float) -> list[str]:
+        """End the leases of the hosts whose last heartbeat was before that time. Return their ids."""
+        lost = [lease for lease in self.leases.values() if lease.seen < before]
+        for lease in lost:
+            self.lose(lease, Loss.NO_HEARTBEAT, now - lease.seen)
+        return [lease.info.host_id for lease in lost]
 
 
 class Registries:

@@ -98,8 +98,11 @@ class PreparedVersions:
         registration = self._cache.registrations.get(run_id)
         if newest is None or registration is None:
             return
-        if not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id):
+        if self._is_doubtful(run_id):
             self.accepted(registration, newest.version + 1)
+
+    def _is_doubtful(self, run_id: str) -> bool:
+        return not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id)
 
     def _may_be_others(self, run_id: str) -> bool:
         number = self._registration.number
@@ -166,7 +169,8 @@ class PreparedVersions:
         if self._is_being_prepared(of.run_id, version):
             return
         storage = self._open_storage(of.checkpoint_location, of.storage_options)
-        if not SparkCommits(storage).has(version - 1):
+        commits = SparkCommits(storage)
+        if not commits.has(version - 1) and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
             return
         registration = self._registration
         coordinator = registration.coordinator
@@ -328,3 +332,12 @@ class VersionRequests:
     def forget(self, run_id: str) -> None:
         with self._lock:
             self._asking.pop(run_id, None)
+
+
+def _is_past(commits: SparkCommits, batch_id: int) -> bool:
+    """Return whether Spark has committed a later batch.
+
+    Spark removes old records, so the record of ``batch_id`` itself may be gone when a host has been cut off for long.
+    """
+    last = commits.last_committed()
+    return last is not None and last > batch_id

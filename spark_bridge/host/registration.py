@@ -267,6 +267,9 @@ class HostRegistration:
 # time.
 
 
+SUSPECT_SECONDS = 0.05
+"""The least seconds between two reports of a host that tasks cannot reach, and between two requests for its successor.
+"""
 GRANT_SECONDS = 1.0
 """Tasks of a batch use the coordinator's answer to the first of them for this many seconds: owners may have moved
 since.
@@ -286,13 +289,20 @@ class _Granted:
         places = self.owners.get(operator, [])
         return 0 <= partition < len(places) and places[partition] == messages.NOBODY
 
+    def names(self, operator: str, partition: int, address: str) -> bool:
+        """Return whether the owner of a partition has that address."""
+        places = self.owners.get(operator, [])
+        is_owned = 0 <= partition < len(places) and places[partition] != messages.NOBODY
+        return is_owned and self.hosts[places[partition]].address == address
+
 
 class Grants:
     """Asks for grants and remembers the last one of each run. Thread-safe.
 
     The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
-    has the partitions that they wait for: the next question names them all. ``_lock`` guards the tables alone; no other
-    lock is taken while it is held.
+    has the partitions that they wait for: the next question names them all. ``_suspected`` has the address of the last
+    host that tasks could not reach, and the time of the report, by ``clock``. ``_lock`` guards the tables alone;
+    no other lock is taken while it is held.
     """
 
     def __init__(
@@ -305,13 +315,17 @@ class Grants:
         self._granted: dict[str, _Granted] = {}
         self._waiting: dict[str, set[tuple[str, int]]] = {}
         self._granting: dict[str, threading.Lock] = {}
+        self._suspected = "", -math.inf
 
     def for_task(self, task: TaskIdentity) -> messages.OpenGrant:
         """Return the owner of the task's partition, and its state, for the task's batch.
 
-        Raises ``InvalidRequestError`` if the run does not have the partition, and the errors of the coordinator.
+        A host that the task could not reach is reported to the coordinator. Raises ``InvalidRequestError`` if the run
+        does not have the partition, and the errors of the coordinator.
         """
         wanted = (task.operator, task.partition)
+        if task.unreachable:
+            self._suspect(task.unreachable)
         with self._lock:
             granting = self._granting.setdefault(task.run_id, threading.Lock())
             self._waiting.setdefault(task.run_id, set()).add(wanted)
@@ -319,10 +333,11 @@ class Grants:
             with granting:
                 granted = self._granted.get(task.run_id)
                 now = self._clock()
+                is_dead = granted is not None and granted.names(*wanted, task.unreachable)
                 if (
                     granted is None
                     or granted.grant.version != task.batch_id
-                    or not 0 <= now - granted.at < GRANT_SECONDS
+                    or not 0 <= now - granted.at < (SUSPECT_SECONDS if is_dead else GRANT_SECONDS)
                     or granted.lacks(*wanted)
                 ):
                     granted = self._ask(task, granted, now)
@@ -344,6 +359,19 @@ class Grants:
         head = grant.heads.get(task.operator, {}).get(task.partition)
         owner = granted.hosts[owners[task.partition]]
         return messages.OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
+
+    def _suspect(self, address: str) -> None:
+        """Report a host that tasks cannot reach. The tasks repeat it, so that a report which is lost does no harm."""
+        with self._lock:
+            last, at = self._suspected
+            now = self._clock()
+            if address == last and 0 <= now - at < SUSPECT_SECONDS:
+                return
+            self._suspected = address, now
+        try:
+            self._registration.coordinator.suspect_host(address)
+        except (exceptions.CoordinatorError, exceptions.HostUnavailableError) as error:
+            log.warning("The coordinator does not know that tasks cannot reach %s: %s", address, error)
 
     def _ask(self, task: TaskIdentity, granted: _Granted | None, now: float) -> _Granted:
         info = self._registration.info

@@ -6,6 +6,7 @@ for the answer to another request.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -40,16 +41,20 @@ REPLY_BUFFER_BYTES = 64 << 10
 SMALL_BODY = 16 << 10
 """A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
 MAX_REPLY_BYTES = 1 << 31
-CONNECT_SECONDS = 5.0
-"""A dead node does not even refuse a connection."""
+CONNECT_SECONDS = 1.5
+"""A dead node does not even refuse a connection. The first packet is sent again after 1 s."""
 _OPTIONS = {
     "TCP_NODELAY": 1,
-    # With these a client notices within some ten seconds that a node has vanished.
-    "TCP_KEEPIDLE": 5,
-    "TCP_KEEPINTVL": 2,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 10_000,
+    # With these a client notices within 4 s that a node has vanished, which is when the coordinator gives its
+    # partitions to others. The kernel of a suspended process answers.
+    "TCP_KEEPIDLE": 2,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 2,
+    "TCP_USER_TIMEOUT": 4_000,
 }
+
+_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+"""The kernel closes a connection with these if a machine does not answer."""
 
 
 class ClosedByPeerError(ConnectionClosedError):
@@ -103,7 +108,9 @@ class ClientConnection:
             else:
                 self._sock.sendall(head)
                 self._sock.sendall(content)
-        except TimeoutError:
+        except TimeoutError as error:
+            if error.errno in _SILENT:  # the kernel's, not that of ``_arm``
+                self._broken(error, begun=False)
             self._fail(HostUnavailableError(f"{self.address} did not take a request of {len(content)} bytes in time."))
         except OSError as error:
             self._broken(error, begun=False)
@@ -168,7 +175,9 @@ class ClientConnection:
         while True:
             try:
                 got = self._sock.recv_into(into)
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno in _SILENT:  # the kernel's, not that of ``_arm``
+                    self._broken(error, begun=begun)
                 if time.monotonic() < deadline:
                     self._arm(deadline)
                     continue
@@ -210,6 +219,8 @@ class ClientConnection:
         return self._sock.fileno()
 
     def _broken(self, error: OSError, *, begun: bool) -> NoReturn:
+        if error.errno in _SILENT:  # so that the request is not sent again on a new connection to this host
+            self._fail(HostUnavailableError(f"The machine of {self.address} does not answer any more: {error}"))
         refused = refusal(self.address, error) if isinstance(error, ssl.SSLError) else None
         kind = ConnectionClosedError if begun else ClosedByPeerError
         self._fail(refused or kind(f"{self.address} closed the connection: {error}"))
@@ -329,8 +340,10 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             except ClosedByPeerError as error:
                 self._send_again(error, deadline)
                 frame = self._connection.receive(deadline)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, HostUnavailableError):
+                self._connections.unreachable = self.address
             raise
         self._is_reused = False
         if self._frame_seconds is not None:
@@ -354,6 +367,10 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         if not self._is_over:
             self._is_over = True
             self._connections.discard(self._connection)
+
+    def wait_until(self, deadline: float) -> None:
+        """Let the first frame take until another deadline than the connection and the request."""
+        self._deadline = deadline
 
     @property
     def address(self) -> str:
@@ -417,7 +434,8 @@ class KvConnections:
 
     ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
     ``time.monotonic``. ``lag_ms`` is the lag in the last answer, 0 for none, and ``version`` its version.
-    ``clock_offset_us`` is how far the clock of the host that was connected last is ahead of this process. Every method
+    ``clock_offset_us`` is how far the clock of the host that was connected last is ahead of this process.
+    ``unreachable`` is the address that took no connection last, until ``take_unreachable``. Every method
     raises the host's own error, ``HostUnavailableError`` if no host answers in time, ``ConnectionClosedError`` if the
     connection breaks, and ``AccessDeniedError``.
     """
@@ -427,6 +445,7 @@ class KvConnections:
         self.lag_ms = 0
         self.version = 0
         self.clock_offset_us = 0
+        self.unreachable = ""
         self._token = token
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
@@ -436,6 +455,11 @@ class KvConnections:
     def now_us(self) -> int:
         """Return the clock of the host that was connected last, in microseconds since 1970."""
         return time_ns() // 1000 + self.clock_offset_us
+
+    def take_unreachable(self) -> str:
+        """Return the address that took no connection last, and forget it; empty if there is none."""
+        address, self.unreachable = self.unreachable, ""
+        return address
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -504,8 +528,10 @@ class KvConnections:
         try:
             connection = ClientConnection(address, self._token, self._tls, deadline)
             self.clock_offset_us = connection.clock_offset_us
-        except BaseException:
+        except BaseException as error:
             pool.forget_one()
+            if isinstance(error, HostUnavailableError):
+                self.unreachable = address
             raise
         connection.pool = pool
         return connection

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Protocol, TypeVar
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from backends import spans
 from backends.conf import DEFAULT_FAMILY
@@ -103,7 +104,11 @@ class StagedChanges:
 RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerError, UnknownHostError, UnknownRunError)
 """After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
-"""Seconds before the next search for the owner."""
+"""Seconds before the next search for the owner, at most."""
+SOON_DELAY = 0.02
+"""Seconds before the first search after a call that went well; they double. The coordinator confirms a dead process in
+milliseconds.
+"""
 HELD_DELAY = 0.5
 """Seconds before a retry of a batch that is held for a savepoint, or of a commit that waits for others."""
 
@@ -153,6 +158,8 @@ class TaskStore:
         self._schema: OperatorSchema | None = None
         self._staged = StagedChanges()
         self._loaded = LoadProgress()
+        self._unreachable = ""
+        """The address of the host that did not answer last; the next host that is asked reports it."""
 
     @property
     def knows_owner(self) -> bool:
@@ -251,6 +258,7 @@ class TaskStore:
     ) -> T:
         """Call the owner; ``opening`` makes the same call to a store that is not open, and opens it."""
         deadline = time.monotonic() + self._endpoints.timeout
+        delay = SOON_DELAY
         while True:
             try:
                 if self._owner is None and opening is not None and self._key in _owners:
@@ -276,7 +284,8 @@ class TaskStore:
                 self._forget_owner(error)
                 if time.monotonic() > deadline:
                     raise self._unavailable(error) from error
-                time.sleep(RETRY_DELAY)
+                time.sleep(delay)
+                delay = min(2 * delay, RETRY_DELAY)
 
     def _unavailable(self, error: Exception) -> HostUnavailableError:
         return HostUnavailableError(
@@ -295,7 +304,7 @@ class TaskStore:
 
     def _forget_owner(self, error: Exception) -> None:
         if self._owner is not None and isinstance(error, HostUnavailableError):
-            _give_up(self._owner.address, self._owner_token)
+            self._give_up(self._owner.address, self._owner_token)
         self._owner = None
         _owners.pop(self._key, None)
 
@@ -306,7 +315,7 @@ class TaskStore:
         try:
             opened, answer = opening(host)
         except HostUnavailableError:
-            _give_up(address, token)
+            self._give_up(address, token)
             raise
         if opened.loading is not None:
             raise _StillLoadingError(address, opened.loading)
@@ -321,6 +330,7 @@ class TaskStore:
             raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
         _owners[self._key] = (host.address, token)
         self._owner, self._owner_token, self._opened = host, token, opened
+        self._unreachable = ""
 
     def _find_owner(self) -> HostClient:
         cached = _owners.get(self._key)
@@ -331,7 +341,7 @@ class TaskStore:
         for address, token in candidates:
             try:
                 host = client_for(address, token, self._endpoints.tls)
-                opened = host.open(self._task)
+                opened = host.open(self._opening())
                 if opened.redirect is not None:
                     address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
                     host = client_for(address, token, self._endpoints.tls)
@@ -339,7 +349,7 @@ class TaskStore:
                     if opened.redirect is not None:
                         raise NotOwnerError(f"{address} sent the task on to {opened.redirect}; ownership is changing.")
             except HostUnavailableError as error:
-                _give_up(address, token)
+                self._give_up(address, token)
                 failure = error
                 continue
             if opened.loading is not None:
@@ -349,12 +359,19 @@ class TaskStore:
             return host
         raise failure
 
+    def _opening(self) -> protocol.TaskIdentity:
+        """Return what the task tells a host that it asks for its owner."""
+        return replace(self._task, unreachable=self._unreachable) if self._unreachable else self._task
 
-def _give_up(address: str, token: str) -> None:
-    """Forget a host that does not answer, with all its partitions: else the task of each partition would call it."""
-    forget_client(address, token)
-    for key in [key for key, (owner, _) in list(_owners.items()) if owner == address]:
-        _owners.pop(key, None)
+    def _give_up(self, address: str, token: str) -> None:
+        """Forget a host that does not answer, with all its partitions.
+
+        Otherwise the task of each partition would call it.
+        """
+        self._unreachable = address
+        forget_client(address, token)
+        for key in [key for key, (owner, _) in list(_owners.items()) if owner == address]:
+            _owners.pop(key, None)
 
 
 def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:

@@ -38,16 +38,17 @@ from spark_bridge.transport.tls import TlsConf
 # them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process
 # watches the calls that are in progress. When a call takes long, the thread connects to the host's port, which the
 # host's kernel answers however busy the host is. After two failed connections, the thread shuts down all connections
-# of this process to that port, and gRPC fails their calls at once.
+# of this process to that port, and gRPC fails their calls at once: 3 to 4 s after the machine has fallen silent, which
+# is when the coordinator gives its partitions to others.
 
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 2.0
+SILENT_SECONDS = 1.0
 """After this many seconds of waiting for a host, the thread checks whether the host is alive."""
-CALL_WATCH_SECONDS = 1.0
+CALL_WATCH_SECONDS = 0.5
 """Seconds between two looks at the running calls."""
-PROBE_SECONDS = 2.0
+PROBE_SECONDS = 1.0
 """A host has this many seconds to take a connection."""
 FAILED_PROBES = 2
 """After this many consecutive probes without an answer a host counts as silent."""
@@ -101,7 +102,7 @@ class SilentHosts:
                 name="statestore-silent-hosts",
                 what="probe the hosts of slow calls: calls to a dead machine end only when TCP gives up",
                 remedy="Look at the log of this process.",
-                most_seconds=4 * CALL_WATCH_SECONDS,
+                most_seconds=8 * CALL_WATCH_SECONDS,
             ).start()
         try:
             yield call
@@ -212,7 +213,7 @@ class HostClient:
     """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
     Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: after some
-    8 s if the host accepts no connections any more (``SilentHosts``).
+    4 s if the host accepts no connections any more (``SilentHosts``).
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:

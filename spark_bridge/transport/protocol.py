@@ -27,6 +27,8 @@ class TaskIdentity(Struct, frozen=True):
 
     ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function. ``stage`` is
     Spark's stage id, which distinguishes a plan that runs again from a task that is retried; None: not known.
+    ``unreachable`` is the address of the host that the task could not reach last, when it opens its partition; the host
+    that is asked then reports a suspicion.
     """
 
     run_id: str
@@ -36,6 +38,7 @@ class TaskIdentity(Struct, frozen=True):
     attempt: str
     invocation: str
     stage: int | None = None
+    unreachable: str = ""
 
 
 class OpenReply(Struct, frozen=True):

@@ -38,6 +38,10 @@ class ProgramOnLab:
         goal = len(self.lines(first)) + count
         wait_until(lambda: len(self.lines(first)) >= goal, timeout=START_SECONDS)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the program."""
+        os.killpg(self._process.pid, number)
+
     def end(self) -> None:
         """End the program, which may have ended with its machine."""
         if self._process.poll() is None:

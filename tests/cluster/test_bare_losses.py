@@ -16,55 +16,22 @@ import numpy as np
 import pytest
 
 from spark_bridge import state_table
-from tests.cluster.program_on_lab import ProgramOnLab
+from tests.cluster.bare_bank import BareBank
 from tests.effort import effort
 from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 from tests.lab.auditor import committed
-from tests.lab.bare.bank import HOST_SECONDS
 from tests.lab.cable import Direction
 from tests.lab.lab import Lab
 from tests.spark_bridge.conftest import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only]
 HOSTS = (1, 2)
+HOST_SECONDS, BEAT_SECONDS = 2.0, 0.2
 LOSSES = int(os.environ.get("STATESTORE_LOSSES") or effort(5, 276))
 """A thorough run makes 300: these, and 12 on each line of Spark in ``test_losses.py``."""
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 AWAY_SECONDS = 2 * HOST_SECONDS
 """A machine is away for up to so long: about as often shorter as longer than the coordinator waits for a host."""
-
-
-class BareBank:
-    """The bank on machine 0, and a host on each of the others."""
-
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
-        self._starts = 0
-        self.checkpoint = str(lab.shared / "ck")
-        self._hosts: dict[int, ProgramOnLab] = {}
-        machines = [lab.addresses[k] for k in HOSTS]
-        self.bank = ProgramOnLab(lab, "bare.bank", self.checkpoint, lab.addresses[0], *machines)
-        self.bank.wait_for_more("ready", 1)
-        for k in HOSTS:
-            self.start_host(k)
-
-    def start_host(self, k: int) -> None:
-        """Start a host on a machine where none runs."""
-        self._starts += 1
-        arguments = (self._lab.addresses[0], self._lab.addresses[k], str(self._starts), f"{self.checkpoint}/hosts")
-        self._hosts[k] = ProgramOnLab(self._lab, "bare.host", *arguments, machine=k)
-
-    def end_host(self, k: int) -> None:
-        """Clean up behind a host that has ended with its machine."""
-        self._hosts.pop(k).end()
-
-    def log(self) -> str:
-        return "\n".join(program.log()[-3000:] for program in (self.bank, *self._hosts.values()))
-
-    def end(self) -> None:
-        """End all of it."""
-        for program in (self.bank, *self._hosts.values()):
-            program.end()
 
 
 def lose(lab: Lab, bank: BareBank, k: int, kind: str, seconds: float) -> None:
@@ -88,7 +55,7 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
     print(f"STATESTORE_LOSSES_SEED={seed}", file=sys.stderr)
     draws = random.Random(seed)
     lab = make_lab(1 + len(HOSTS))
-    bank = BareBank(lab)
+    bank = BareBank(lab, HOSTS, HOST_SECONDS, BEAT_SECONDS)
     try:
         bank.bank.wait_for_more("answer", 2)
         kinds: list[str] = []
@@ -108,6 +75,7 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
                 assert bank.bank.lines("wrong") == []
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {i}: {loss}\n{bank.log()}") from error
+            assert bank.bank.lines("stale"), "no copy was asked"
             print(f"{i}: {loss}, recovered after {time.monotonic() - begun - loss[2]:.1f} s", file=sys.stderr)
     finally:
         bank.end()

@@ -25,6 +25,7 @@ from coordinator_actor.handlers.locations import FeatureViews, Figures, Location
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import InstanceRegistry
 from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
+from coordinator_actor.handlers.suspicions import Suspicions
 from coordinator_actor.messages import OpenBatch
 from tests.coordinator_actor.coordinator_world import World
 
@@ -39,6 +40,7 @@ HANDLERS = (
     Queries,
     Rewritings,
     Savepoints,
+    Suspicions,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.handlers.registries import HostLease, Loss
+from coordinator_actor.handlers.suspicions import CONNECTION_SECONDS, Probed
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
@@ -20,7 +23,7 @@ from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
 from tests.simulation.network import STATESTORE_ERRORS, SimulatedPort, UnreachableError
 from tests.simulation.readers import query_address
-from tests.simulation.scheduler import Process, Task
+from tests.simulation.scheduler import Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 
 if TYPE_CHECKING:
@@ -45,20 +48,58 @@ class Cluster:
         clock = self.world.clock_of(process)
         held = self.world.constants
         conf = CoordinatorConf(
-            host_timeout=held.host_timeout, driver_timeout=held.driver_timeout, report_timeout=held.report_timeout
+            host_timeout=held.host_timeout,
+            silent_timeout=held.silent_timeout,
+            driver_timeout=held.driver_timeout,
+            report_timeout=held.report_timeout,
         )
         queries = QueryThreads()
         # Nothing is called before the constructor has ended.
-        process.memory["coordinator"] = Coordinator(
+        made = process.memory["coordinator"] = Coordinator(
             clock,
             self.world.disk.open,
             conf,
             apart=lambda query, work: queries.submit(query, partial(self._do, work)),
             dead_nodes=lambda: self.dead_nodes,
+            probe=lambda address: self._probe(process, address),
         )
+        hosts = made.registries.hosts
+        hosts.lose = partial(self._lose, hosts.lose)  # type: ignore[method-assign]
         process.on_death.append(lambda: s.at(0.2 + s.random.random() * 3, self._restart))
         s.spawn(process, lambda: self._every(1.0, "expire"), "leases")
         s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
+
+    def _probe(self, coordinator: Process, address: str) -> Probed:
+        """Connect to a host as ``probe_address`` does: its kernel answers, unless its machine is gone or cut off.
+
+        A suspended process takes connections all the same. Now and then the answer is wrong: a living host seems
+        silent, or a dead one seems to listen. A living host never seems to refuse.
+        """
+        s, target = self.world.scheduler, self.world.addresses[address]
+        is_silent = target.is_cut_off or target.severed_until > s.now or coordinator.is_cut_off
+        if target.is_alive:
+            shown = Probed.SILENT if is_silent else Probed.CONNECTED
+        else:  # of each third host the machine has died
+            shown = Probed.SILENT if is_silent or zlib.crc32(address.encode()) % 3 == 0 else Probed.REFUSED
+        if self.world.faults.wrong_probe and s.random.random() < self.world.faults.wrong_probe:
+            shown = Probed.SILENT if target.is_alive else Probed.CONNECTED
+        s.sleep(CONNECTION_SECONDS if shown is Probed.SILENT else self.world.network.delay())
+        return shown
+
+    def _lose(self, lose: Callable[[HostLease, Loss, float], None], lease: HostLease, why: Loss, age: float) -> None:
+        """Check why a host is given up. One that lives is then like one that was cut off: it has yet to hear of it."""
+        process = self.world.addresses[lease.info.address]
+        if process.is_alive:
+            self.world.troubles.cut_off_at = self.world.scheduler.now
+        if why is Loss.REFUSED:
+            sometimes("a dead host is given up as soon as it refuses a connection")
+            if process.is_alive:
+                raise Violation(f"{process.name} is given up as a dead process, and is alive.")
+        if why is Loss.SILENT:
+            sometimes("a host is given up as its machine is silent")
+            if process.is_alive and not process.is_cut_off and process.severed_until < self.world.scheduler.now:
+                sometimes("a living host is given up for probes that are wrong")
+        lose(lease, why, age)
 
     def _do(self, work: Callable[[], Any]) -> Any:
         """Do work that no caller waits for; fail the run if its error is not excused."""

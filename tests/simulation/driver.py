@@ -37,6 +37,10 @@ ANSWERED_ON = 20.0
 """An ended query is answered on for so many seconds at most."""
 
 
+HIDDEN_SECONDS = 0.5
+"""A task tries for so many seconds to connect to a host that it cannot reach."""
+
+
 class HostClient:
     """``spark_bridge.transport.flight_client.HostClient`` over the simulated network."""
 
@@ -49,7 +53,10 @@ class HostClient:
 
     def _run(self, name: str, work: Callable[[Any], Any]) -> Any:
         """Handle one call as the Flight server does."""
-        process = self._world.addresses.get(self.address)
+        process, s = self._world.addresses.get(self.address), self._world.scheduler
+        if process is not None and process.memory.get("hidden_until", 0.0) > s.now:
+            s.sleep(HIDDEN_SECONDS)
+            raise HostUnavailableError(f"{self.address}: no connection")
         try:
             return self._world.network.call(
                 process,
@@ -127,6 +134,7 @@ class Query:
             min_versions_to_retain=stream.keep,
             min_seconds_to_retain=stream.keep_seconds,
             maintenance_interval=self.world.constants.maintenance_interval,
+            standby_replicas=self.world.standby_replicas,
         )
 
     def run(self) -> None:

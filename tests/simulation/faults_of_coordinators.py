@@ -19,6 +19,7 @@ from backends.storage.checkpoint_storage import CreateIfAbsentProofs
 from backends.storage.locations import FileRef
 from coordinator_actor import coordinator as coordinator_module
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles, manifest_path
 from coordinator_actor.durable.records import LookupRecords
@@ -50,6 +51,10 @@ def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
         register(self, *args)
 
     monkeypatch.setattr(HostRegistry, "register", forgetting)
+
+
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoordinatorConf, "lease_seconds", property(lambda self: self.host_timeout))
 
 
 def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from tests.simulation.faults_of_coordinators import (
     last_speaker,
     late_fences,
     leapt_fences,
+    long_leases,
     newest_of_each_partition,
     no_claim,
     no_fencing,
@@ -56,6 +57,7 @@ from tests.simulation.faults_of_coordinators import (
 )
 from tests.simulation.faults_of_hosts import (
     any_base,
+    boastful_copies,
     cold_moves,
     first_part_counts,
     hasty_group,
@@ -64,9 +66,11 @@ from tests.simulation.faults_of_hosts import (
     mixed_runs,
     shared_threads,
     silent_first_member,
+    skipped_changelog,
     stale_owner,
     swallowed_group,
     trusting_givers,
+    twice_promoted,
     uncommitted_reads,
     unheard_copies,
     unrenewed_uploads,
@@ -76,8 +80,10 @@ from tests.simulation.searches import (
     STEPS,
     Prepare,
     as_it_is,
+    in_which_copies_stand_by,
     in_which_forgetters_stall,
     in_which_hosts_come_and_go,
+    in_which_hosts_fall_silent,
     in_which_keys_are_forgotten,
     in_which_plans_run_again,
     in_which_state_is_rewritten,
@@ -231,6 +237,16 @@ FAULTS: Sequence[PlantedFault] = (
         last_speaker,
         test="tests/coordinator_actor/handlers/test_replaced_hosts.py::"
         "test_a_replaced_host_learns_from_its_heartbeat_that_it_must_end",
+    ),
+    PlantedFault(
+        "long-leases",
+        "A host relies on its lease after the coordinator may have given it up for silence.",
+        long_leases,
+        range(5, 37),
+        None,
+        "tests/coordinator_actor/handlers/test_suspected_hosts.py::"
+        "test_a_host_relies_on_its_lease_for_no_longer_than_the_coordinator_waits",
+        prepare=in_which_hosts_fall_silent,
     ),
     PlantedFault(
         "lost-orders",
@@ -453,5 +469,28 @@ FAULTS: Sequence[PlantedFault] = (
         trusting_givers,
         test="tests/coordinator_actor/run/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
+    ),
+    PlantedFault(
+        "skipped-changelog",
+        "A copy notes a version whose changelog it has not applied.",
+        skipped_changelog,
+        range(100, 140),
+        prepare=in_which_copies_stand_by,
+    ),
+    PlantedFault(
+        "twice-promoted",
+        "A host with a copy answers like the owner, who still lives.",
+        twice_promoted,
+        range(119, 279),
+        None,
+        prepare=in_which_copies_stand_by,
+    ),
+    PlantedFault(
+        "boastful-copies",
+        "A copy gives its answer the version that its host has heard of.",
+        boastful_copies,
+        range(100, 180),
+        None,
+        prepare=in_which_copies_stand_by,
     ),
 )

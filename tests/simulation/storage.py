@@ -36,6 +36,8 @@ class Faults:
     message_late: float = 0.0
     message_twice: float = 0.0
     registration_slow: float = 0.0
+    wrong_probe: float = 0.0
+    """How often a connection to a host shows the coordinator the wrong thing."""
 
     def heal(self) -> None:
         """Nothing goes wrong any more."""

@@ -80,6 +80,7 @@ class Constants:
     large_bytes: int = LARGE_BYTES
     heartbeat_seconds: float = 0.5
     host_timeout: float = 10.0
+    silent_timeout: float = CoordinatorConf.silent_timeout
     report_timeout: float = CoordinatorConf.report_timeout
     recovery_timeout: float = 20.0
     maintenance_interval: float = 2.0
@@ -117,6 +118,7 @@ class Constants:
         return replace(
             first,
             host_timeout=host_timeout,
+            silent_timeout=draw.choice((2.5, 4.0, 12.0)),
             heartbeat_seconds=draw.choice((0.2, 0.5, host_timeout / 4)),
             report_timeout=draw.choice((2.0, 5.0, 10.0)),
             recovery_timeout=draw.choice((10.0, 20.0, 60.0)),
@@ -204,10 +206,12 @@ class World:
             message_lost=r.choice((0.0, 0.002, 0.01)),
             message_late=r.choice((0.0, 0.005, 0.02)),
             message_twice=r.choice((0.0, 0.02)),
+            wrong_probe=(0.0, 0.05, 0.5)[seed // 2 % 3],
             registration_slow=r.choice((0.0, 0.5)),
         )
         engine.faults, s.on_death_of_any = self.faults, engine.process_died
         self.num_hosts = r.randint(1, 3)
+        self.standby_replicas = 0
         self.rescaled = r.choice((0.0, 0.3))
         # In one of three worlds, the first engine is RocksDB.
         self.backends = engine.backends(is_rocksdb=seed % 3 == 0)
@@ -286,6 +290,12 @@ class World:
         if self.going_back and not any(x.is_alive for x in self.sessions):
             self._go_back()
         self.start_session()
+
+    def _look_for_followers(self) -> None:
+        """Record whether a copy of some host has followed its owner."""
+        hosts = [slot.process.memory.get("host") for x in self.sessions for slot in x.hosts if slot.process is not None]
+        if any(host.counters.read()["followed"] for host in hosts if host is not None):
+            sometimes("a copy follows its owner")
 
     def drive(self, session: Session, stream: Stream) -> None:
         """One run of a query after the other."""
@@ -403,6 +413,7 @@ class World:
 
     def after_maintenance(self) -> None:
         """Files may have been removed."""
+        self._look_for_followers()
         for stream in self.streams:
             stream.model.check_openable(self.disk.all_files(stream.state))
 

@@ -159,12 +159,14 @@ class CoordinatorDiscovery:
     """Finds operators through the coordinator, and hosts among the owners that it has named.
 
     ``coordinator`` takes ``DISCOVERY_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
+    ``take_unreachable`` returns the address of a host that took no connection, to report it to the coordinator.
     """
 
     def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
         self._coordinator = coordinator
         self._within = within
         self._addresses: list[str] = []
+        self.take_unreachable: Callable[[], str] = str
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         left = deadline - time.monotonic()
@@ -173,6 +175,8 @@ class CoordinatorDiscovery:
             if left <= 0:
                 raise exceptions.HostUnavailableError("The timeout ended before the coordinator could be asked.")
             coordinator = self._within(left)
+        if unreachable := self.take_unreachable():
+            coordinator.suspect_host(unreachable)
         location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
         return location
@@ -267,6 +271,7 @@ def connected(
     if address is None:
         in_cluster, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
         connections = KvConnections(token or own_token, context, timeout)
+        in_cluster.take_unreachable = connections.take_unreachable
         return in_cluster, connections, StateRouter(connections, via=in_cluster.proxy if direct is False else None)
     if token is None:
         raise exceptions.QueryableStateError(

@@ -73,12 +73,19 @@ class LocationCache:
 
     A job is a query on its state location. A copy of a checkpoint has the same query id, but is a separate job.
 
-    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles then stay in use.
+    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles then stay in use. ``take_unreachable``
+    returns the address of a host that took no connection, to report it to the coordinator.
     """
 
-    def __init__(self, coordinator: CoordinatorPort, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        coordinator: CoordinatorPort,
+        clock: Callable[[], float] = time.monotonic,
+        take_unreachable: Callable[[], str] = str,
+    ) -> None:
         self._coordinator = coordinator
         self._clock = clock
+        self._take_unreachable = take_unreachable
         self._cached: dict[str, _CachedOracle] = {}
         self._jobs: dict[str, str] = {}
         self._specs: dict[tuple[str, str], OperatorSpec] = {}
@@ -197,6 +204,8 @@ class LocationCache:
             if cached is not None and cached.fetched > begun - unless_since:
                 return
             try:
+                if unreachable := self._take_unreachable():
+                    self._coordinator.suspect_host(unreachable)
                 oracle = self._coordinator.get_kv_state_location_oracle(job_id)
                 if oracle is None:
                     names = [o.name for o in cached.oracle.operators] if cached is not None else []
@@ -249,6 +258,7 @@ class LocationCache:
             oracle.key_groups,
             oracle.completed_version,
             owners,
+            standbys=oracle.standbys,
         )
 
     def _not_running(self, job_id: str, run_id: str) -> Exception:
@@ -295,8 +305,9 @@ class LocationCache:
 T = TypeVar("T")
 
 MAX_RETRY_SECONDS = 1.0
-"""When owners have moved, a request is repeated here for at most this many seconds. The client has more time, and waits
-without taking room here.
+"""When owners have moved, a request is repeated here for at most this many seconds from its first failure on.
+
+The client has more time, and waits without taking room here.
 """
 
 
@@ -460,7 +471,6 @@ class ForwardingReads:
         return self._retried(attempt, lambda error: self._moved(run_id, error))
 
     def _retried(self, attempt: Callable[[], T], moved: Callable[[Exception], object]) -> T:
-        begun = self._clock()
         attempts: Attempts | None = None
         while True:
             try:
@@ -469,11 +479,13 @@ class ForwardingReads:
                 moved(error)
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
-                attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
+                # From the first failure on: a connection to a dead machine alone takes longer.
+                attempts = attempts or Attempts("", self._clock() + self._patience, clock=self._clock)
                 try:
                     delay = attempts.delay(error)
                 except exceptions.QueryTimeoutError:
-                    raise error from None  # the client has more time
+                    moved(error)  # the client has more time, and may ask here again
+                    raise error from None
                 moved(error)
             self._sleep(delay)
 
@@ -515,7 +527,7 @@ class KvStateClientProxy(KvStateServer):
         host_id: str = "",
     ) -> None:
         self._hosts = hosts
-        self._locations = LocationCache(coordinator)
+        self._locations = LocationCache(coordinator, take_unreachable=hosts.take_unreachable)
         forwarding = ForwardingReads(reads, lambda: self.server_address, self._locations, self._hosts)
         super().__init__(forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, host_id=host_id)
 

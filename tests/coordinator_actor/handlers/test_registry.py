@@ -77,7 +77,7 @@ def test_cached_views_match_the_leases(steps: list[tuple[str, int, str]]) -> Non
         if step == "register":
             hosts.register(host(number, kind, session=f"s{kind}"), now)
         elif step == "expire":
-            hosts.expire(now - number)
+            hosts.expire(now - number, now)
         elif step == "delete" and f"h{number}" in hosts.leases:
             del hosts.leases[f"h{number}"]
         elif step == "pop":
@@ -94,7 +94,7 @@ def test_leases_are_renewed_by_the_same_incarnation_only() -> None:
     hosts.register(host(2), 0.0)
     assert hosts.renew("h1", "other", 9.0) is None and hosts.renew("h9", "a", 9.0) is None
     assert hosts.renew("h1", "a", 9.0) is not None
-    assert hosts.expire(5.0) == ["h2"]
+    assert hosts.expire(5.0, 9.0) == ["h2"]
     assert hosts.of_session("s") == ["h1"]
     hosts.require("h1", "a")
     for host_id, incarnation in (("h1", "b"), ("h2", "a")):
@@ -218,7 +218,7 @@ def test_an_incarnation_that_was_replaced_stays_replaced_whichever_speaks_last()
     with pytest.raises(ReplacedHostError, match=r"old .*restart 0.* was replaced by incarnation new \(restart 1\)"):
         hosts.register(restarted(0, "old"), 2.0)
     hosts.require("h1", "new")
-    assert hosts.expire(10.0) == ["h1"]
+    assert hosts.expire(10.0, 20.0) == ["h1"]
     with pytest.raises(ReplacedHostError):  # also when the lease of the newer one is over
         hosts.register(restarted(0, "old"), 11.0)
     hosts.register(restarted(1, "new"), 12.0)
@@ -239,5 +239,5 @@ def test_the_hosts_on_dead_nodes_are_dropped() -> None:
     hosts = HostRegistry()
     for number in (1, 2, 3):
         hosts.register(host(number, node=f"n{number % 2}"), 0.0)
-    assert [info.host_id for info in hosts.expire_nodes({"n1"})] == ["h1", "h3"]
+    assert hosts.expire_nodes({"n1"}, 9.0) == ["h1", "h3"]
     assert hosts.of_session("s") == ["h2"]

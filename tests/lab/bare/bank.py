@@ -1,6 +1,7 @@
-"""The bank's coordinator, driver, tasks and auditor: ``python -m tests.lab.bare.bank CHECKPOINT ADDRESS HOSTS...``.
+"""The bank's coordinator, driver, tasks and auditor: ``bare.bank CHECKPOINT ADDRESS HOST_SECONDS HOSTS...``.
 
-Runs on machine 0, at ``ADDRESS``, with the hosts at the others. Prints ``batch N`` when batch N is committed, the
+Runs on machine 0, at ``ADDRESS``, with the hosts at the others. A host is lost after ``HOST_SECONDS`` without a
+heartbeat. Prints ``batch N`` when batch N is committed, the
 auditor's verdict on each answer, and ``wrong`` if a task has read data that is not in its version.
 """
 
@@ -24,6 +25,7 @@ from backends.encoding.schema import StateSchema
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.handlers.suspicions import probe_address
 from coordinator_actor.messages import OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge import QueryableStateClient
 from spark_bridge.exceptions import QueryableStateError
@@ -37,8 +39,6 @@ from tests.lab.bare.host import QUERY_PORT, TOKEN
 from tests.patience import PATIENCE
 
 PARTITIONS, GROUPS = 4, 64
-HOST_SECONDS = 2.0
-"""A host is lost after so long without a heartbeat."""
 PAUSE = 0.05
 ACCOUNT = pa.schema([("k", pa.int64())])
 BALANCE = pa.schema([("n", pa.int64()), ("money", pa.int64())])
@@ -76,11 +76,11 @@ class Partition:
         store.commit(OperatorFigures())
 
 
-def main(checkpoint: str, address: str, machines: list[str]) -> None:
+def main(checkpoint: str, address: str, host_seconds: float, machines: list[str]) -> None:
     """Run batch after batch until the process receives a signal to end."""
-    conf = CoordinatorConf(host_timeout=HOST_SECONDS, driver_timeout=1e9, report_timeout=0.0)
+    conf = CoordinatorConf(host_timeout=host_seconds, driver_timeout=1e9, report_timeout=0.0)
     begun = time.time() - time.monotonic()
-    coordinator = Coordinator(lambda: begun + time.monotonic(), CheckpointStorage.open, conf)
+    coordinator = Coordinator(lambda: begun + time.monotonic(), CheckpointStorage.open, conf, probe=probe_address)
     LeaseWatch(coordinator, lambda hosts, queries: None, lambda: None).loop().start()
     serve(coordinator, address)
     host_files = Path(checkpoint, "hosts")
@@ -101,6 +101,7 @@ def main(checkpoint: str, address: str, machines: list[str]) -> None:
             operators=(OperatorSpec(OPERATOR, PARTITIONS, OperatorSchema.of_rows(STATE).to_json()),),
             key_groups=GROUPS,
             maintenance_interval=1.0,
+            standby_replicas=1,
         )
     )
     assert registered.refusal is None, registered.refusal
@@ -119,13 +120,14 @@ def main(checkpoint: str, address: str, machines: list[str]) -> None:
 
 
 def audit(checkpoint: str, machines: list[str]) -> None:
-    """Ask for all accounts again and again, at whatever host answers."""
+    """Ask for all accounts again and again, at whatever host answers: exact answers, and those of copies, in turns."""
     seen = 0
     with QueryableStateClient.connect(address=[f"{m}:{QUERY_PORT}" for m in machines], token=TOKEN) as client:
         while True:
             try:
                 said = auditor.audit(client, max(seen, auditor.committed(checkpoint)))
                 seen = max(seen, int(said.split()[1])) if said.startswith("answer") else seen
+                print(auditor.audit_copies(client, seen), flush=True)
             except QueryableStateError as error:
                 said = f"late {type(error).__name__}: {error}"
             print(said, flush=True)
@@ -133,4 +135,4 @@ def audit(checkpoint: str, machines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4:])

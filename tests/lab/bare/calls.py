@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from backends.exceptions import StateStoreError
@@ -41,14 +41,17 @@ class RemoteCoordinator(CoordinatorPort):
 
 
 def serve(coordinator: Coordinator, address: str) -> None:
-    """Answer each message in its own thread, as long as the process lives."""
-    listener = Listener((address, PORT), authkey=KEY, backlog=100)
+    """Answer each message in its own thread, as long as the process lives.
+
+    A caller also proves there that it has the key: ``accept`` would wait for a caller that is cut off.
+    """
+    listener = Listener((address, PORT), backlog=100)
 
     def accept() -> None:
         while True:
             try:
                 link = listener.accept()
-            except (OSError, EOFError, AuthenticationError):
+            except OSError:
                 continue  # who has called is gone
             threading.Thread(target=_answer, args=(coordinator, link), daemon=True).start()
 
@@ -58,8 +61,10 @@ def serve(coordinator: Coordinator, address: str) -> None:
 def _answer(coordinator: Coordinator, link: Connection) -> None:
     with link:
         try:
+            deliver_challenge(link, KEY)
+            answer_challenge(link, KEY)
             method, args, kwargs = link.recv()
-        except (OSError, EOFError):
+        except (OSError, EOFError, AuthenticationError):
             return
         answer: Any
         try:

@@ -1,4 +1,4 @@
-"""A state host on a machine: ``python -m tests.lab.bare.host COORDINATOR ADDRESS NUMBER HOST_FILES``.
+"""A state host on a machine: ``bare.host COORDINATOR ADDRESS NUMBER HOST_FILES BEAT_SECONDS``.
 
 As ``spark_bridge.host_actor`` around ``Host``, without Ray: two servers, a heartbeat, maintenance.
 """
@@ -30,11 +30,10 @@ from tests.lab.bare.calls import RemoteCoordinator
 
 TOKEN = "the-lab's"
 QUERY_PORT = 7001
-BEAT_SECONDS = 0.2
 BEATS_TO_MAINTENANCE = 10
 
 
-def main(coordinator_address: str, address: str, number: str, host_files: str) -> None:
+def main(coordinator_address: str, address: str, number: str, host_files: str, beat_seconds: float) -> None:
     """Serve until the machine ends, or another incarnation is the host."""
     coordinator = RemoteCoordinator(coordinator_address)
     host: Host
@@ -69,7 +68,7 @@ def main(coordinator_address: str, address: str, number: str, host_files: str) -
     print("serves", flush=True)
     beats = 0
     while host.replaced is None:
-        time.sleep(BEAT_SECONDS)
+        time.sleep(beat_seconds)
         try:
             host.heartbeat()
             beats += 1
@@ -81,4 +80,4 @@ def main(coordinator_address: str, address: str, number: str, host_files: str) -
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]))

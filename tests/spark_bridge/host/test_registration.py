@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.exceptions import UnknownRunError
-from spark_bridge.host.registration import REGISTER_SECONDS
+from coordinator_actor.exceptions import HostUnavailableError, UnknownRunError
+from coordinator_actor.handlers.registries import Loss
+from spark_bridge.host.registration import REGISTER_SECONDS, SUSPECT_SECONDS
 from tests.coordinator_actor.coordinator_world import World
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task
+from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 
 
 def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) -> None:
@@ -44,3 +46,39 @@ def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) 
     owners[1].heartbeat()
     found: Any = host.grants.for_read("run1", "op", 1)
     assert found.owner == owners[1].info
+
+
+def test_tasks_report_the_owner_that_they_cannot_reach(tmp_path: Path) -> None:
+    """The next owner is found although the answer of the coordinator about the batch would be used for a second."""
+    world = World(tmp_path)
+    now = 0.0
+    c = world.coordinator(0)
+    hosts = [make_host(world, c, i, tmp_path, clock=lambda: now) for i in (0, 1)]
+    assert c.register_query(reg(world)).refusal is None
+    plan_spark(world, 0)
+    host, dead = hosts
+    p = next(p for p in (0, 1) if host.open(task(0, p)).redirect is not None)
+    sent: Counter[str] = Counter()
+    for message in ("suspect_host", "open_batch"):
+        host.port.before[message] = lambda *_, message=message: sent.update([message])
+    for _ in range(20):
+        assert host.open(replace(task(0, p), unreachable=dead.info.address)).redirect == dead.info.address
+    assert sent == {"suspect_host": 1}
+    c.registries.hosts.lose(c.registries.hosts.leases["h1"], Loss.REFUSED, 0.0)
+    now += SUSPECT_SECONDS
+    assert host.open(task(0, p)).redirect == dead.info.address, "a task that has not tried goes by the last answer"
+    assert host.open(replace(task(0, p), unreachable=dead.info.address)).redirect is None
+    assert sent == {"suspect_host": 2, "open_batch": 1}
+
+
+def test_a_coordinator_that_does_not_answer_a_report_fails_no_task(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    host = make_host(world, c := world.coordinator(0), 0, tmp_path)
+    assert c.register_query(reg(world)).refusal is None
+    plan_spark(world, 0)
+
+    def away(address: str) -> None:
+        raise HostUnavailableError("the coordinator is away")
+
+    host.port.before["suspect_host"] = away
+    assert host.open(replace(task(0), unreachable="grpc://10.0.0.9:1")).redirect is None

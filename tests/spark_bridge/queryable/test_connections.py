@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -296,6 +297,53 @@ def test_no_listener_and_no_token(connections: KvConnections) -> None:
         for _ in range(100):  # none of these connections counts as open
             with pytest.raises(AccessDeniedError, match="wrong, or was revoked"):
                 get(strangers, server.server_address, b"k")
+
+
+def test_the_address_that_takes_no_connection_is_remembered_once(connections: KvConnections) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(HostUnavailableError):
+        get(connections, address, b"k")
+    assert connections.take_unreachable() == address
+    assert connections.take_unreachable() == ""
+
+
+def test_a_request_to_a_silent_machine_is_not_sent_there_again(connections: KvConnections) -> None:
+    """The kernel reports ``ETIMEDOUT`` when its packets are not acknowledged for 4 s."""
+
+    class Silent:
+        def __init__(self, connected: socket.socket) -> None:
+            self._connected = connected
+
+        def recv_into(self, into: Any) -> int:
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._connected, name)
+
+    with serving(MemoryReads({b"k": b"v"})) as (server, _):
+        address = server.server_address
+        assert get(connections, address, b"k") == b"v"
+        (connection,) = connections._pools[address].idle
+        connection._sock = Silent(connection._sock)  # type: ignore[assignment]
+        with pytest.raises(HostUnavailableError, match="does not answer any more"):
+            get(connections, address, b"k")
+        assert connections._pools[address].num_open == 0, "no new connection was opened"
+        assert connections.take_unreachable() == address
+
+
+def test_kernel_gives_up_a_silent_machine_within_four_seconds(connections: KvConnections) -> None:
+    with serving(MemoryReads({b"k": b"v"})) as (server, _):
+        address = server.server_address
+        get(connections, address, b"k")
+        (connection,) = connections._pools[address].idle
+
+        def option(name: str) -> int:
+            return connection._sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+
+        assert connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert option("TCP_USER_TIMEOUT") == 4000
+        assert option("TCP_KEEPIDLE") + option("TCP_KEEPCNT") * option("TCP_KEEPINTVL") <= 4
 
 
 def test_a_stream_gives_its_rows_and_its_connection_back(connections: KvConnections) -> None:

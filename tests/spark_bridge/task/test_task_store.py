@@ -31,7 +31,7 @@ from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.state_task import StateTask, partitions_of
 from spark_bridge.task.task_store import StagedChanges, TaskStore
 from spark_bridge.transport import flight_client
-from spark_bridge.transport.protocol import OpenReply
+from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
@@ -370,6 +370,28 @@ def test_tasks_of_a_worker_share_the_knowledge_of_a_lost_host(
         store(served, 1, p).commit(OperatorFigures())
         assert gone not in {address for address, _ in task_client._owners.values()}
     assert gone not in called, "a connection of the first batch has shown that the host is gone"
+
+
+def test_a_task_says_which_owner_it_cannot_reach_and_asks_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, str]] = []
+    slept: list[float] = []
+
+    class Asked:
+        def __init__(self, address: str, *_: object, **__: object) -> None:
+            self.address = address
+
+        def open(self, asked: TaskIdentity) -> OpenReply:
+            opened.append((self.address, asked.unreachable))
+            if self.address == "dead":
+                raise HostUnavailableError("connection refused")
+            return OpenReply("dead" if len(opened) < 8 else None, 0, 1024, SCHEMA)
+
+    monkeypatch.setattr(task_client, "client_for", Asked)
+    monkeypatch.setattr(task_client.time, "sleep", slept.append)
+    TaskStore(task(0), 2, 1024, Endpoints(("host",), "token", "", PATIENCE)).open()
+    task_client._owners.clear()
+    assert opened == [("host", ""), ("dead", ""), *[("host", "dead"), ("dead", "")] * 3, ("host", "dead")]
+    assert slept == [0.02, 0.04, 0.08, 0.1]
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:

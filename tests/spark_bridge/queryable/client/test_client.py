@@ -479,6 +479,17 @@ def test_short_timeout_bounds_the_wait_for_the_coordinator(filled: Cluster, monk
         entry.locate("totals", None, time.monotonic() - 1)
 
 
+def test_a_client_tells_the_coordinator_which_host_takes_no_connection(filled: Cluster) -> None:
+    told: list[str] = []
+    filled.c.suspect_host = told.append  # type: ignore[method-assign]
+    entry = CoordinatorDiscovery(filled.c)
+    unreachable = ["10.0.0.1:9"]
+    entry.take_unreachable = lambda: unreachable.pop() if unreachable else ""
+    for _ in range(2):
+        entry.locate("totals", None, time.monotonic() + PATIENCE)
+    assert told == ["10.0.0.1:9"]
+
+
 def test_no_operators_without_queries(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
     entry = CoordinatorDiscovery(World(tmp_path).coordinator())

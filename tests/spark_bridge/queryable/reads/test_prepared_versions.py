@@ -151,6 +151,21 @@ def test_host_without_a_lease_answers_until_spark_continues_without_it(make):
             read(w)
 
 
+def test_host_that_is_cut_off_for_long_finds_later_commits_of_spark(make):
+    """Spark removes old records, so that of the first batch which the host has missed may be gone."""
+    w = make()
+    w.batch(filled(1))
+    w.port.c = Silence()
+    w.ahead += HostOrders(known=True).lease_seconds
+    for batch in (1, 2, 3):
+        w.world.commit_spark(batch)
+    for batch in (0, 1):
+        (w.world.root / "ck" / "commits" / str(batch)).unlink(missing_ok=True)
+    for read in READS.values():
+        with pytest.raises(HostUnavailableError, match="cable is cut"):
+            read(w)
+
+
 def test_commit_log_is_read_only_while_a_commit_may_be_missing(make):
     w = make()
     w.batch(filled(1))

@@ -19,6 +19,11 @@ class Source:
         self.ended: set[str] = set()
         self.away = False
         self.pause = 0.0
+        self.suspected: list[str] = []
+
+    def suspect_host(self, address: str) -> None:
+        self._answer()
+        self.suspected.append(address)
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         self._answer()

@@ -122,3 +122,15 @@ def test_locations_of_an_oracle_that_was_given_need_no_coordinator() -> None:
     assert (location.owners[1].query_address, location.operator.num_partitions, source.fetched) == ("ip:9", 2, 0)
     with pytest.raises(UnknownOperatorError, match="'op'"):
         oracles.location("r1", "other")
+
+
+def test_coordinator_is_told_of_a_host_that_takes_no_connection() -> None:
+    now, unreachable = [100.0], ["ip:9"]
+    source = Source()
+    source.running["q1"] = oracle_of("r1", "ip:9")
+    oracles = LocationCache(source, lambda: now[0], lambda: unreachable.pop() if unreachable else "")
+    oracles.update("q1", source.running["q1"])
+    for _ in range(3):
+        oracles.refresh("r1")
+        now[0] += 1
+    assert (source.suspected, source.fetched) == (["ip:9"], 3)
