@@ -625,7 +625,8 @@ class PartitionLoader:
         lineage = lease.lineage()
         what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {run_id})"
         try:
-            with self._loads.watching(key, what, lease, is_abandoned) as watch:
+            is_ahead = key.kind is Kind.SAVEPOINT
+            with self._loads.watching(key, what, lease, is_abandoned, is_ahead=is_ahead) as watch:
                 directory = partition_directory(spec.name, spec.num_partitions, partition)
 
                 def loaded_copy() -> PartitionState:
