@@ -76,6 +76,11 @@ class StateStoreConf:
     - ``load_threads``, ``upload_threads``: how many files of one store are fetched, or uploaded, at once.
     - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
 
+    Local disk:
+
+    - ``local_disk_bytes``: the most bytes of a host's local copies. Partitions that do not fit are evicted when they
+      are not used, and are loaded again from the checkpoint. None: what the file system has free.
+
     RocksDB:
 
     - ``rocksdb_row_cache_bytes``: memory for pairs that were read, shared by all stores of the process. With it, bulk
@@ -107,6 +112,7 @@ class StateStoreConf:
     load_threads: int = 4
     upload_threads: int = 2
     file_snapshot_part_bytes: int = 64 * _MIB
+    local_disk_bytes: int | None = None
     rocksdb_row_cache_bytes: int | None = None
     rocksdb_block_cache_bytes: int | None = None
     rocksdb_write_buffer_bytes: int | None = None
@@ -145,6 +151,8 @@ class StateStoreConf:
         self._check_range("upload_threads", 1, 256)
         self._check_range("file_snapshot_part_bytes", 4 << 10, None)
         self._check_range("host_memory", 16 * _MIB, None)
+        if self.local_disk_bytes is not None:
+            self._check_range("local_disk_bytes", _MIB, None)
         for name, low in (
             ("rocksdb_row_cache_bytes", 0),
             ("rocksdb_block_cache_bytes", _MIB),

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import keep_pandas_out
 from backends.encoding.schema import StateSchema
 from backends.formats.changelog import Changes
@@ -51,13 +51,18 @@ SWITCH_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class TasksOf:
-    """The tasks of a batch that ask one host first; each task changes ``keys`` keys, and ``slots`` run at once."""
+    """The tasks of a batch that ask one host first; each task changes ``keys`` keys, and ``slots`` run at once.
+
+    The keys are drawn from ``of_keys``. With ``reads`` a task reads them before it changes them.
+    """
 
     run_id: str
     batch: int
     keys: int
     slots: int
     tasks: Sequence[tuple[str, int]]
+    of_keys: int = MAX_KEYS
+    reads: bool = False
 
 
 class HostHere(Host):
@@ -81,7 +86,13 @@ class HostHere(Host):
             opened = self.open(task)
         if opened.redirect is not None:
             return opened.redirect
-        self.commit(task, changes(partition, batch, given.keys), {})
+        changed = changes(partition, batch, given.keys, given.of_keys)
+        if given.reads:
+            keys = changed.families[DEFAULT_FAMILY].keys
+            values = self.reads.get_many(given.run_id, operator, partition, batch, keys)
+            if values.null_count:
+                raise AssertionError(f"{values.null_count} of {len(keys)} keys of partition {partition} are missing.")
+        self.commit(task, changed, {})
         return None
 
     def maintain(self) -> None:
@@ -94,14 +105,14 @@ class HostHere(Host):
         super().close()
 
 
-def changes(partition: int, batch: int, keys: int) -> Changes:
+def changes(partition: int, batch: int, keys: int, of_keys: int = MAX_KEYS) -> Changes:
     """Return changes of so many keys of a partition, the same ones for the same batch."""
     rng = np.random.default_rng((partition, batch))
-    drawn = np.sort(rng.choice(MAX_KEYS, keys, replace=False, shuffle=False)).astype(">i8")
-    return Changes.of(_binary(drawn.tobytes(), 8), _binary(rng.bytes(16 * keys), 16))
+    drawn = np.sort(rng.choice(of_keys, keys, replace=False, shuffle=False)).astype(">i8")
+    return Changes.of(binary(drawn.tobytes(), 8), binary(rng.bytes(16 * keys), 16))
 
 
-def _binary(data: bytes, width: int) -> pa.BinaryArray:
+def binary(data: bytes, width: int) -> pa.BinaryArray:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data) // width, [None, pa.py_buffer(data)]).cast(
         pa.binary()
     )
@@ -230,7 +241,9 @@ AT_EACH_CALL = 1e-3
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a stream is. ``keys`` are changed in each partition in each batch.
+    """How large a stream is. In each batch ``keys`` of ``of_keys`` are changed in each partition.
+
+    With ``reads`` tasks read them first.
 
     ``slots`` tasks run at once, the same number at each host; 0: all of them. ``retain`` versions before the completed
     one are kept.
@@ -243,6 +256,8 @@ class Shape:
     slots: int = 0
     maintenance: int = 10
     retain: int = 10
+    of_keys: int = MAX_KEYS
+    reads: bool = False
 
     @property
     def slots_of_a_host(self) -> int:
@@ -356,7 +371,10 @@ class PlayedStream:
                 asked.setdefault(address, []).append(task)
             self._owners.update(left)
             given = {
-                address: TasksOf(self.registration.run_id, self.batch, shape.keys, shape.slots_of_a_host, tasks)
+                address: TasksOf(
+                    *(self.registration.run_id, self.batch, shape.keys, shape.slots_of_a_host, tasks),
+                    *(shape.of_keys, shape.reads),
+                )
                 for address, tasks in asked.items()
             }
             answers = [self.cluster.threads.submit(players[address].run, tasks) for address, tasks in given.items()]

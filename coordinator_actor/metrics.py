@@ -118,6 +118,9 @@ host counter statestore_keys_read_total{host}: Keys that tasks have read.
 host counter statestore_keys_written_total{host}: Keys that tasks have written.
 host gauge statestore_loads_under_way{host}: Partitions that are being loaded now.
 host gauge statestore_waiting_commits{host}: Commits that wait for room in host_memory.
+host counter statestore_disk_evictions_total{host}: Partitions that were evicted because the local disk was full.
+host counter statestore_disk_evicted_bytes_total{host}: Bytes of their local files.
+host counter statestore_disk_reread_bytes_total{host}: Bytes that were read from storage because they were evicted.
 host gauge statestore_memory_bytes{host, kind}: Memory that a host holds, by what holds it.
 host gauge statestore_memory_limit_bytes{host}: The option host_memory.
 host gauge statestore_keys{host, query, operator, partition}:

@@ -110,6 +110,7 @@ MAX_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
 HOST_METRICS_SECONDS = 5.0
 """Seconds between two collections of a host's figures. A collection costs some microseconds per partition."""
+_DISK_COUNTS = ("evictions", "evicted_bytes", "reread_bytes")
 _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 
@@ -140,6 +141,8 @@ class HostMetrics:
             self._sink.set("statestore_memory_bytes", nbytes, kind=kind)
         self._sink.set("statestore_loads_under_way", len(described["loading"]))
         self._sink.set("statestore_waiting_commits", described["waiting_commits"])
+        for name in _DISK_COUNTS:
+            self._total(f"statestore_disk_{name}_total", described["disk"][name])
         self._publish_partitions(described["instances"], names)
         self._publish_requests()
 

@@ -22,13 +22,14 @@ from backends.formats.manifest import SnapshotDescriptor, SnapshotFile, Snapshot
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest, file_digest
+from backends.storage.requests import FetchingLoad
 
 _INLINE_BYTES = 64 << 10
 _TOGETHER_BYTES = 256 << 10
 """Larger SST files are stored separately: an object with several files lives as long as one of them is needed."""
 
 
-class Watch(Protocol):
+class Watch(FetchingLoad, Protocol):
     """Receives the progress of ``download``; see ``backends.partition.load_watch.LoadWatch``."""
 
     def expect(self, files: int, nbytes: int) -> None:
@@ -248,7 +249,7 @@ def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef, data: bytes | 
 def download(
     storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int, watch: Watch
 ) -> None:
-    """Fetch a snapshot's files into a local directory, ``threads`` at once.
+    """Fetch a snapshot's files into a local directory, ``threads`` at once, each when it is the load's turn.
 
     Files that an earlier call fetched completely before it failed are not fetched again. Raises ``MissingFileError`` or
     ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another backend's snapshot.
@@ -261,6 +262,10 @@ def download(
     stored = [(entry.file, into / entry.name) for entry in snapshot.files if entry.file is not None]
     watch.expect(len(stored), sum(ref.size for ref, _ in stored))
     together = read_together(storage, [ref for ref, target in stored if ref.within is not None and not target.exists()])
+
+    def fetch_alone(ref: FileRef, target: Path) -> None:
+        with storage.fetch_turn(watch):
+            fetch(ref, target)
 
     def fetch(ref: FileRef, target: Path) -> None:
         draft = target.with_name(f"{target.name}.draft")
@@ -290,7 +295,7 @@ def download(
     if not alone:
         return
     with Pool(threads, thread_name_prefix="statestore-load") as pool:
-        fetches = [pool.submit(fetch, ref, target) for ref, target in alone]
+        fetches = [pool.submit(fetch_alone, ref, target) for ref, target in alone]
         try:
             for fetched in fetches:
                 fetched.result()

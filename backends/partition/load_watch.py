@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from backends.exceptions import LoadEndedError
 
 log = logging.getLogger(__name__)
 
+_numbers = itertools.count()
 LOG_SECONDS = 10.0
 """A load that takes longer is logged with its progress, once in this many seconds."""
 
@@ -49,9 +51,10 @@ class LoadWatch:
     """Counts the work of one load. ``what`` names the load in logs.
 
     ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
-    ``LoadEndedError``. ``on_step`` is called after each step, in the thread that loads. Threads that fetch files call
-    ``begin_file`` and ``end_file``; the lock is held briefly. Reading the progress iterates over the files that are
-    being fetched, which are at most ``load_threads``.
+    ``LoadEndedError``. While ``is_ahead`` is true, loads that are waited for fetch their files first; ``number`` is the
+    load's place in the order of all loads. ``on_step`` is called after each step, in the thread that loads. Threads
+    that fetch files call ``begin_file`` and ``end_file``; the lock is held briefly. Reading the progress iterates over
+    the files that are being fetched, which are at most ``load_threads``.
     """
 
     def __init__(
@@ -59,13 +62,18 @@ class LoadWatch:
         what: str = "a partition",
         *,
         is_abandoned: Callable[[], bool] = lambda: False,
+        is_ahead: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what = what
+        self.number = next(_numbers)
         self.ended: str | None = None
         self.is_over = False
+        self.reserve: Callable[[int], None] | None = None
+        """Called with the bytes of files before they are fetched. May raise ``LocalDiskFullError``."""
         self._is_abandoned = is_abandoned
+        self._is_ahead = is_ahead
         self._on_step = on_step
         self._clock = clock
         self._id = uuid.uuid4().hex
@@ -88,11 +96,19 @@ class LoadWatch:
             )
 
     @property
+    def is_ahead(self) -> bool:
+        """Return whether no task and no reader waits for the load now."""
+        return self._is_ahead()
+
+    @property
     def is_wanted(self) -> bool:
         """Return whether the load is to continue, as far as is known before its next step."""
         return self.ended is None and not self._is_abandoned()
 
     def expect(self, files: int, nbytes: int) -> None:
+        """Add files to those that the load needs. Raises ``LocalDiskFullError`` if there is no room for them."""
+        if self.reserve is not None:
+            self.reserve(nbytes)
         with self._lock:
             self._of_files += files
             self._of_bytes += nbytes

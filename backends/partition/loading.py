@@ -23,7 +23,7 @@ import pyarrow as pa
 from backends import exceptions, fault_points
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.engine import BufferedEngine, StateEngine, backend_of
+from backends.engines.engine import BufferedEngine, StateEngine, backend_of, writing_to
 from backends.exceptions import ConcurrentCommitError
 from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog
@@ -43,7 +43,7 @@ class Scratch:
     """Short-lived directories below ``root``, which is created with the first one."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = self._root = root
 
     def kept(self, name: str) -> Path:
         """Return the directory of a name; create it if necessary. It stays until ``drop_kept`` or ``clear``."""
@@ -350,7 +350,20 @@ class Loading:
         descriptor = snapshot.read_descriptor(context.storage, ref)
         directory = context.scratch.kept(ref.file.path)
         threads = context.conf.load_threads
-        snapshot.download(context.storage, descriptor, context.backend, directory, threads, self._watch)
+        download = partial(
+            snapshot.download, context.storage, descriptor, context.backend, directory, threads, self._watch
+        )
+        try:
+            with writing_to(directory):
+                download()
+        except exceptions.LocalDiskFullError:
+            if self._engine.state == LocalState():
+                raise
+            # The engine's own files, which the snapshot replaces, take the room.
+            self._engine.clear()
+            self.version, self.head = 0, None
+            directory.mkdir(parents=True, exist_ok=True)
+            download()
         try:
             fault_points.reached("load:downloaded")
             self.version, self.head = 0, None

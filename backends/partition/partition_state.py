@@ -72,6 +72,11 @@ class SnapshotUploads:
         self.bytes_written = 0
         self.milliseconds = 0.0
 
+    @property
+    def is_uploading(self) -> bool:
+        """Whether a snapshot is being uploaded."""
+        return self._uploading.locked()
+
     def store(self, earlier: SnapshotRef | None) -> SnapshotRef:
         """Upload the completed version, except the files that ``earlier`` has.
 
@@ -399,6 +404,16 @@ class PartitionState:
     def is_whole(self) -> bool:
         """Whether the engine is at the completed version. A write that ended midway leaves the engine at no version."""
         return self._engine.state.head == self._versions.head
+
+    @property
+    def fetched_dir(self) -> Path:
+        """The directory of the files that loads have fetched and the engine does not have yet."""
+        return self._local.scratch.root
+
+    def drop_local_files(self) -> None:
+        """Begin again with the empty version 0 after a failed load, to make room for others on the disk."""
+        self._local.scratch.drop_kept()
+        self.load(Lineage(0))
 
     def newest(self) -> tuple[int, str | None]:
         """Return the version including all accepted changes, and its head."""

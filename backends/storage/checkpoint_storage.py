@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from backends.storage.hdfs_files import HdfsClients, HdfsFiles
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import FileRef, Location, digest, file_digest, parse_location
 from backends.storage.object_files import MAX_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
-from backends.storage.requests import BucketTraffic, RequestCounts, RequestSender, buckets_of_process
+from backends.storage.requests import BucketTraffic, FetchingLoad, RequestCounts, RequestSender, buckets_of_process
 
 OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 """Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""
@@ -64,13 +65,14 @@ class CheckpointStorage:
             self._files = ObjectFiles(stores, location.prefix, self._note_more)
         # Storage in the memory of the process is never late.
         has_hedges = location.kind not in ("local", "memory")
+        self._traffic = None if self.is_local else buckets.of(stores.bucket, with_hedges=has_hedges)
         self._sender = RequestSender(
             self.location,
             clock=clock,
             sleep=sleep,
             retry_seconds=retry_seconds,
             counts=requests,
-            traffic=None if self.is_local else buckets.of(stores.bucket, with_hedges=has_hedges),
+            traffic=self._traffic,
             renew=stores.renew,
         )
 
@@ -203,6 +205,10 @@ class CheckpointStorage:
 
         self._sender.send("write", ref.path, put)
         return ref
+
+    def fetch_turn(self, load: FetchingLoad) -> AbstractContextManager[None]:
+        """Wait until a load may fetch its next large file, and hold that place within the block; see ``FetchTurns``."""
+        return nullcontext() if self._traffic is None else self._traffic.turns.turn(load)
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
         """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""

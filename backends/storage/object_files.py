@@ -151,7 +151,7 @@ PART_BYTES, _PARTS_AT_ONCE, _MAX_PARTS = 8 << 20, 4, 10_000
 """The bytes of a part of a multipart upload, the number of parts that are uploaded at once, and the most parts that S3
 accepts.
 """
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 
 
 class ObjectFiles:

@@ -152,6 +152,48 @@ def run_restart(size: Size, steps: Steps) -> Measured:
     return measured
 
 
+# -- a large state on object storage starts on an empty disk
+
+COLD, FLOOR, SHARE = "start to the first batch", "the bytes alone, at the bandwidth", "times the floor"
+BANDWIDTH, LATENCY = 200e6, 0.05
+COLD_KEYS = 10_000
+
+
+def run_cold(size: Size, steps: Steps) -> Measured:
+    """Start a query whose state is on S3 on a host with an empty disk, several times."""
+    from cold_start import filled, start
+    from s3_files import file_s3
+
+    from backends.conf import StateStoreConf
+
+    conf = StateStoreConf(host_memory=1 << 30)
+    measured = Measured({OURS: Contestant("one host in a separate process, whose tasks all run at once", {}, True)})
+    steps.expect(size["turns"] + 1)
+    with directory() as root:
+        steps.now(f"filling {size['keys']:,} keys")
+        with filled(root, size["keys"], size["partitions"], COLD_KEYS, conf) as state:
+            steps.advance()
+            floor = state.nbytes / BANDWIDTH
+            with file_s3(root, LATENCY, BANDWIDTH) as s3:
+                starts = []
+                for turn in range(size["turns"]):
+                    steps.now(f"start {turn + 1} of {size['turns']}")
+                    starts.append(start(state, s3, root / "cold-host", conf))
+                    steps.advance()
+    measured.cases += [
+        Case(COLD, "s", {OURS: [[one.first_batch] for one in starts]}),
+        Case(FLOOR, "s", {OURS: [[floor]]}),
+        Case(SHARE, "times", {OURS: [[one.first_batch / floor] for one in starts]}),
+    ]
+    measured.notes.append(
+        f"{state.nbytes / 1e9:.2f} GB of RocksDB's files in {size['partitions']} partitions. Each request to storage "
+        f"takes {LATENCY * 1e3:g} ms, and all of them together have {BANDWIDTH / 1e6:g} MB/s. The first batch reads "
+        f"and writes {COLD_KEYS:,} keys; the time begins with the registration of the query. The server is a process "
+        "on the same cores."
+    )
+    return measured
+
+
 # -- savepoints beside a stream, and other partition counts
 
 BESIDE, WITHOUT = "beside a savepoint", "without one"
@@ -472,6 +514,20 @@ COLD_RESTART = Comparison(
     targets=(Target.times("cold restart of 10^7 keys, as fast as native or faster", RESTART, OURS, 1, NATIVE),),
     in_smoke=False,
 )
+COLD_START = Comparison(
+    name="cold-start",
+    title="Recovery: start of a large state from object storage",
+    about="A state on S3 (50 ms a request, 200 MB/s) starts on a host whose local disk is empty, without Spark.",
+    run=run_cold,
+    sizes={
+        "full": dict(keys=100_000_000, partitions=8, turns=5),
+        "smoke": dict(keys=2_000_000, partitions=4, turns=1),
+    },
+    minutes={"full": 15, "smoke": 3},
+    targets=(Target.at_most("cold start of 10^8 keys (3 GB), beside the transfer alone", SHARE, OURS, 1.2, "times"),),
+    in_smoke=False,
+    picture="",
+)
 SAVEPOINTS = Comparison(
     name="savepoint",
     title="Savepoint and rescale",
@@ -511,4 +567,4 @@ SURGERY = Comparison(
     environments=(VENV42,),
     in_smoke=False,
 )
-COMPARISONS = (HOST_KILL, COLD_RESTART, SAVEPOINTS, SURGERY)
+COMPARISONS = (HOST_KILL, COLD_RESTART, COLD_START, SAVEPOINTS, SURGERY)

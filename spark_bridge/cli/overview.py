@@ -34,6 +34,8 @@ def status_view(overview: model.Overview) -> RenderableType:
     parts.append(queries_view(overview.queries))
     if overview.source == model.CLUSTER:
         parts.append(hosts_view(overview.hosts))
+        if any(host.loading for host in overview.hosts):
+            parts.append(loads_view(overview.hosts))
     parts.append(faults_view(overview.faults))
     if overview.source == model.STORAGE:
         parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
@@ -71,6 +73,9 @@ def queries_view(queries: Iterable[model.Query]) -> Table:
             query.epoch,
         )
     return view
+
+
+SHOWN_LOADS = 20
 
 
 def standby_copies(query: model.Query) -> str:
@@ -115,6 +120,13 @@ def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
             model.duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
         )
     return view
+
+
+def loads_view(hosts: Iterable[model.HostOverview]) -> RenderableType:
+    """Return a line per load under way, with its progress; at most ``SHOWN_LOADS`` of them."""
+    loads = [f"{host.host_id} loads {load}" for host in hosts for load in host.loading]
+    more = [f"and {len(loads) - SHOWN_LOADS} more loads"] if len(loads) > SHOWN_LOADS else []
+    return Text("\n".join([*loads[:SHOWN_LOADS], *more]))
 
 
 def faults_view(faults: Iterable[model.Fault]) -> RenderableType:
@@ -407,6 +419,8 @@ def top_view(overview: model.Overview) -> RenderableType:
     ]
     if overview.source == model.CLUSTER:
         parts.append(hosts_view(overview.hosts))
+        if any(host.loading for host in overview.hosts):
+            parts.append(loads_view(overview.hosts))
     parts.append(faults_view(overview.faults))
     return Group(*parts)
 

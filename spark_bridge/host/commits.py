@@ -7,6 +7,7 @@ accepted version is completed, for readers to see, when Spark has committed the 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -404,7 +405,7 @@ class Acknowledgements:
 
 
 class TaskCommits:
-    """Commits the changes of tasks, each under its partition's ``commit_lock``."""
+    """Commits the changes of tasks, each under its partition's ``commit_lock``. ``on_commit`` is called after each."""
 
     def __init__(
         self,
@@ -413,7 +414,9 @@ class TaskCommits:
         prepared: PreparedVersions,
         counters: Counters,
         groups: GroupCommits,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_commit = on_commit
         self._registration = registration
         self._cache = cache
         self._prepared = prepared
@@ -482,6 +485,8 @@ class TaskCommits:
             attempts.accept(version, task.attempt)
             instance.acknowledged[version] = message
             self._prepared.accepted(instance.registration, version, under)
+            instance.in_use_until = -math.inf  # its changes are in storage
+        self._on_commit()
         done = time.perf_counter()
         self._counters.count("commits")
         self._counters.count("keys_written", changes.num_changes)

@@ -31,6 +31,7 @@ from spark_bridge.host.commits import GroupCommits, TaskCommits
 from spark_bridge.host.exports import SavepointExports, pin_scans, scans_read_back
 from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.instances import Counters, Instance, PartitionFiles, spec_of
+from spark_bridge.host.local_disk import IN_USE_SECONDS, LocalDisk
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_loader import PartitionLoader
@@ -228,20 +229,26 @@ class Host:
         for forget in (self.grants.forget, self.version_requests.forget, self.completed.forget, self.loads.end_run):
             cache.on_run_forgotten(forget)
         cache.on_run_ended(self.loads.forget_failures)
-        self.loader = PartitionLoader(registration, cache, self.loads, self.files, self.completed, self.counters, clock)
+        self.disk = LocalDisk(local_dir, conf.local_disk_bytes, clock)
+        self.loader = PartitionLoader(
+            registration, cache, self.loads, self.files, self.completed, self.counters, clock, self.disk
+        )
         self.hand_overs = HandOvers(info, cache, self.loader, self.completed, clock)
         self.prepared = PreparedVersions(
             registration, cache, self.completed, self.files.open_storage, self.hand_overs.gives
         )
         self.group_commits = GroupCommits(conf.commit_linger, self.memory, clock)
         cache.on_run_ended(self.group_commits.forget)
-        self.task_commits = TaskCommits(registration, cache, self.prepared, self.counters, self.group_commits)
+        self.task_commits = TaskCommits(
+            registration, cache, self.prepared, self.counters, self.group_commits, self.disk.notify
+        )
         self.reads = PartitionReads(
             registration, cache, self.loader, self.grants, self.completed, self.prepared, self.counters
         )
         self.maintenance = Maintenance(
             registration, cache, self.version_requests, self.counters, self.memory, conf, clock
         )
+        self.maintenance.on_maintenance(self.loader.keep_within_disk)
         self.exports = SavepointExports(
             info,
             partial(pin_scans, cache),
@@ -285,6 +292,8 @@ class Host:
         with self.cache.lock:
             if instance.invocations_of != task.batch_id:
                 instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked
+            instance.in_use_until = asked + IN_USE_SECONDS
+            instance.note_use()
             earlier = instance.invocations.setdefault(task.attempt, task.invocation)
         if earlier != task.invocation:
             raise PartitionMismatchError(
@@ -370,6 +379,7 @@ class Host:
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
             "row_cache": self.memory.row_cache_counts(),
             "waiting_commits": self.memory.num_waiting,
+            "disk": self.disk.describe(),
             "storage_requests": self.files.requests.read(),
             "storage_trouble": self.files.requests.trouble.read(),
             "instances": described,

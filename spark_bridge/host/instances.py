@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import shutil
@@ -27,6 +28,7 @@ from backends.storage.object_files import SharedObjects
 from backends.storage.requests import RequestCounts
 from coordinator_actor.messages import Acknowledge, OperatorFigures, OperatorSpec, QueryRegistration
 
+_uses = itertools.count(1)
 REMEMBERED_COMMITS = 4
 """A host keeps the figures of at most this many commits: progress is often asked for when the next batch has begun."""
 InstanceKey = tuple[str, str, int]
@@ -87,6 +89,10 @@ class Instance:
     """Whether a query has read the partition since the last maintenance, which unloads unread partitions of ended
     queries.
     """
+    last_use: int = 0
+    """Grows with each use by a task or a reader: the least recently used partition has the lowest number."""
+    in_use_until: float = -math.inf
+    """Until when a task is expected to commit, by the host's clock; not evicted before, if anything else can be."""
     key_windows: KeyWindows | None = None
     kept_since: float = 0.0
     """When the last unfinished load of the partition ended, by the host's clock. The partition's loading lock guards
@@ -97,6 +103,14 @@ class Instance:
     def key(self) -> InstanceKey:
         """Identify the partition of a state, independent of the run of its query."""
         return key_of(self.registration, self.operator, self.partition)
+
+    def note_use(self) -> None:
+        """Record that a task uses the partition."""
+        self.last_use = next(_uses)
+
+    def note_read(self) -> None:
+        """Record that a query reads the partition."""
+        self.is_read, self.last_use = True, next(_uses)
 
     @property
     def run_key(self) -> RunKey:
@@ -231,7 +245,7 @@ class PartitionFiles:
     def __init__(
         self, local_dir: Path, incarnation: str, conf: StateStoreConf, open_storage: OpenStorage | None
     ) -> None:
-        self._local_dir = local_dir
+        self.local_dir = self._local_dir = local_dir
         self._incarnation = incarnation
         self._conf = conf
         self.requests = requests = RequestCounts()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from backends.partition.partition_state import PartitionState
-from coordinator_actor.messages import HostReport, QueryRegistration
+from coordinator_actor.messages import Acknowledge, HostReport, QueryRegistration
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.host.instances import Instance, InstanceKey, PartitionFiles, RunKey, key_of
 
@@ -73,6 +73,13 @@ class Copy:
         return self.loaded.done() and self.loaded.exception() is not None
 
 
+class Evicted(NamedTuple):
+    """Accepted commits of a partition that was evicted, by version: a restarted coordinator needs them."""
+
+    run_id: str
+    acknowledged: dict[int, Acknowledge]
+
+
 def close(instance: Instance) -> None:
     """Close the state of a partition once the commit under way has ended. The local files stay."""
     with instance.commit_lock:
@@ -125,6 +132,7 @@ class PartitionCache:
         self.registrations: dict[str, QueryRegistration] = {}
         self._by_run: dict[RunKey, Instance] = {}
         self._kept: dict[InstanceKey, Instance] = {}
+        self._evicted: dict[InstanceKey, Evicted] = {}
         self._loading_locks: dict[InstanceKey, threading.Lock] = {}
         self._in_use: dict[object, tuple[str, set[str]]] = {}
         """By work under way: the state that is loaded or laid aside, and the runs whose directories must stay."""
@@ -214,6 +222,42 @@ class PartitionCache:
                     self.keep(instance)
                 else:  # a copy that is loaded for a newer run
                     destroy(instance)
+
+    def evict(self, instance: Instance) -> bool:
+        """Unload a partition to make room, and remove its local files; return whether that was possible at once.
+
+        It is not while the partition is loaded, or a commit to it is under way. Accepted changes are in storage: the
+        next load reads them from there.
+        """
+        with self._loading_locked(instance.key, waits=False) as is_locked:
+            if not is_locked or not instance.commit_lock.acquire(blocking=False):
+                return False
+            try:
+                with self.lock:
+                    if not self.remove_instance(instance):
+                        return False
+                    if instance.acknowledged:
+                        run_id = instance.registration.run_id
+                        before = self._evicted.get(instance.key)
+                        earlier = before.acknowledged if before is not None and before.run_id == run_id else {}
+                        self._evicted[instance.key] = Evicted(run_id, {**earlier, **instance.acknowledged})
+                instance.state.destroy()
+            finally:
+                instance.commit_lock.release()
+        log.info("Evicted %s to make room on the local disk", instance)
+        return True
+
+    def forget_evicted(self, run_id: str, version: int | None = None) -> None:
+        """Forget the accepted commits to evicted partitions of a run up to ``version``, which is completed; or all."""
+        with self.lock:
+            for key, evicted in list(self._evicted.items()):
+                if evicted.run_id != run_id:
+                    continue
+                left = {v: a for v, a in evicted.acknowledged.items() if version is not None and v > version}
+                if left:
+                    self._evicted[key] = Evicted(run_id, left)
+                else:
+                    del self._evicted[key]
 
     # -- kept files ----------------------------------------------------------------------------
 
@@ -398,6 +442,14 @@ class PartitionCache:
         for copy in evicted:
             self._destroy(copy)
 
+    def drop_unused_copies(self) -> int:
+        """Destroy all copies that no reader has pinned, to make room; return their number."""
+        with self.lock:
+            unused = self._take_out([copy for copy in list(self._copies.values()) if not copy.pins])
+        for copy in unused:
+            self._destroy(copy)
+        return len(unused)
+
     def drop_copies(self, run_id: str | None) -> None:
         """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
         with self.lock:
@@ -464,6 +516,7 @@ class PartitionCache:
             self.registrations.pop(run_id, None)
             self._opened.pop(run_id, None)
             self._exchanged.pop(run_id, None)
+            self.forget_evicted(run_id)
             for hook in self._forget_hooks:
                 hook(run_id)
 
@@ -489,10 +542,17 @@ class PartitionCache:
         """Return the report of this host to a restarted coordinator."""
         with self.lock:
             pending = tuple(a for i in self.instances.values() for a in list(i.acknowledged.values()))
+            pending += tuple(a for key, e in self._evicted.items() for a in self._not_repeated(key, e))
             partitions: dict[str, dict[str, list[int]]] = {}
             for i in self.instances.values():
                 partitions.setdefault(i.registration.run_id, {}).setdefault(i.operator, []).append(i.partition)
             return HostReport(tuple(self.registrations.values()), pending, dict(self._opened), partitions)
+
+    def _not_repeated(self, key: InstanceKey, evicted: Evicted) -> list[Acknowledge]:
+        """Return the accepted commits that no later attempt has replaced since the partition was loaded again."""
+        instance = self.instances.get(key)
+        replaced = instance.acknowledged if instance is not None else {}
+        return [a for version, a in evicted.acknowledged.items() if version not in replaced]
 
     def versions(self) -> dict[str, int]:
         """Return by run id the lowest version of the partitions that are loaded here."""

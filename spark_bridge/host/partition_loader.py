@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -29,6 +29,7 @@ from spark_bridge.host.instances import (
     key_of,
     spec_of,
 )
+from spark_bridge.host.local_disk import IN_USE_SECONDS, LocalDisk, bytes_below
 from spark_bridge.host.partition_cache import Copy, CopyKey, Kind, PartitionCache, close, destroy
 from spark_bridge.host.registration import CompletedVersions, HostRegistration
 from spark_bridge.host.running_loads import FileLease, Load, Loads
@@ -43,6 +44,16 @@ TASK_ANSWER_SECONDS = 2.0
 """A task is answered after this many seconds at the latest: far below the time limit of its call."""
 ABANDONED_SECONDS = 60.0
 """A load ends if no task has asked for it for this many seconds; its files are kept for the next one."""
+ROOM_SECONDS = 1.0
+"""A load that waits for room on the disk looks again, and reports progress, after this many seconds."""
+ALONE_ROUNDS, RELEASE_ROUNDS = 3, 100
+"""A load that finds the disk full without another partition or load fails after so many further attempts: the second
+number, of about 20 s, while the host's directory has files of others.
+"""
+EMPTY_BYTES = 64 << 10
+"""A directory with fewer bytes has no partition."""
+READ_SECONDS = 1.0
+"""A partition that was loaded for a read is not evicted for this many seconds."""
 FOLLOWED_BYTES = 16 << 20
 """Copies fetch at most this many bytes of changelogs with one request, and hold them until they are applied."""
 SHARED_LOAD_SECONDS = 10.0
@@ -53,7 +64,9 @@ class PartitionLoader:
     """Brings partitions to the versions that are granted or asked for. Thread-safe: ``PartitionCache`` has the locks.
 
     A load that fails leaves the partition partly loaded: it does not serve, and the next load of the same run continues
-    from there. If the disk is full, the kept files are removed first, and then the files that this load has fetched.
+    from there. If the disk is full, the kept files and unused copies are removed first, then the least recently used
+    own partitions. If all of them are in use, the load waits for its turn. It fails only if there is nothing to wait
+    for: the partition alone is larger than the disk.
     """
 
     def __init__(
@@ -65,7 +78,9 @@ class PartitionLoader:
         completed: CompletedVersions,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        disk: LocalDisk | None = None,
     ) -> None:
+        self.disk = LocalDisk(files.local_dir, None, clock) if disk is None else disk
         self._registration = registration
         self._cache = cache
         self._loads = loads
@@ -146,6 +161,8 @@ class PartitionLoader:
         try:
             with self._cache.in_use(grant.registration.run_id, key):
                 return self._bring_to_grant(grant, key, None)
+        except LocalDiskFullError:
+            return None  # a load makes room, and may wait for it
         finally:
             lock.release()
 
@@ -167,7 +184,7 @@ class PartitionLoader:
             trace = spans.batch(grant.registration.run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._watching(key, grant, is_abandoned) as watch,
+                self._watching(key, grant, is_abandoned, is_ahead=True) as watch,
             ):
                 self._bring_to_grant(grant, key, watch, serves=False)
             # No commit of this host ends the lease of a standby, and old files would stay until it runs out.
@@ -253,7 +270,9 @@ class PartitionLoader:
             lock.release()
 
     @contextmanager
-    def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
+    def _watching(
+        self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool], *, is_ahead: bool = False
+    ) -> Iterator[LoadWatch]:
         """Show the load of an own partition, and keep its directory. Its loading lock is held."""
         _, operator, partition = key
         run_id = grant.registration.run_id
@@ -261,7 +280,7 @@ class PartitionLoader:
         lease = self._lease(run_id, operator, partition, grant.version)
         with (
             self._cache.in_use(run_id, key),
-            self._loads.watching(key, what, lease, is_abandoned, grant.epoch) as watch,
+            self._loads.watching(key, what, lease, is_abandoned, grant.epoch, is_ahead=is_ahead) as watch,
         ):
             yield watch
 
@@ -306,7 +325,7 @@ class PartitionLoader:
         if instance is None:
             instance = kept
         if instance is None:
-            instance = self._open(grant, key, older, makes_room=serves)
+            instance = self._open(grant, key, older, watch, makes_room=serves)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -321,11 +340,11 @@ class PartitionLoader:
         def advance() -> bool:
             nonlocal is_whole
             was_whole, is_whole = is_whole, False
-            with instance.commit_lock:
+            with instance.commit_lock, self._reserving(instance, watch):
                 return self._advance(instance, grant, watch, is_whole=was_whole)
 
         try:
-            is_advanced = self._make_room(advance) if serves else advance()
+            is_advanced = self._make_room(advance, key, watch, instance) if serves else advance()
         except BaseException as error:
             cache.remove_instance(instance)
             if _can_continue(error) and (watch is None or not watch.is_over):
@@ -334,13 +353,21 @@ class PartitionLoader:
                 destroy(instance)
             raise
         if is_advanced and serves:
+            if watch is not None:
+                self.disk.note_loaded(key, watch.progress().nbytes)
+                # Not evicted before the task or the reader that waits for it has used it once.
+                instance.in_use_until = self._clock() + (READ_SECONDS if for_read else IN_USE_SECONDS)
+                instance.note_use()
             cache.register_instance(instance)
+            self.disk.notify()
             return instance
         if not cache.has_instance(instance):
             cache.keep(instance)
         return None
 
-    def _open(self, grant: OpenGrant, key: InstanceKey, older: Instance | None, *, makes_room: bool) -> Instance:
+    def _open(
+        self, grant: OpenGrant, key: InstanceKey, older: Instance | None, watch: LoadWatch | None, *, makes_room: bool
+    ) -> Instance:
         """Open a partition, with the ``older`` local files of an earlier run, or laid aside (Flink: local recovery).
 
         Files of another layout or backend are removed.
@@ -355,23 +382,78 @@ class PartitionLoader:
             if not continues:
                 destroy(older)
         open_own = partial(self._files.open_own, registration, spec, partition, self._cache.runs_in_use)
-        state = self._make_room(open_own) if makes_room else open_own()
+        state = self._make_room(open_own, key, watch) if makes_room else open_own()
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         if older is not None and continues:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)
             instance.snapshot_version, instance.rescaled_at = older.snapshot_version, older.rescaled_at
         return instance
 
-    def _make_room(self, work: Callable[[], T]) -> T:
-        """Do some work; as long as the disk is full and there are kept files, remove them and retry the work."""
+    def _reserving(self, instance: Instance, watch: LoadWatch | None) -> AbstractContextManager[None]:
+        if watch is None:
+            return nullcontext()
+        return self.disk.reserving(watch, str(instance), instance.state.fetched_dir)
+
+    def _make_room(
+        self, work: Callable[[], T], key: InstanceKey | None, watch: LoadWatch | None, instance: Instance | None = None
+    ) -> T:
+        """Do some work for the partition ``key`` (None: a copy). While the disk is full, make room, and retry the work.
+
+        If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not
+        wait. ``instance`` is the partition, once it is open.
+        """
+        alone = 0
         while True:
             try:
                 return work()
             except LocalDiskFullError as error:
-                dropped = self._cache.drop_kept(lambda kept: True)
-                if not dropped:
+                if error.is_larger_than_disk:
                     raise
-                log.warning("What %d loads that broke off have left is removed: %s", dropped, error)
+                if self._free_room(key, error):
+                    alone = 0
+                    continue
+                if instance is not None:
+                    # Two loads that wait might hold the room that each other needs.
+                    with instance.commit_lock:
+                        instance.state.drop_local_files()
+                alone = alone + 1 if not self._others_on_disk(key) and not self.disk.is_loading else 0
+                # Others may be releasing their files: an eviction, or a load that found the disk full as well.
+                own = 0 if instance is None else bytes_below(instance.state.local_dir)
+                is_empty = bytes_below(self._files.local_dir) <= own + EMPTY_BYTES
+                if watch is None or alone > (ALONE_ROUNDS if is_empty else RELEASE_ROUNDS):
+                    raise
+                self.disk.wait(ROOM_SECONDS / 5 if alone else ROOM_SECONDS)
+                watch.step()  # the partitions in use make progress, and this load comes after them
+
+    def _free_room(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:
+        """Remove something that is not in use, other than the partition ``key``; return whether there was something."""
+        dropped = self._cache.drop_kept(lambda kept: True)
+        if dropped:
+            log.warning("What %d loads that broke off have left is removed: %s", dropped, error)
+            return True
+        return bool(self._cache.drop_unused_copies()) or self._evict_least_used(key)
+
+    def _evict_least_used(self, key: InstanceKey | None = None) -> bool:
+        """Evict the own partition that was not used for the longest time; return whether there was one."""
+        now = self._clock()
+        for instance in sorted(self._others_on_disk(key), key=lambda other: other.last_use):
+            if instance.in_use_until > now or instance.state.is_loading or instance.state.snapshots.is_uploading:
+                continue
+            nbytes = bytes_below(instance.state.local_dir)
+            if self._cache.evict(instance):
+                self.disk.note_eviction(instance.key, nbytes)
+                return True
+        return False
+
+    def _others_on_disk(self, key: InstanceKey | None) -> list[Instance]:
+        """Return the other own partitions that have files on the disk: the file backend has them only in memory."""
+        with_files = [i for i in self._cache.all() if i.key != key and bytes_below(i.state.local_dir)]
+        return [i for i in with_files if not i.state.is_closed]
+
+    def keep_within_disk(self) -> None:
+        """Evict one unused partition if the disk is nearly full: RocksDB needs room for its own work."""
+        if self.disk.is_nearly_full():
+            self._evict_least_used()
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
         """Let a partition of another run of the query serve no longer: the grant's run is newer. Its files stay."""
@@ -426,6 +508,7 @@ class PartitionLoader:
         self._completed.note(completed)
         is_exchanged = completed.rewritten != cache.last_exchange(run_id)
         is_clean = not is_exchanged or cache.drop_exchanged(run_id)
+        cache.forget_evicted(run_id, completed.version)
         for instance in cache.of_run(run_id):
             heads = completed.heads.get(instance.operator)
             if heads is None or instance.state.version > completed.version:
@@ -542,17 +625,23 @@ class PartitionLoader:
         lineage = lease.lineage()
         what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {run_id})"
         try:
-            with self._loads.watching(key, what, lease, is_abandoned) as watch:
+            is_ahead = key.kind is Kind.SAVEPOINT
+            with self._loads.watching(key, what, lease, is_abandoned, is_ahead=is_ahead) as watch:
                 directory = partition_directory(spec.name, spec.num_partitions, partition)
-                copy = self._files.open_copy(registration, directory, spec.backend, below / use)
-                try:
-                    copy.load(lineage, watch)
-                except BaseException as error:
-                    copy.destroy()
-                    if isinstance(error, MissingFileError):
-                        lease.lineage()  # raises if the version has been given up since
-                    raise
-                return copy
+
+                def loaded_copy() -> PartitionState:
+                    copy = self._files.open_copy(registration, directory, spec.backend, below / use)
+                    try:
+                        with self.disk.reserving(watch, what, copy.fetched_dir):
+                            copy.load(lineage, watch)
+                    except BaseException as error:
+                        copy.destroy()
+                        if isinstance(error, MissingFileError):
+                            lease.lineage()  # raises if the version has been given up since
+                        raise
+                    return copy
+
+                return self._make_room(loaded_copy, None, watch)
         finally:
             lease.end()
 

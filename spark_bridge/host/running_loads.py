@@ -175,10 +175,27 @@ class Loads:
 
     @contextmanager
     def watching(
-        self, key: Hashable, what: str, lease: FileLease, is_abandoned: Callable[[], bool], epoch: int = 0
+        self,
+        key: Hashable,
+        what: str,
+        lease: FileLease,
+        is_abandoned: Callable[[], bool],
+        epoch: int = 0,
+        *,
+        is_ahead: bool = False,
     ) -> Iterator[LoadWatch]:
-        """Show a load of ``what``, renew its lease and let it be ended within the block."""
-        token, watch = object(), LoadWatch(what, is_abandoned=is_abandoned, on_step=lease.renew, clock=self._clock)
+        """Show a load of ``what``, renew its lease and let it be ended within the block.
+
+        A load that ``is_ahead`` fetches after the others, until a task or a reader waits for it.
+        """
+        token = object()
+        watch = LoadWatch(
+            what,
+            is_abandoned=is_abandoned,
+            is_ahead=lambda: is_ahead and not self._is_awaited(key),
+            on_step=lease.renew,
+            clock=self._clock,
+        )
         with self._lock:
             self._watched[token] = _Watched(key, epoch, watch, lease)
         try:
@@ -186,6 +203,11 @@ class Loads:
         finally:
             with self._lock:
                 del self._watched[token]
+
+    def _is_awaited(self, key: Hashable) -> bool:
+        """Return whether a task or a reader waits for the load of ``key``; read without the lock."""
+        load = self._loads.get(key)
+        return load is not None and not load.result.done()
 
     def _under_way(self) -> list[_Watched]:
         with self._lock:

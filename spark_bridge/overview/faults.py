@@ -33,6 +33,8 @@ from spark_bridge.overview.model import (
 
 SILENT_HOST_MS = 5_000
 """A host's heartbeats come every second, and its lease ends after ten."""
+EVICTION_SECONDS = 600
+"""A host whose disk was too small is shown for so many seconds."""
 RECENT_RESTART_MS = 600_000
 """A process that was started again is reported for this long."""
 MIN_FAILURES = 3
@@ -139,6 +141,17 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
             subject,
             f"It holds {used_bytes:,} bytes of its {budget:,}.",
             "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
+        )
+
+    evicted_seconds = host.disk.get("evicted_seconds")
+    if evicted_seconds is not None and evicted_seconds < EVICTION_SECONDS:
+        yield Fault(
+            WARNING,
+            "host-disk",
+            subject,
+            f"Its local disk is smaller than its state: {host.disk['evictions']:,} partitions were evicted, the last "
+            f"{evicted_seconds:.0f} s ago, and {host.disk['reread_bytes']:,} bytes were read again.",
+            "Give it a larger disk (ray start --temp-dir) or local_disk_bytes, or spread the state over more machines.",
         )
 
 

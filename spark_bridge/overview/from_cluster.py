@@ -294,6 +294,7 @@ def _hosts(
             memory=dict(host.get("memory", {})),
             counters={name: host[name] for name in _COUNTERS if name in host},
             row_cache=dict(host.get("row_cache", {})),
+            disk=dict(host.get("disk", {})),
             storage_requests=dict(host.get("storage_requests", {})),
             requests=dict(host.get("requests", {})),
             loading=tuple(host.get("loading", ())),

@@ -70,7 +70,9 @@ class HostOverview:
 
     ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
     ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them. Ray has started its
-    process again ``restarts`` times, and this one ``up_ms`` ago.
+    process again ``restarts`` times, and this one ``up_ms`` ago. ``loading`` says
+    what is being loaded, with its progress. ``disk`` counts the partitions that a full local disk
+    made it evict, and their bytes, and has its ``budget`` in bytes (None: the file system's free space).
     """
 
     host_id: str
@@ -85,9 +87,10 @@ class HostOverview:
     memory: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     row_cache: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, Any] = field(default_factory=dict)
     storage_requests: dict[str, int] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
-    loading: tuple[dict[str, Any], ...] = ()
+    loading: tuple[str, ...] = ()
     restarts: int = 0
     up_ms: int | None = None
     storage_trouble: tuple[LocationTrouble, ...] = ()

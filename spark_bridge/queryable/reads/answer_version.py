@@ -308,7 +308,7 @@ class VersionedReader:
 
         Raises ``HostUnavailableError`` if the partition is not loaded after ``wait_seconds``.
         """
-        instance.is_read = True
+        instance.note_read()
         if instance.state.is_loading:
             what = _name(*instance.run_key)
             with self._host.loads.waiting(what):

@@ -117,7 +117,7 @@ class HostReads(PartitionedReads):
             if completed is not None and instance is not None and is_loaded and completed.version >= at.version:
                 head = completed.head(plan.operator, partition)
                 if head is not None:
-                    instance.is_read = True
+                    instance.note_read()
                     try:
                         view = PartitionView(partition, instance.state.reads, completed.version, head, instance)
                         return completed.version, value_of(view)

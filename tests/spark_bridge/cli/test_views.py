@@ -22,6 +22,17 @@ def test_queries_hosts_and_faults_are_shown() -> None:
     assert "Nothing is wrong." in printed(overview.status_view(replace(OVERVIEW, faults=())))
 
 
+def test_loads_under_way_are_shown_with_their_progress() -> None:
+    first, *others = OVERVIEW.hosts
+    loads = tuple(f"version 7 of partition {p}: 3 of 12 files" for p in range(22))
+    shown = replace(OVERVIEW, hosts=(replace(first, loading=loads), *others))
+    for view in (overview.status_view, overview.top_view):
+        text = printed(view(shown))
+        assert f"{first.host_id} loads version 7 of partition 19: 3 of 12 files" in text
+        assert "partition 20" not in text and "and 2 more loads" in text
+        assert "more loads" not in printed(view(OVERVIEW))
+
+
 def test_a_checkpoint_has_no_hosts() -> None:
     text = printed(overview.status_view(replace(OVERVIEW, source="storage", coordinator=None, hosts=())))
     assert "Hosts" not in text and "flights" in text

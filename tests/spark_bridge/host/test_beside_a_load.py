@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from backends.partition.loading import Loading
 from coordinator_actor.messages import Completed
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import partition_loader as partition_loading
+from spark_bridge.host.running_loads import Loads
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld
 
@@ -147,3 +149,16 @@ def test_files_of_a_run_that_comes_back_while_it_is_unloaded_stay(make: Any) -> 
     w.instance(1).state.write_out()
     assert list(w.instance(1).state._local.engine.glob("MANIFEST-*")), "the database has lost its files"
     assert w.lookup(range(8)) == (2, [2] * 8)
+
+
+def test_a_load_ahead_fetches_like_the_others_once_a_task_waits_for_it() -> None:
+    loads, over = Loads(), threading.Event()
+    lease: Any = SimpleNamespace(renew=lambda: None)
+    with loads.watching("a partition", "a copy", lease, lambda: False, is_ahead=True) as ahead:
+        with loads.watching("another", "a load", lease, lambda: False) as waited_for:
+            assert ahead.is_ahead and not waited_for.is_ahead
+        load = loads.start("a partition", lambda _: over.wait(HANG), None)
+        assert not ahead.is_ahead
+        over.set()
+        load.result.result(HANG)
+        assert ahead.is_ahead

@@ -27,7 +27,8 @@ def sink() -> KeptMetrics:
 
 def described(*instances: dict[str, Any], **changes: Any) -> dict[str, Any]:
     counts = dict.fromkeys(("loads", "commits", "snapshots", "keys_read", "keys_written"), 0)
-    rest = {"memory": {"host_memory": 1 << 20}, "loading": [], "waiting_commits": 0}
+    disk = {"evictions": 3, "evicted_bytes": 300, "reread_bytes": 200, "budget": None, "evicted_seconds": 1.0}
+    rest = {"memory": {"host_memory": 1 << 20}, "loading": [], "waiting_commits": 0, "disk": disk}
     return {**counts, **rest, "instances": list(instances), **changes}
 
 
@@ -43,6 +44,13 @@ def instance(partition: int, keys: int = 10, of: int = 2, version: int = 9, snap
         "version": version,
         "snapshot_version": snapshot,
     }
+
+
+def test_evictions_are_metrics(sink: KeptMetrics, tmp_path: Path) -> None:
+    metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), restarts=0)
+    metrics.publish(described(), NAMES)
+    for name, value in (("evictions", 3), ("evicted_bytes", 300), ("reread_bytes", 200)):
+        assert sink.get(f"statestore_disk_{name}_total") == value
 
 
 def test_metrics_of_a_real_host(tmp_path: Path, sink: KeptMetrics) -> None:

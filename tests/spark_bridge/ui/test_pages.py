@@ -164,6 +164,14 @@ def test_operator_page_shows_elements_dropped_by_limits(look: Look) -> None:
         assert ("warning" in text) == bool(shade)
 
 
+def test_hosts_page_shows_the_progress_of_loads(look: Look) -> None:
+    loading = ("version 7 of operator '<totals>', partition 3: 3 of 12 files",)
+    shown = replace(healthy(), hosts=(host(0, loading=loading),))
+    text = look(ModelSystem(shown)).get("/hosts").text
+    assert "Loads under way" in text and "version 7 of operator &#39;&lt;totals&gt;&#39;, partition 3: 3 of 12" in text
+    assert "Loads under way" not in look(ModelSystem(healthy())).get("/hosts").text
+
+
 def test_hosts_page_shows_memory_by_use(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/hosts").text
     assert "row cache 320.0 MiB" in text and "1.1 GiB" in text and "79 %" in text and "no answer" in text

@@ -1,0 +1,184 @@
+"""The local disk of a host as a cache of the state: reservations of loads, and figures of what was evicted.
+
+A host whose partitions do not fit on its disk keeps those that are used. ``PartitionLoader`` evicts the others, and the
+next task or reader of an evicted partition loads it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from backends.exceptions import LocalDiskFullError
+from backends.partition.load_watch import LoadWatch
+from spark_bridge.host.instances import InstanceKey
+
+log = logging.getLogger(__name__)
+
+IN_USE_SECONDS = 60.0
+"""A partition that a task has opened, or was loaded for, is evicted after this many seconds without a commit."""
+WARNING_SECONDS = 300.0
+"""Evictions are logged as a warning once in this many seconds."""
+MIN_FREE_SHARE, MIN_FREE_BYTES = 1 / 32, 1 << 30
+"""Maintenance evicts an unused partition if a smaller share of the budget or of the file system is free, and fewer
+bytes.
+"""
+_MIB = 1 << 20
+_REMEDY = (
+    "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's "
+    "session directory: ray start --temp-dir). More partitions (a restart with a larger spark.sql.shuffle.partitions) "
+    "are smaller, and more machines hold fewer of them each."
+)
+
+
+class LocalDisk:
+    """The room below ``directory``: ``budget`` bytes, or the file system's free space if that is None or less.
+
+    Thread-safe. ``changed`` guards the tables, and is notified when there may be more room: after a commit, a load or
+    an eviction. No other lock is taken while it is held. Memory: one entry for each load and each evicted partition.
+    """
+
+    def __init__(self, directory: Path, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._budget = budget
+        self._clock = clock
+        self.changed = threading.Condition()
+        self._reserved: dict[object, tuple[int, LoadWatch]] = {}
+        self._evicted: set[InstanceKey] = set()
+        self._evictions = self._evicted_bytes = self._reread_bytes = 0
+        self._unreported = self._unreported_bytes = 0
+        self._last_eviction = self._last_warning = float("-inf")
+
+    @contextmanager
+    def reserving(self, watch: LoadWatch, what: str, fetched: Path) -> Iterator[None]:
+        """Let a load reserve room within the block, as soon as it knows the bytes of its files.
+
+        ``fetched``, in the partition's directory, has the files that the load, or one before, has fetched.
+        ``LoadWatch.expect`` raises ``LocalDiskFullError`` if there is no room.
+        """
+        token = object()
+        watch.reserve = lambda nbytes: self._reserve(token, watch, nbytes, what, fetched)
+        try:
+            yield
+        finally:
+            watch.reserve = None
+            with self.changed:
+                self._reserved.pop(token, None)
+                self.changed.notify_all()
+
+    def _reserve(self, token: object, watch: LoadWatch, nbytes: int, what: str, fetched: Path) -> None:
+        needed = max(0, nbytes - bytes_below(fetched))
+        with self.changed:
+            outstanding = sum(
+                max(0, size - other.progress().nbytes) for t, (size, other) in self._reserved.items() if t is not token
+            )
+            free, total = self._room()
+            if needed > free - outstanding:
+                whole = needed + bytes_below(fetched.parent)
+                error = LocalDiskFullError(
+                    f"{what} needs {whole / _MIB:.1f} MiB in {self._directory}: {max(0, free) / _MIB:.1f} of "
+                    f"{total / _MIB:.1f} MiB are free, and other loads will take {outstanding / _MIB:.1f} MiB of "
+                    f"them. {_REMEDY}"
+                )
+                error.is_larger_than_disk = whole > total
+                raise error
+            before, _ = self._reserved.get(token, (0, watch))
+            self._reserved[token] = (before + nbytes, watch)
+
+    def _room(self) -> tuple[int, int]:
+        """Return the free bytes, and the bytes in all."""
+        existing = next(p for p in (self._directory, *self._directory.absolute().parents) if p.exists())
+        usage = shutil.disk_usage(existing)
+        if self._budget is None:
+            return usage.free, usage.total
+        return min(usage.free, self._budget - bytes_below(self._directory)), self._budget
+
+    def is_nearly_full(self) -> bool:
+        free, total = self._room()
+        return free < min(MIN_FREE_SHARE * total, MIN_FREE_BYTES)
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a load has reserved room now."""
+        with self.changed:
+            return bool(self._reserved)
+
+    def notify(self) -> None:
+        """Wake the loads that wait for room."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be more room, at most ``seconds``."""
+        with self.changed:
+            self.changed.wait(seconds)
+
+    def note_eviction(self, key: InstanceKey, nbytes: int) -> None:
+        """Count an eviction, and warn of it from time to time."""
+        with self.changed:
+            self._evicted.add(key)
+            self._evictions += 1
+            self._evicted_bytes += nbytes
+            self._unreported += 1
+            self._unreported_bytes += nbytes
+            self._last_eviction = now = self._clock()
+            is_due = now - self._last_warning >= WARNING_SECONDS
+            number, evicted_bytes = self._unreported, self._unreported_bytes
+            if is_due:
+                self._last_warning, self._unreported, self._unreported_bytes = now, 0, 0
+            self.changed.notify_all()
+        if is_due:
+            free, total = self._room()
+            log.warning(
+                "The local disk is smaller than the state of this host: %d partitions with %.1f MiB were evicted, and "
+                "are loaded again when they are used (%.1f of %.1f MiB are free in %s). %s",
+                *(number, evicted_bytes / _MIB, max(0, free) / _MIB, total / _MIB, self._directory, _REMEDY),
+            )
+
+    def note_loaded(self, key: InstanceKey, nbytes: int) -> None:
+        """Count the bytes of a load of a partition that was evicted before."""
+        with self.changed:
+            if key in self._evicted:
+                self._evicted.discard(key)
+                self._reread_bytes += nbytes
+
+    def describe(self) -> dict[str, int | float | None]:
+        """Return the figures of the disk, as JSON types; ``evicted_seconds`` ago was the last eviction."""
+        with self.changed:
+            last = self._last_eviction
+            figures = (self._evictions, self._evicted_bytes, self._reread_bytes)
+        return {
+            **dict(zip(("evictions", "evicted_bytes", "reread_bytes"), figures, strict=True)),
+            "budget": self._budget,
+            "evicted_seconds": None if last == float("-inf") else round(self._clock() - last, 1),
+        }
+
+
+def bytes_below(directory: Path) -> int:
+    """Return the bytes on disk of all files in a directory and below; hard links to one file count once.
+
+    Files that are removed during the call may be left out.
+    """
+    inodes: dict[int, int] = {}
+    left = [str(directory)]
+    while left:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    try:
+                        if entry.is_dir(follow_symlinks=False):
+                            left.append(entry.path)
+                        else:
+                            status = entry.stat(follow_symlinks=False)
+                            inodes[status.st_ino] = status.st_blocks * 512
+                    except FileNotFoundError:
+                        continue
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return sum(inodes.values())
