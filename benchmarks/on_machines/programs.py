@@ -228,7 +228,9 @@ def ask_always(checkpoint: str, shape: Shape, staleness: int) -> None:
     with QueryableStateClient.connect(timeout=60) as client:
         while True:
             drawn = draws.integers(0, shape.keys, AT_ONCE)
-            print(json.dumps(ask(client, shape, drawn, checkpoint, staleness)), flush=True)
+            # In one piece, unlike print: the other thread writes lines as well.
+            sys.stdout.write(json.dumps(ask(client, shape, drawn, checkpoint, staleness)) + "\n")
+            sys.stdout.flush()
             time.sleep(PAUSE)
 
 

@@ -47,7 +47,8 @@ class HandOvers:
     ``_number`` is that of the last heartbeat sent, ``_followed`` that of the last one whose answer counts: answers may
     overtake each other. ``_giving`` has the runs of that answer, ``_wanted`` its orders. ``_given`` has, for runs that
     have left ``_giving``, the version that must be known. ``_failed`` has the wanted copies that could not be
-    loaded: the time of the next attempt, and the backoff. ``_places`` bounds the loads in progress.
+    loaded: the time of the next attempt, and the backoff; ``_failed_runs`` has the same of runs whose copies could not
+    follow. ``_places`` bounds the loads in progress.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class HandOvers:
         self._wanted: dict[str, WarmUp] = {}
         self._wanted_at = 0.0
         self._failed: dict[_Copy, tuple[float, float]] = {}
+        self._failed_runs: dict[str, tuple[float, float]] = {}
         self._places = threading.Semaphore(MAX_LOADS)
 
     def report(self) -> HandOver:
@@ -108,10 +110,12 @@ class HandOvers:
             self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
             wanted_copies = {copy for order in orders.warm_up for copy in _copies(order)}
             self._failed = {copy: again for copy, again in self._failed.items() if copy in wanted_copies}
+            self._failed_runs = {run: again for run, again in self._failed_runs.items() if run in self._wanted}
         work = dict(loads for order in orders.warm_up for loads in self._loads(order))
         for order in orders.warm_up:
-            if order.changelogs:
-                work[f"{order.registration.run_id}/follow"] = [partial(self._follow, order)]
+            run_id = order.registration.run_id
+            if order.changelogs and self._failed_runs.get(run_id, (now, 0.0))[0] <= now:
+                work[f"{run_id}/follow"] = [partial(self._follow, order)]
         self._orders.carry_out(work)
 
     def gives(self, run_id: str) -> bool:
@@ -146,8 +150,14 @@ class HandOvers:
         try:
             unable = self._loader.follow(order, lambda *task: not self._is_unwanted(run_id, *task))
         except STATESTORE_ERRORS as error:
-            log.warning("The copies of run %s cannot follow, and try again: %s", run_id, error)
+            with self._lock:
+                _, waited = self._failed_runs.get(run_id, (0.0, 0.0))
+                wait = min(2 * waited or AGAIN_SECONDS, LONGEST_AGAIN_SECONDS)
+                self._failed_runs[run_id] = (self._clock() + wait, wait)
+            log.warning("The copies of run %s cannot follow, and try again in %.0f s: %s", run_id, wait, error)
             return
+        with self._lock:
+            self._failed_runs.pop(run_id, None)
         for task in unable:
             copy = (run_id, *task, order.heads[task[0]][task[1]])
             self._load(copy, self._grant(order, copy))

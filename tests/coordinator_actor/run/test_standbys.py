@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.run.owners import standby_hosts
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.patience import PATIENCE
 
 ALL = dict.fromkeys(range(30), 1)
 
@@ -209,6 +211,32 @@ def test_a_missing_changelog_makes_the_copy_load(stream, monkeypatch):
     s.batch(2)
     s.heartbeat_until(lambda: are_current(s))
     assert loads(s) == before + s.n
+
+
+def test_copies_whose_storage_fails_try_again_with_backoff(stream, monkeypatch, caplog):
+    s = stream(batches=2)
+    s.heartbeat_until(lambda: are_current(s))
+    tried: list[float] = []
+
+    def failing(self: CheckpointStorage, refs: Any) -> dict[str, bytes]:
+        tried.append(s.world.now)
+        raise StorageError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStorage, "read_together", failing)
+        s.batch(2)
+        for _ in range(8):
+            s.world.now += 1
+            s.heartbeat()
+            for host in s.hosts.values():
+                for thread in list(host.hand_overs._orders._threads.values()):
+                    thread.join(PATIENCE)
+    assert len(tried) == 4 * len(s.hosts), "behind 1, 2 and 4 s"
+    for _ in range(9):
+        s.world.now += 1
+        s.heartbeat()
+    s.heartbeat_until(lambda: are_current(s))
+    assert s.rows() == s.at[3] and "cannot follow, and try again in 4 s: no answer" in caplog.text
 
 
 def test_queries_without_standbys_have_no_copies(stream):
