@@ -25,6 +25,7 @@ _MIB = 1 << 20
 
 
 MAX_SECONDS_TO_RETAIN = 31 * 24 * 3600
+MAX_STANDBY_REPLICAS = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class StateStoreConf:
       memory of the coordinator.
     - ``deltas_per_snapshot``: a snapshot is taken when this many versions have been made since the last one (Spark:
       ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
+    - ``standby_replicas``: streams keep so many copies of each partition up to date on hosts of other machines, in
+      other zones if Ray's node labels (``ray.io/availability-zone``) name some. If a machine is lost, the hosts with
+      copies go on without loading the state (Kafka Streams: ``num.standby.replicas``).
     - ``maintenance_interval``: seconds between two rounds of maintenance.
     - ``maintenance_threads``: providers maintained at once.
 
@@ -93,6 +97,7 @@ class StateStoreConf:
     min_versions_to_retain: int = 100
     min_seconds_to_retain: int = 0
     deltas_per_snapshot: int = 10
+    standby_replicas: int = 0
     maintenance_interval: float = 60.0
     maintenance_threads: int = 2
     host_memory: int = 2048 * _MIB
@@ -132,6 +137,7 @@ class StateStoreConf:
         self._check_range("min_versions_to_retain", 1, None)
         self._check_range("min_seconds_to_retain", 0, MAX_SECONDS_TO_RETAIN)
         self._check_range("deltas_per_snapshot", 1, None)
+        self._check_range("standby_replicas", 0, MAX_STANDBY_REPLICAS)
         self._check_range("maintenance_threads", 1, 64)
         self._check_range("max_versions_in_memory", 0, None)
         self._check_range("versions_in_memory_bytes", 0, None)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 
 import msgspec
 from msgspec import Struct, field
 
-from backends.formats.manifest import SnapshotDescriptor, SnapshotRef
+from backends.formats.manifest import ChangelogRef, SnapshotDescriptor, SnapshotRef
 from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import InvalidRequestError, UnknownOperatorError
 from coordinator_actor.feature_views import FeatureView
@@ -120,7 +121,7 @@ class QueryRegistration(Struct, frozen=True):
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
     ``min_versions_to_retain`` are kept, and those that were the newest one in the last ``min_seconds_to_retain``. The
     others are removed every ``maintenance_interval`` seconds. ``ended``: the query has ended, and its last version is
-    only read.
+    only read. ``standby_replicas`` is the number of copies of each partition on other machines.
     """
 
     query_id: str
@@ -136,6 +137,7 @@ class QueryRegistration(Struct, frozen=True):
     maintenance_interval: float = 60.0
     ended: bool = False
     min_seconds_to_retain: int = 0
+    standby_replicas: int = 0
 
 
 class RegisteredQuery(Struct, frozen=True):
@@ -151,7 +153,8 @@ class HostInfo(Struct, frozen=True):
 
     ``host_id`` stays the same over restarts of the actor; ``incarnation`` is new with each restart, and ``restart``
     counts them: of two incarnations, the one with the higher number is the host. ``query_address`` is where its
-    ``KvStateServer`` answers query clients, ``ip:port``; empty if there is none.
+    ``KvStateServer`` answers query clients, ``ip:port``; empty if there is none. ``zone`` is the failure domain of the
+    node, such as an availability zone; empty if Ray's node labels name none.
     """
 
     host_id: str
@@ -161,6 +164,7 @@ class HostInfo(Struct, frozen=True):
     session_id: str
     query_address: str = ""
     restart: int = 0
+    zone: str = ""
 
     @property
     def ip(self) -> str:
@@ -390,10 +394,10 @@ class HeldQuery(Struct, frozen=True):
 
 
 class HandOver(Struct, frozen=True):
-    """A host's progress with partitions that are to move, as its heartbeat reports it.
+    """A host's progress with copies of partitions, as its heartbeat reports it.
 
     ``number`` grows with each heartbeat: of two that overtake each other, the higher one counts. ``warm`` has the
-    versions of the loaded copies of partitions that the host is to own, by run, operator and partition. For the runs in
+    versions of the loaded copies, by run, operator and partition. For the runs in
     ``giving`` the host does not treat a version as the newest without a look at Spark's log. ``exchanged`` has the last
     exchange of each run whose files from before it the host no longer has.
     """
@@ -406,15 +410,19 @@ class HandOver(Struct, frozen=True):
 
 class WarmUp(Struct, frozen=True):
     """An order to a host to load copies of partitions before tasks ask for them: partitions that it has owned since
-    recently, and partitions that it is to own, while their owner keeps serving (Kafka Streams: warm-up replicas).
+    recently, partitions that it is to own, while their owner keeps serving (Kafka Streams: warm-up replicas), and
+    standbys, which it is to own if their owner is lost.
 
     ``heads`` has the path of the changelog that made ``version``, by operator and partition; None for version 0.
+    ``changelogs`` has the files that lead from the copy that the host has reported to ``version``, ascending. It has no
+    entry for a copy that is too far behind, or that is not there yet: the host then asks for all files of the version.
     """
 
     registration: QueryRegistration
     epoch: int
     version: int
     heads: dict[str, dict[int, str | None]]
+    changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = field(default_factory=dict)
 
 
 class HostOrders(Struct, frozen=True):
@@ -425,9 +433,10 @@ class HostOrders(Struct, frozen=True):
     for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
     another host, except if its process or node is dead, or it reports that it is ``giving``. A host without an answer
     for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
-    completed. ``giving`` has the runs with partitions of the host that may move, each with its completed version.
-    ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can still be read.
-    ``lags`` has, in seconds, how old the state of mirrors and of late followers in its session may be.
+    completed; for standbys it is repeated always. ``giving`` has the runs with partitions of the host that may move,
+    each with its completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last
+    version can still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its
+    session may be.
     """
 
     known: bool
@@ -474,7 +483,8 @@ class OperatorLocation(Struct, frozen=True):
     """The location of one operator's state, for query clients. ``owners`` is one host per partition.
 
     ``watermark_ms`` is the watermark of the batch that made the completed version, in ms since 1970: of operators with
-    rolling aggregates, and None as long as it is not known or there is none.
+    rolling aggregates, and None as long as it is not known or there is none. ``standbys`` has, by host id of an owner,
+    the hosts that keep copies of its partitions.
     """
 
     query_id: str
@@ -485,6 +495,7 @@ class OperatorLocation(Struct, frozen=True):
     completed_version: int
     owners: tuple[HostInfo, ...]
     watermark_ms: int | None = None
+    standbys: dict[str, tuple[HostInfo, ...]] = field(default_factory=dict)
 
 
 class RunningView(Struct, frozen=True):
@@ -557,7 +568,7 @@ class KvStateLocationOracle(Struct, frozen=True):
 
     It is small to send, because each host is listed once. ``key_groups`` is the query's fixed number of key groups.
     Partition p of n owns the groups g with ``g * n // key_groups == p``. ``state_location`` distinguishes the query
-    from a copy of its checkpoint, which has the same ``query_id``.
+    from a copy of its checkpoint, which has the same ``query_id``. ``standbys`` is that of ``OperatorLocation``.
     """
 
     query_id: str
@@ -568,6 +579,7 @@ class KvStateLocationOracle(Struct, frozen=True):
     hosts: tuple[HostInfo, ...]
     operators: tuple[OperatorOwners, ...]
     state_location: str = ""
+    standbys: dict[str, tuple[HostInfo, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for operator in self.operators:
@@ -592,6 +604,7 @@ class KvStateLocationOracle(Struct, frozen=True):
         completed_version: int,
         owners: Mapping[str, Sequence[HostInfo]],
         state_location: str = "",
+        standbys: Mapping[str, tuple[HostInfo, ...]] = MappingProxyType({}),
     ) -> KvStateLocationOracle:
         """Make the view of a run. ``owners`` has, per operator, the host of each partition, in order.
 
@@ -603,7 +616,9 @@ class KvStateLocationOracle(Struct, frozen=True):
             for operator, own in owners.items()
         )
         hosts = tuple(indices)
-        return cls(query_id, run_id, name, key_groups, completed_version, hosts, operators, state_location)
+        return cls(
+            query_id, run_id, name, key_groups, completed_version, hosts, operators, state_location, dict(standbys)
+        )
 
     def partition_of(self, operator: str, key_group: int) -> int:
         """Return the partition that owns a key group.

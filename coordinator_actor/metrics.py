@@ -77,6 +77,10 @@ coordinator gauge statestore_batch_seconds{query}:
 coordinator gauge statestore_usual_interval_seconds{query}: The median time between the last completed versions.
 coordinator gauge statestore_epoch{query}: The epoch of the run: it grows with each restart.
 coordinator gauge statestore_completed_version{query}: The newest completed version.
+coordinator gauge statestore_standby_lag_versions{query}:
+    How many versions the standby copy is behind that is most behind. Queries without standby replicas have none.
+coordinator gauge statestore_partitions_without_standby{query}:
+    Partitions with fewer standby copies than the query asks for. Queries without standby replicas have none.
 coordinator histogram statestore_checkpoint_duration_seconds{query}:
     Time of a checkpoint, from the first open to the durable manifest.
 coordinator counter statestore_checkpoint_step_seconds_total{query, step}:
@@ -214,8 +218,9 @@ class _Shown:
 class QueryMetrics:
     """Publishes the figures of running queries: of a checkpoint once, after its completion, others at each call.
 
-    A call costs a few microseconds for each query and new checkpoint, regardless of its partitions. ``clock`` is in
-    seconds since 1970. Checkpoints that were completed before this process began are not counted again. For one thread.
+    A call costs a few microseconds for each query and new checkpoint, and some more for the partitions of queries with
+    standby replicas. ``clock`` is in seconds since 1970. Checkpoints that were completed before this process began are
+    not counted again. For one thread.
     """
 
     def __init__(self, sink: MetricSink, clock: Callable[[], float]) -> None:
@@ -255,6 +260,12 @@ class QueryMetrics:
         watermark_ms = run.spark_logs.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
+        replicas, lags = run.registration.standby_replicas, [lag for lags in run.copy_lags.values() for lag in lags]
+        if replicas:
+            sink.set(
+                "statestore_standby_lag_versions", max((max(lag, default=0) for lag in lags), default=0), query=query
+            )
+            sink.set("statestore_partitions_without_standby", sum(len(lag) < replicas for lag in lags), query=query)
         failed = run.stats.counts()["failed"]
         sink.increase("statestore_checkpoints_failed_total", failed - shown.failed, query=query)
         shown.failed = failed

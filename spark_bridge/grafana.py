@@ -116,6 +116,14 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             {"{{operator}}": _max("snapshot_lag_versions", "query, operator")},
         ),
+        Panel(
+            "Standby copies: versions behind, and partitions without",
+            "short",
+            {
+                "{{query}} behind": _max("standby_lag_versions", "query"),
+                "{{query}} without": _max("partitions_without_standby", "query"),
+            },
+        ),
         Panel("Bytes to load a version", "bytes", {"{{query}}": _max("checkpoint_full_bytes", "query")}),
         Panel(
             "Rows dropped as late, and as duplicates",

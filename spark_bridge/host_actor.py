@@ -182,6 +182,8 @@ class HostMetrics:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+ZONE_LABEL = "ray.io/availability-zone"
+"""Ray's label of a node's zone, which KubeRay and the cluster launcher set."""
 LOCATE_SECONDS = 5.0
 """How long the proxy waits for the coordinator, in seconds. In that time it answers from the owners that it knows."""
 SWITCH_SECONDS = 0.0005
@@ -238,6 +240,7 @@ class StateStoreHost:
             session_id=options.session_id,
             query_address=self._queries.server_address,
             restart=restarts_of_this_actor(),
+            zone=ray.get_runtime_context().get_node_labels().get(ZONE_LABEL, ""),
         )
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)

@@ -24,11 +24,21 @@ from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine, backend_of, writing_to
 from backends.formats import snapshot
-from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.changelog import ChangelogMeta, Changes, read_changelog, write_changelog
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import Lineage, SnapshotDescriptor, SnapshotRef, changelog_name
+from backends.formats.manifest import ChangelogRef, Lineage, SnapshotDescriptor, SnapshotRef, changelog_name
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
-from backends.host_memory import BEFORE_IMAGES, CHANGELOGS, KEPT_OF_COMMIT, STAGED, Claim, HostMemory, host_memory
+from backends.host_memory import (
+    BEFORE_IMAGES,
+    CHANGELOGS,
+    COPIES,
+    KEPT_OF_COMMIT,
+    PEAK_OF_COPY,
+    STAGED,
+    Claim,
+    HostMemory,
+    host_memory,
+)
 from backends.partition.load_watch import LoadWatch
 from backends.partition.loading import Loading, LocalDirectory, PartitionContext, replaced_pairs, state_after
 from backends.partition.readable_versions import BeforeImage, Delta, ReadableVersions
@@ -440,6 +450,37 @@ class PartitionState:
                 versions.end_loading(loading.version, loading.head)
                 self._recent_reads.forget_others(loading.head)
             self._load_ms = (time.perf_counter() - started) * 1e3
+
+    def follow(self, ref: ChangelogRef, data: bytes) -> None:
+        """Apply the content of the next version's changelog, which the owner of the partition has made.
+
+        Reads go on, unlike during ``load``. Raises ``LineageMismatchError`` if the changelog does not follow the
+        version that is held, and as ``load`` does; ``load`` then finds out what can be used. Raises
+        ``HostMemoryBusyError`` if other copies use the share of memory that all copies have: commits come first.
+        """
+        context = self._context
+        meta, changes = read_changelog(data, context.storage.full_location(ref.file.path))
+        memory = host_memory(context.conf)
+        claim = memory.claim_copy(changes.nbytes)
+        if claim is None:
+            if PEAK_OF_COPY * changes.nbytes <= memory.copies_bytes:
+                raise exceptions.HostMemoryBusyError(
+                    f"A copy of {context.directory} cannot follow now: its changes have {changes.nbytes:,} bytes, and "
+                    f"copies may use {memory.copies_bytes:,} of host_memory={memory.limit:,} together."
+                )
+            claim = memory.note(COPIES, KEPT_OF_COMMIT * changes.nbytes)  # it would never fit
+        with self._mutation, writing_to(self._local.engine):
+            self._versions.check_open()
+            if not self.is_whole or (meta.version, meta.base) != (ref.version, self.head):
+                raise exceptions.LineageMismatchError(
+                    f"{ref.file.path} makes version {meta.version} of {context.directory} on top of {meta.base}, but "
+                    f"this copy holds version {self.version} ({self.head}). Load it from storage."
+                )
+            before: Future[BeforeImage | None] = Future()
+            apply: Future[Callable[[LocalState], None]] = Future()
+            before.set_result(None)
+            apply.set_result(context.engine.prepare(changes))
+            self._apply(Delta(meta, ref.file, changes, before, apply, claim))
 
     def complete(self, version: int, head: str) -> None:
         """Apply held changes up to those whose changelog is ``head``. The version is then permanently committed.

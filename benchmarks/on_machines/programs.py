@@ -1,6 +1,6 @@
 """The stream and its client, on machine 0 of the lab.
 
-    python -m benchmarks.on_machines.programs stream ADDRESS CHECKPOINT EXECUTORS KEYS ROWS
+    python -m benchmarks.on_machines.programs stream ADDRESS CHECKPOINT EXECUTORS KEYS ROWS STANDBYS
     python -m benchmarks.on_machines.programs client CHECKPOINT KEYS ROWS
 
 The stream:
@@ -9,14 +9,15 @@ Prints what happens as JSON, one event a line, with the seconds since 1970: batc
 executors and hosts are and who owns what, and which machines Ray takes for alive. Takes commands from standard input:
 ``executors N`` asks for so many, ``drain ADDRESS`` lets the hosts of a machine go, ``end ADDRESS`` ends its executors.
 
-The client asks for 100 random keys again and again, and prints for each answer, as JSON, the time of the request, its
-duration in seconds, and its version. If an answer does not match the state of its keys at exactly one version, or is
-older than the version that Spark had committed at the time of the request, it is an event ``wrong``; an error is an
-event ``late``.
+The client asks for 100 random keys again and again, every other time with ``staleness="2 versions"``, and prints for
+each answer, as JSON, the time of the request, its duration in seconds, its version, and how many versions it is behind
+the one that Spark had committed at the time of the request. If an answer does not match the state of its keys at
+exactly one version, or is further behind than it may be, it is an event ``wrong``; an error is an event ``late``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from pyspark.sql.functions import col
 
+from backends.conf import StateStoreConf
 from spark_bridge import QueryableStateClient, aggregate, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import QueryableStateError
@@ -111,12 +113,14 @@ class Places:
         if len(self._owners) == len(owners):
             self._moved += sum(a != b for a, b in zip(self._owners, owners, strict=True))
         self._owners = owners
-        described = current_cluster().coordinator.describe()["hosts"]
+        described = current_cluster().coordinator.describe()
+        lags = [lag for q in described["queries"] for of in q["copy_lags"].values() for lags in of for lag in lags]
         found = {
             "executors": executor_cores(self._spark),
-            "hosts": dict(Counter(h["address"].rpartition("//")[2].rpartition(":")[0] for h in described)),
+            "hosts": dict(Counter(h["address"].rpartition("//")[2].rpartition(":")[0] for h in described["hosts"])),
             "owners": dict(Counter(owners)),
             "moved": self._moved,
+            "copies": len(lags),
             "nodes": sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
         }
         if found != self._said:
@@ -169,9 +173,10 @@ def obey(spark: Any, words: list[str]) -> None:
     say("done", command=" ".join(words))
 
 
-def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: int) -> None:
+def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: int, standbys: int) -> None:
     """Run the stream until standard input ends."""
-    spark = init_spark("machines", executors, 1, "768m", ray_address=address, configs=CONFIGS)
+    conf = StateStoreConf(standby_replicas=standbys)
+    spark = init_spark("machines", executors, 1, "768m", ray_address=address, configs=CONFIGS, conf=conf)
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
     numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
     keyed = numbers.select((col("value") * STEP % keys).alias("k"), col("value").alias("v"))
@@ -188,27 +193,38 @@ def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: i
 
 PAUSE = 0.1
 AT_ONCE = 100
+STALENESS = 2
+HEARTBEAT_VERSIONS = 10
+"""At most so many versions are completed between two heartbeats."""
 
 
-def ask(client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint: str) -> dict[str, object]:
+def ask(
+    client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint: str, staleness: int
+) -> dict[str, object]:
     """Ask once; return the event."""
-    least, began, at = committed(checkpoint), time.perf_counter(), time.time()
+    newest, began, at = committed(checkpoint), time.perf_counter(), time.time()
+    told = {"at": at, "stale": bool(staleness)}
     try:
-        rows = client.get_many(OPERATOR, keys)
+        rows = client.get_many(OPERATOR, keys, staleness=staleness or None)
     except QueryableStateError as error:
-        return {"event": "late", "at": at, "seconds": time.perf_counter() - began, "error": repr(error)[:200]}
-    seconds = time.perf_counter() - began
+        return {"event": "late", **told, "seconds": time.perf_counter() - began, "error": repr(error)[:200]}
+    told["seconds"] = time.perf_counter() - began
     counts, sums = (rows.column(name).fill_null(0).to_numpy() for name in ("n", "s"))
+    # A host counts versions from the newest one that it knows: it learns of a commit within a heartbeat.
+    least = max(0, newest - staleness - HEARTBEAT_VERSIONS) if staleness else newest
     version = shape.version_of(keys, counts, sums, range(least, committed(checkpoint) + 1))
-    return {"event": "wrong" if version is None else "answer", "at": at, "seconds": seconds, "version": version}
+    if version is None:
+        return {"event": "wrong", **told}
+    return {"event": "answer", **told, "version": version, "behind": max(0, newest - version)}
 
 
 def run_client(checkpoint: str, keys: int, rows: int) -> None:
     draws = np.random.default_rng(1)
     with QueryableStateClient.connect(timeout=60) as client:
-        while True:
+        for number in itertools.count():
             drawn = draws.choice(keys, AT_ONCE, replace=False)
-            print(json.dumps(ask(client, Shape(keys, rows), drawn, checkpoint)), flush=True)
+            staleness = STALENESS if number % 2 else 0
+            print(json.dumps(ask(client, Shape(keys, rows), drawn, checkpoint, staleness)), flush=True)
             time.sleep(PAUSE)
 
 

@@ -23,13 +23,13 @@ Event = dict[str, Any]
 class RunningStream:
     """The stream on machine 0 with so many executors, and from ``ask`` on its client. ``events`` grows by some 20/s."""
 
-    def __init__(self, lab: Lab, shape: Shape, executors: int) -> None:
+    def __init__(self, lab: Lab, shape: Shape, executors: int, standbys: int = 0) -> None:
         self._lab, self._shape = lab, shape
         self.checkpoint = str(lab.shared / "ck")
         self.events: list[Event] = []
         self._programs: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
-        sizes = (str(shape.keys), str(shape.rows))
+        sizes = (str(shape.keys), str(shape.rows), str(standbys))
         self._stream = self._start("stream", ray_address(lab), self.checkpoint, str(executors), *sizes)
 
     def ask(self) -> None:

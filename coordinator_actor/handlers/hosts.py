@@ -190,7 +190,7 @@ class Hosts:
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
             lease_seconds=self._lease_seconds,
-            warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
+            warm_up=tuple(order for run in current if (order := warm_up(run, host_id, lease.hand_over)) is not None),
             giving=giving,
             ended_runs=tuple(
                 run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served

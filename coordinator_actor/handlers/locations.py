@@ -24,6 +24,7 @@ from backends import spans
 from backends.conf import StateStoreId, StateStoreProviderId
 from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import VersionNotFoundError
+from backends.formats.manifest import ChangelogRef
 from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
@@ -31,6 +32,8 @@ from coordinator_actor.durable.records import as_plain
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
+    NOBODY,
+    HandOver,
     KvStateLocationOracle,
     LocatedView,
     LookedUp,
@@ -40,7 +43,7 @@ from coordinator_actor.messages import (
     RunningView,
     WarmUp,
 )
-from coordinator_actor.run.owners import Assignment, SessionHosts
+from coordinator_actor.run.owners import WARM_VERSIONS, Assignment, SessionHosts
 from coordinator_actor.run.query_state import QueryState
 
 log = logging.getLogger(__name__)
@@ -85,15 +88,17 @@ def _assign_owners(
         hosts, session_id = registries.hosts, run.registration.session_id
         is_reporting = ownership.awaits_reports and registries.expects_reports()
         ready: Mapping[TaskKey, str] = {}
+        hand_overs = {h: lease.hand_over for h, lease in hosts.leases.items()}
         if moves and not is_reporting and ownership.planned:
-            ready = ownership.ready_moves({h: lease.hand_over for h, lease in hosts.leases.items()}, completed)
+            ready = ownership.ready_moves(hand_overs, completed)
         is_valid = ownership.is_valid(hosts.generation, is_reporting=is_reporting, rebalance=rebalance, waiting=waiting)
         if before is not None and is_valid and not ready:
             return before
         infos = {host_id: hosts.leases[host_id].info for host_id in hosts.nodes_of_session(session_id)}
         if not infos:
             raise exceptions.UnknownHostError(f"No state store host of session {session_id} is alive.")
-        session = SessionHosts(hosts.generation, infos, hosts.staying(session_id), hosts.reported(run.run_id))
+        reported = hosts.reported(run.run_id)
+        session = SessionHosts(hosts.generation, infos, hosts.staying(session_id), reported, hand_overs)
     after = ownership.assign(
         session, ready, completed, run.manifests.epoch, is_reporting=is_reporting, rebalance=rebalance, waiting=waiting
     )
@@ -115,6 +120,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     ownership = run.assignment
     if not ownership.is_made:
         return
+    note_copies(registries, run)
     with suppress(exceptions.UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assign_owners(registries, run)
@@ -150,18 +156,48 @@ def _spread(registries: Registries, run: QueryState) -> bool:
         run.lock.release()
 
 
-def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
-    """Return the partitions of a run that a host must load before tasks ask for them. Needs no lock of the run."""
-    completed, new = run.versions.completed, run.assignment.new_owners
-    wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
+def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None:
+    """Return the partitions of a run that a host must load before tasks ask for them. Needs no lock of the run.
+
+    ``hand_over`` is the last report of the host: the files that its copies lack are named.
+    """
+    completed, new, current = run.versions.completed, run.assignment.new_owners, run.assignment.current
+    wanted = dict.fromkeys(task for task, receiver in run.assignment.planned.items() if receiver == host_id)
     if completed and new.version == completed:
-        wanted += sorted(new.of_host.get(host_id, ()))
+        wanted.update(dict.fromkeys(sorted(new.of_host.get(host_id, ()))))
+    if completed and current is not None and current.standbys:
+        wanted.update(dict.fromkeys(current.copied_to(host_id)))
     if not wanted:
         return None
     heads: dict[str, dict[int, str | None]] = {}
+    changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = {}
+    warm = hand_over.warm.get(run.run_id, {})
     for operator, partition in wanted:
         heads.setdefault(operator, {})[partition] = run.versions.head(completed, operator, partition)
-    return WarmUp(run.registration, run.manifests.epoch, completed, heads)
+        copied = warm.get(operator, {}).get(partition)
+        if copied is not None and completed - WARM_VERSIONS <= copied < completed:
+            files = run.versions.changelogs(operator, partition, copied)
+            if files:
+                changelogs.setdefault(operator, {})[partition] = files
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs)
+
+
+def note_copies(registries: Registries, run: QueryState) -> None:
+    """Record for people how many versions each standby copy of a run is behind. Grows with the partitions."""
+    current, completed = run.assignment.current, run.versions.completed
+    replicas = run.registration.standby_replicas
+    if current is None or not replicas:
+        return
+    with registries.lock:
+        warm = {h: lease.hand_over.warm.get(run.run_id, {}) for h, lease in registries.hosts.leases.items()}
+    lags: dict[str, list[list[int]]] = {}
+    for operator, places in current.owners.items():
+        lags[operator] = of_operator = []
+        for partition, place in enumerate(places):
+            standbys = () if place == NOBODY else current.standbys.get(current.hosts[place].host_id, ())
+            versions = (warm.get(h, {}).get(operator, {}).get(partition) for h in standbys)
+            of_operator.append([max(0, completed - version) for version in versions if version is not None])
+    run.copy_lags = lags
 
 
 def gives(run: QueryState, host_id: str) -> bool:
@@ -231,6 +267,7 @@ class Locations:
         spec = run.operator(operator)
         assert spec is not None
         assignment = assign_owners(self._registries, run)
+        owners = tuple(assignment.owner(operator, p) for p in range(spec.num_partitions))
         return OperatorLocation(
             run.registration.query_id,
             run.run_id,
@@ -238,8 +275,9 @@ class Locations:
             spec,
             run.registration.key_groups,
             run.versions.completed,
-            tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
+            owners,
             _watermark_of(run, spec),
+            assignment.standbys_of(owners),
         )
 
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
@@ -315,6 +353,7 @@ class Locations:
             run.versions.completed,
             owners,
             registration.state_location,
+            assignment.standbys_of(owner for of_operator in owners.values() for owner in of_operator),
         )
 
 
@@ -488,6 +527,8 @@ def _described(run: QueryState) -> dict[str, Any]:
     began = run.spark.began(versions.completed, pending)
     return {
         "query_id": registration.query_id,
+        "standby_replicas": registration.standby_replicas,
+        "copy_lags": run.copy_lags,
         "last_checkpoint": as_plain(records[-1]) if records else None,
         "run_id": run.run_id,
         "name": registration.name,

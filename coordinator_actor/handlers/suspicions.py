@@ -67,8 +67,9 @@ class Suspicions:
     """Probes suspected hosts, and ends the leases of those that are lost. Thread-safe: the registries' lock guards it.
 
     A host is suspected if a task, a client or another host could not connect to it, or if its heartbeat is late. A host
-    that refuses a connection is lost at once. A host on a silent machine is lost ``silent_timeout`` seconds after its
-    last heartbeat. All others keep their leases.
+    that refuses a connection is lost at once if there are copies of its partitions: without them, Ray's restart of the
+    process, which finds its local files, is faster than a load elsewhere. A host on a silent machine is lost
+    ``silent_timeout`` seconds after its last heartbeat. All others keep their leases.
 
     Only a host that has taken a connection before can be lost in this way: otherwise a firewall between coordinator and
     host would look like a dead host. ``probe`` waits in a separate thread without any lock; None probes nothing.
@@ -154,8 +155,9 @@ class Suspicions:
             lease.probed_at = now
             if probed is Probed.CONNECTED:
                 lease.is_reachable = True
-            if probed is Probed.REFUSED and lease.is_reachable:
-                self._registries.hosts.lose(lease, Loss.REFUSED, age)
+            if probed is Probed.REFUSED:
+                if lease.is_reachable and self._has_copies(info.host_id):
+                    self._registries.hosts.lose(lease, Loss.REFUSED, age)
                 return None
             if probed is not Probed.SILENT or not lease.is_reachable or lease.seen > seen:
                 return None
@@ -164,6 +166,12 @@ class Suspicions:
                 return None
         # The next probe ends when the host may be given up, or begins soon.
         return max(PROBE_PAUSE_SECONDS, self._silent_timeout - CONNECTION_SECONDS - age)
+
+    def _has_copies(self, host_id: str) -> bool:
+        """Return whether other hosts keep copies of the partitions of a host, or it has none."""
+        assignments = [run.assignment.current for run in self._registries.runs.current()]
+        owning = [current for current in assignments if current is not None and current.of_host.get(host_id)]
+        return not owning or any(current.standbys.get(host_id) for current in owning)
 
     def _lease_of(self, info: HostInfo) -> HostLease | None:
         lease = self._registries.hosts.leases.get(info.host_id)

@@ -4,6 +4,10 @@ A partition stays where it is while its host lives. A free partition goes to the
 among the hosts that have room (rendezvous hashing by Thaler and Ravishankar; the bound by Mirrokni et al.). Room is
 counted twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions, and each host of
 the node an equal part of them, both rounded down or up. So every host has ``P / H`` partitions, rounded down or up.
+
+Standbys follow owners: all partitions of a host have their copies on the same other host, on the next node of a ring.
+So a host reads the changelogs that another host has stored in one object with one request, copies are as balanced as
+owners, and a host that comes or goes changes the standbys of its neighbours alone.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -191,6 +196,48 @@ def _hashes(names: Sequence[str]) -> Hashes:
     return np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], np.uint64)
 
 
+def standby_hosts(
+    nodes: Mapping[str, str],
+    zones: Mapping[str, str],
+    replicas: int,
+    *,
+    staying: Collection[str] | None = None,
+    salt: str = "",
+) -> dict[str, tuple[str, ...]]:
+    """Return for each host those that keep copies of its partitions, each on another node; fewer if nodes are missing.
+
+    ``nodes`` maps host id to node id, ``zones`` node id to zone. Nodes of other zones come first. Only the ``staying``
+    hosts (None: all) keep copies. The ring is the nodes in the order of their hashes, zone after zone in turns: so
+    neighbours are in different zones, and each node follows exactly one other if all zones have as many nodes.
+    """
+    seed = xxhash.xxh64_intdigest(salt.encode())
+    members: dict[str, list[str]] = {}
+    for host in sorted(nodes, key=lambda h: (xxhash.xxh64_intdigest(h.encode(), seed), h)):
+        members.setdefault(nodes[host], []).append(host)
+    ordered = sorted(members, key=lambda node: (xxhash.xxh64_intdigest(node.encode(), seed), node))
+    rank: dict[str, int] = {}
+    of_zone: defaultdict[str, int] = defaultdict(int)
+    for node in ordered:
+        zone = zones.get(node, "")
+        rank[node] = of_zone[zone] if zone else 0
+        of_zone[zone] += 1
+    ring = sorted(ordered, key=lambda node: (rank[node], zones.get(node, "")))  # stable: without zones, by hash
+    keeping = {n: [h for h in hosts if staying is None or h in staying] for n, hosts in members.items()}
+    standbys: dict[str, tuple[str, ...]] = {}
+    for place, node in enumerate(ring):
+        others = [other for other in (*ring[place + 1 :], *ring[:place]) if keeping[other]]
+        used_zones = {zones.get(node, "")}
+        chosen: list[str] = []
+        while others and len(chosen) < replicas:
+            following = next((n for n in others if zones.get(n, "") not in used_zones), others[0])
+            others.remove(following)
+            used_zones.add(zones.get(following, ""))
+            chosen.append(following)
+        for number, host in enumerate(members[node]):
+            standbys[host] = tuple(keeping[n][number % len(keeping[n])] for n in chosen)
+    return standbys
+
+
 # An assignment: the owner of every partition of a run at one time. The functions above decide on the owners.
 
 
@@ -201,7 +248,8 @@ class Assignment:
     ``number`` grows with every change in a run. ``generation`` is that of the set of hosts, ``reports`` the number of
     reports that were used. ``owners`` has, per operator, an index into ``hosts`` for each partition, or ``NOBODY``.
     ``of_host`` has the partitions of each host, by host id. ``is_partial``: some partitions have no owner yet, because
-    the host that holds them may still report.
+    the host that holds them may still report. ``standbys`` has, by host id, the hosts that keep copies of its
+    partitions.
     """
 
     number: int
@@ -211,6 +259,7 @@ class Assignment:
     of_host: Mapping[str, tuple[TaskKey, ...]]
     is_partial: bool = False
     reports: int = 0
+    standbys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -220,6 +269,7 @@ class Assignment:
         hosts: Sequence[HostInfo],
         owners: Mapping[TaskKey, str | None],
         reports: int = 0,
+        standbys: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> Assignment:
         """Make an assignment from the host id of each partition, or None. Partitions must come in ascending order."""
         places = {host.host_id: i for i, host in enumerate(hosts)}
@@ -231,7 +281,7 @@ class Assignment:
                 by_host[host_id].append(task)
         of_host = {h: tuple(t) for h, t in by_host.items()}
         is_partial = any(host_id is None for host_id in owners.values())
-        return cls(number, generation, tuple(hosts), by_operator, of_host, is_partial, reports)
+        return cls(number, generation, tuple(hosts), by_operator, of_host, is_partial, reports, standbys)
 
     def owner(self, operator: str, partition: int) -> HostInfo:
         """Return the owner of a partition. Raises ``UnknownRunError`` if its holder may still report."""
@@ -249,6 +299,19 @@ class Assignment:
         place = places[partition] if 0 <= partition < len(places) else NOBODY
         return None if place == NOBODY else self.hosts[place]
 
+    def standbys_of(self, owners: Iterable[HostInfo]) -> dict[str, tuple[HostInfo, ...]]:
+        """Return the hosts that keep copies of the partitions of these owners, by host id; empty without standbys."""
+        if not self.standbys:
+            return {}
+        infos = {host.host_id: host for host in self.hosts}
+        return {o.host_id: tuple(infos[h] for h in self.standbys.get(o.host_id, ())) for o in owners}
+
+    def copied_to(self, host_id: str) -> list[TaskKey]:
+        """Return the partitions that a host keeps standby copies of."""
+        return [
+            task for owner, standbys in self.standbys.items() if host_id in standbys for task in self.of_host[owner]
+        ]
+
 
 @dataclass(frozen=True)
 class NewOwners:
@@ -263,13 +326,25 @@ class SessionHosts(NamedTuple):
 
     ``generation`` is that of the set of hosts. ``infos`` are by host id, ascending. ``staying`` has the node of each
     host that is not leaving. ``reported`` has the partitions of the run that hosts held when they registered, each with
-    its host.
+    its host. ``hand_overs`` has the last report of each host about copies.
     """
 
     generation: int
     infos: Mapping[str, HostInfo]
     staying: Mapping[str, str]
     reported: Sequence[tuple[TaskKey, str]]
+    hand_overs: Mapping[str, HandOver] = MappingProxyType({})
+
+    def copies(self, run_id: str) -> dict[TaskKey, str]:
+        """Return the host with the newest copy of each partition that has one; hosts that stay come first."""
+        newest: dict[TaskKey, tuple[bool, int, str]] = {}
+        for host_id in self.infos:
+            warm = self.hand_overs[host_id].warm.get(run_id, {}) if host_id in self.hand_overs else {}
+            for operator, partitions in warm.items():
+                for partition, version in partitions.items():
+                    task, copy = (operator, partition), (host_id in self.staying, version, host_id)
+                    newest[task] = max(newest.get(task, copy), copy)
+        return {task: host_id for task, (_, _, host_id) in newest.items()}
 
 
 class RunAssignment:
@@ -288,7 +363,7 @@ class RunAssignment:
     query's storage hangs. It is taken after the lock of the run, and before that of the registries.
     """
 
-    def __init__(self, run_id: str, tasks: Iterable[TaskKey], salt: str) -> None:
+    def __init__(self, run_id: str, tasks: Iterable[TaskKey], salt: str, standby_replicas: int = 0) -> None:
         self.lock = threading.RLock()
         self.current: Assignment | None = None
         self.is_unbalanced = False
@@ -301,6 +376,7 @@ class RunAssignment:
         self._run_id = run_id
         self._tasks = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
         self._salt = salt
+        self._standby_replicas = standby_replicas
 
     @property
     def is_made(self) -> bool:
@@ -373,8 +449,12 @@ class RunAssignment:
         owned = {**dict(reversed(hosts.reported)), **self.reported}  # of several holders, the first one counts
         if current is not None:
             owned.update({t: owner.host_id for t in self._tasks.values() if (owner := current.find(*t)) is not None})
-            # The host that was to get the partition of a lost host may have loaded it.
-            owned.update({t: receiver for t, receiver in self.planned.items() if owned.get(t) not in infos})
+            # The host with the newest copy takes over. One that has not reported its copy yet may have it as well.
+            lost = {t: h for t, h in owned.items() if h not in infos}
+            copies = hosts.copies(self._run_id) if lost else {}
+            for task, former in lost.items():
+                takers = (copies.get(task), self.planned.get(task), *current.standbys.get(former, ()))
+                owned[task] = next((h for h in takers if h is not None and h in infos), former)
         before = {task: host_id for task, host_id in owned.items() if host_id in infos}
         owner_of = {n: host_id for n, task in self._tasks.items() if (host_id := moves.get(task, before.get(task)))}
         # Only kept or awaited partitions are placed, so that each host has its share of those.
@@ -383,12 +463,13 @@ class RunAssignment:
         at_once = rebalance and not is_reporting
         owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
         is_final = is_reporting or at_once
-        target = owners if is_final else assign(placed, hosts.staying, owners, rebalance=True, salt=self._salt)
+        target = owners if is_final else self._target(placed, hosts, owners)
         planned = {self._tasks[n]: host_id for n, host_id in target.items() if owners[n] != host_id}
         # Another coordinator, or this one after a restart, must not give the same number to another assignment.
         number = (epoch << 20) + 1 if current is None else current.number + 1
         by_task = {task: owners.get(n) for n, task in self._tasks.items()}
-        after = Assignment.of(number, hosts.generation, tuple(infos.values()), by_task, self.reports)
+        standbys = self._standbys(hosts)
+        after = Assignment.of(number, hosts.generation, tuple(infos.values()), by_task, self.reports, standbys)
         # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
         reported = hosts.reported if current is None or current.is_partial else ()
         givers = {h: completed for t, h in (*before.items(), *reported) if by_task.get(t) not in (None, h)}
@@ -406,6 +487,20 @@ class RunAssignment:
         leaving = {n: h for n, h in owner_of.items() if h not in hosts.staying and h in hosts.infos}
         rest = assign([n for n in partitions if n not in leaving], hosts.staying, owner_of, salt=self._salt)
         return {n: leaving.get(n) or rest[n] for n in partitions}
+
+    def _target(self, partitions: Sequence[str], hosts: SessionHosts, owners: Mapping[str, str]) -> dict[str, str]:
+        """Return the owner that each partition should have: equal shares. Hosts with copies relieve leaving hosts."""
+        leaving = [n for n in partitions if owners[n] not in hosts.staying]
+        copies = hosts.copies(self._run_id) if leaving else {}
+        owner_of = {**owners, **{n: copies[self._tasks[n]] for n in leaving if self._tasks[n] in copies}}
+        return assign(partitions, hosts.staying, owner_of, rebalance=True, salt=self._salt)
+
+    def _standbys(self, hosts: SessionHosts) -> dict[str, tuple[str, ...]]:
+        if not self._standby_replicas:
+            return {}
+        nodes = {host_id: info.node_id for host_id, info in hosts.infos.items()}
+        zones = {info.node_id: info.zone for info in hosts.infos.values()}
+        return standby_hosts(nodes, zones, self._standby_replicas, staying=hosts.staying, salt=self._salt)
 
     def _new_owners(
         self, current: Assignment | None, after: Assignment, before: Mapping[TaskKey, str], completed: int

@@ -10,7 +10,14 @@ import msgspec
 
 from backends.exceptions import VersionNotFoundError
 from backends.formats import manifest_chain
-from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotDescriptor, SnapshotRef
+from backends.formats.manifest import (
+    ChangelogRef,
+    Lineage,
+    Manifest,
+    PartitionEntry,
+    SnapshotDescriptor,
+    SnapshotRef,
+)
 from backends.formats.manifest_chain import Layout, Retention
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
@@ -109,6 +116,24 @@ class QueryVersions:
     def lineage(self, operator: str, partition: int, version: int) -> Lineage:
         lineage = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
         return msgspec.structs.replace(lineage, snapshots=self.snapshots(operator, partition, version))
+
+    def changelogs(self, operator: str, partition: int, after: int) -> tuple[ChangelogRef, ...]:
+        """Return the changelogs that lead from version ``after`` to the completed one. Needs no lock of the run.
+
+        Empty if a version lacks one: it is not kept any more, or has another layout.
+        """
+        chain, completed = self.chain, self.completed
+        refs: list[ChangelogRef] = []
+        for version in range(after + 1, completed + 1):
+            manifest = chain.get(version)
+            entry = None if manifest is None else manifest.operators.get(operator)
+            if entry is None or manifest_chain.layout_of(operator, entry) != self.layouts[operator]:
+                return ()
+            changed = entry.partitions.get(partition)
+            if changed is None:
+                return ()
+            refs.append(ChangelogRef(version, changed.changelog))
+        return tuple(refs)
 
     # -- snapshots that no manifest names yet --------------------------------------------------
 

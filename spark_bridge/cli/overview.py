@@ -50,6 +50,7 @@ def queries_view(queries: Iterable[model.Query]) -> Table:
         "prepared",
         "oldest",
         "waits for",
+        "standby copies",
         "last checkpoint",
         "epoch",
         title="Queries",
@@ -65,10 +66,21 @@ def queries_view(queries: Iterable[model.Query]) -> Table:
             query.prepared_version,
             query.oldest_version,
             f"{query.pending_partitions} partitions" if query.pending_partitions else "",
+            standby_copies(query),
             "" if last is None else model.moment(last.completed_ms or last.prepared_ms),
             query.epoch,
         )
     return view
+
+
+def standby_copies(query: model.Query) -> str:
+    """Return how many standby copies a query has, and how many versions the last of them is behind."""
+    if not query.standby_replicas:
+        return ""
+    lags = [lag for o in query.operators for p in o.partitions for lag in p.copy_lags]
+    wanted = query.standby_replicas * sum(o.num_partitions for o in query.operators)
+    behind = max(lags, default=0)
+    return f"{len(lags)} of {wanted}" + (f", {behind} behind" if behind else "")
 
 
 def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
@@ -213,6 +225,7 @@ def partitions_view(query: model.Query, operator: str | None) -> RenderableType:
                             model.size(p.memory_bytes),
                             p.snapshot_version,
                             p.snapshot_lag,
+                            ", ".join(map(str, p.copy_lags)),
                             model.size(p.changelog_bytes),
                             model.duration(sum(p.commit_ms.values()) if p.commit_ms else None),
                         )
@@ -225,6 +238,7 @@ def partitions_view(query: model.Query, operator: str | None) -> RenderableType:
                     "memory",
                     "snapshot",
                     "lag",
+                    "standby lag",
                     "changelogs",
                     "last commit",
                     title=f"{of.name} of {query.title}: {of.num_partitions} partitions{skew}",

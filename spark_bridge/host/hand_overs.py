@@ -35,11 +35,11 @@ class HandOvers:
     """Loads copies ahead, and knows which partitions may move.
 
     The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that this host
-    is about to own is loaded as a copy, and again after each version, while the owner keeps serving it (Kafka Streams:
-    warm-up replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before
-    tasks ask for them. The first task that opens the partition here continues from the copy. While own partitions may
-    be given away, this host checks Spark's log before it takes a version for the newest: another host may have made the
-    next version.
+    is about to own, or is the standby of, is loaded as a copy, and follows version by version, while the owner keeps
+    serving it (Kafka Streams: warm-up and standby replicas). Partitions of a lost host, and those that a query begins
+    with, are loaded in the same way before tasks ask for them. The first task that opens the partition here continues
+    from the copy. While own partitions may be given away, this host checks Spark's log before it takes a version for
+    the newest: another host may have made the next version.
 
     Thread-safe. ``_lock`` guards all fields; no other lock is taken while it is held. Grows with the moving
     partitions.
@@ -108,7 +108,11 @@ class HandOvers:
             self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
             wanted_copies = {copy for order in orders.warm_up for copy in _copies(order)}
             self._failed = {copy: again for copy, again in self._failed.items() if copy in wanted_copies}
-        self._orders.carry_out(dict(loads for order in orders.warm_up for loads in self._loads(order)))
+        work = dict(loads for order in orders.warm_up for loads in self._loads(order))
+        for order in orders.warm_up:
+            if order.changelogs:
+                work[f"{order.registration.run_id}/follow"] = [partial(self._follow, order)]
+        self._orders.carry_out(work)
 
     def gives(self, run_id: str) -> bool:
         """Return whether partitions of a run may be another host's by now, without this one knowing."""
@@ -122,14 +126,31 @@ class HandOvers:
         """Yield the pending loads of an order, in lanes that run in parallel."""
         now, loads = self._clock(), list[Order]()
         for copy in _copies(order):
-            _, operator, partition, head = copy
-            grant = OpenGrant(self._info, order.version, head, order.registration, order.epoch)
+            _, operator, partition, _ = copy
+            if partition in order.changelogs.get(operator, {}):
+                continue
+            grant = self._grant(order, copy)
             with self._lock:
                 again, _ = self._failed.get(copy, (now, 0.0))
             if again <= now and not self._loader.is_warm(grant, operator, partition):
                 loads.append(partial(self._load, copy, grant))
         for lane in range(min(LANES, len(loads))):
             yield f"{order.registration.run_id}/{lane}", loads[lane::LANES]
+
+    def _grant(self, order: WarmUp, copy: _Copy) -> OpenGrant:
+        return OpenGrant(self._info, order.version, copy[-1], order.registration, order.epoch)
+
+    def _follow(self, order: WarmUp) -> None:
+        """Bring copies to the newest version by the changelogs that they lack; load those that cannot follow."""
+        run_id = order.registration.run_id
+        try:
+            unable = self._loader.follow(order, lambda *task: not self._is_unwanted(run_id, *task))
+        except STATESTORE_ERRORS as error:
+            log.warning("The copies of run %s cannot follow, and try again: %s", run_id, error)
+            return
+        for task in unable:
+            copy = (run_id, *task, order.heads[task[0]][task[1]])
+            self._load(copy, self._grant(order, copy))
 
     def _load(self, copy: _Copy, grant: OpenGrant) -> None:
         run_id, operator, partition, _ = copy

@@ -107,6 +107,12 @@ class Instance:
     def spec(self) -> OperatorSpec:
         return spec_of(self.registration, self.operator)
 
+    @property
+    def is_whole_copy(self) -> bool:
+        """Whether the kept files are open, and a load has left them whole: they are at one version, and can follow."""
+        state = self.state
+        return not state.is_closed and not state.is_loading and self.loaded_at <= state.version and state.is_whole
+
     def __str__(self) -> str:
         return f"StateStoreId[operator={self.operator}, partition={self.partition}]"
 
@@ -162,6 +168,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
+        self._counts["followed"] = 0
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -260,7 +267,7 @@ class PartitionFiles:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = self._local(registration, spec, partition)
-        storage = self._storage_of(registration)
+        storage = self.storage_of(registration)
         conf = with_changes(self._conf, provider=spec.backend)
         with writing_to(local):
             try:
@@ -299,11 +306,11 @@ class PartitionFiles:
         The copy keeps one version and does not count its keys: to count, replaying would look up every key that it
         writes.
         """
-        storage = self._storage_of(registration)
+        storage = self.storage_of(registration)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
         return open_partition(local, storage, directory, conf)
 
-    def _storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
+    def storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
         """Return the storage of a query's state, one for all partitions: each storage opens its own connections."""
         key = (registration.state_location, tuple(sorted(registration.storage_options.items())))
         with self._lock:  # opening does no I/O

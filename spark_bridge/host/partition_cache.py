@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.host.instances import Instance, InstanceKey, PartitionFiles, RunKey
+from spark_bridge.host.instances import Instance, InstanceKey, PartitionFiles, RunKey, key_of
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,12 @@ class PartitionCache:
 
     def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
         return self._by_run.get((run_id, operator, partition))
+
+    def copy(self, run_id: str, operator: str, partition: int) -> Instance | None:
+        """Return a whole copy of another host's partition, which may follow while it is read; None without one."""
+        registration = self.registrations.get(run_id)
+        kept = None if registration is None else self._kept.get(key_of(registration, operator, partition))
+        return kept if kept is not None and kept.registration.run_id == run_id and kept.is_whole_copy else None
 
     def all(self) -> list[Instance]:
         with self.lock:

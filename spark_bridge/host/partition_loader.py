@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from backends import exceptions, spans
 from backends.exceptions import LoadEndedError, LocalDiskFullError, MissingFileError
-from backends.formats.manifest import Lineage, partition_directory
+from backends.formats.manifest import ChangelogRef, Lineage, partition_directory
 from backends.partition.load_watch import LoadProgress, LoadWatch
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
-from coordinator_actor.messages import Completed, OpenGrant, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import Completed, OpenGrant, OperatorSpec, QueryRegistration, WarmUp
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError, StateVersionError
 from spark_bridge.host.instances import (
     REMEMBERED_COMMITS,
@@ -36,11 +36,15 @@ from spark_bridge.host.running_loads import FileLease, Load, Loads
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+TaskChangelog: TypeAlias = tuple[tuple[str, int], ChangelogRef]
+"""Operator and partition, and a changelog of that partition."""
 
 TASK_ANSWER_SECONDS = 2.0
 """A task is answered after this many seconds at the latest: far below the time limit of its call."""
 ABANDONED_SECONDS = 60.0
 """A load ends if no task has asked for it for this many seconds; its files are kept for the next one."""
+FOLLOWED_BYTES = 16 << 20
+"""Copies fetch at most this many bytes of changelogs with one request, and hold them until they are applied."""
 SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
@@ -166,6 +170,8 @@ class PartitionLoader:
                 self._watching(key, grant, is_abandoned) as watch,
             ):
                 self._bring_to_grant(grant, key, watch, serves=False)
+            # No commit of this host ends the lease of a standby, and old files would stay until it runs out.
+            self._lease(grant.registration.run_id, operator, partition, grant.version).end()
         finally:
             lock.release()
 
@@ -180,19 +186,71 @@ class PartitionLoader:
                 return False
             state = kept.state
             # Files of a version may have been exchanged: then its head is another one.
-            is_whole = kept.loaded_at == state.version and (
+            is_warm = kept.is_whole_copy and (
                 state.version > grant.version or (state.version, state.head) == (grant.version, grant.head)
             )
-            if is_whole:
+            if is_warm:
                 self._cache.keep(kept)
-            return is_whole
+            return is_warm
 
     def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
         """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
         kept = self._cache.kept(key_of(registration, operator, partition))
-        if kept is None or kept.registration.run_id != registration.run_id or kept.loaded_at != kept.state.version:
+        if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
             return None
-        return kept.loaded_at
+        return kept.state.version
+
+    def follow(self, order: WarmUp, is_wanted: Callable[[str, int], bool]) -> list[tuple[str, int]]:
+        """Apply to whole copies the changelogs that an order names, version after version.
+
+        All changelogs of a version that are in one object are fetched with one request, while no lock is held. Return
+        the operator and partition of each copy that cannot follow: ``warm_up`` loads it. Raises ``StorageError``, and
+        ``HostMemoryBusyError`` if the copies must wait for memory.
+        """
+        storage = self._files.storage_of(order.registration)
+        unable: list[tuple[str, int]] = []
+        steps: dict[tuple[int, str], dict[tuple[str, int], ChangelogRef]] = {}
+        for operator, partitions in order.changelogs.items():
+            for partition, refs in partitions.items():
+                version = self.warm_version(order.registration, operator, partition)
+                if version is None or refs[0].version > version + 1:
+                    unable.append((operator, partition))
+                    continue
+                for ref in refs:
+                    if ref.version > version:
+                        steps.setdefault((ref.version, ref.file.stored_in), {})[operator, partition] = ref
+        trace = spans.batch(order.registration.run_id, order.version + 1)
+        for (version, _), refs_of in sorted(steps.items()):
+            wanted = [(task, ref) for task, ref in refs_of.items() if task not in unable and is_wanted(*task)]
+            with spans.span("host.follow", trace, version=version, num_partitions=len(wanted)):
+                for few in _in_bounds(wanted):
+                    contents = storage.read_together([ref.file for _, ref in few])
+                    for task, ref in few:
+                        data = contents.get(ref.file.path)
+                        if data is None or not self._follow(order.registration, task, ref, data):
+                            unable.append(task)
+        return unable
+
+    def _follow(self, registration: QueryRegistration, task: tuple[str, int], ref: ChangelogRef, data: bytes) -> bool:
+        """Apply one changelog to a copy; return False if the copy cannot follow, or is used otherwise by now."""
+        key = key_of(registration, *task)
+        lock = self._cache.loading_lock(key)
+        if not lock.acquire(blocking=False):
+            return False
+        try:
+            kept = self._cache.kept(key)
+            if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
+                return False
+            with kept.commit_lock:
+                kept.state.follow(ref, data)
+            self._cache.keep(kept)
+            self._counters.count("followed")
+            return True
+        except (exceptions.LineageMismatchError, exceptions.DamagedFileError, exceptions.StoreClosedError) as error:
+            log.info("The copy of partition %d of %r cannot follow: %s", task[1], task[0], error)
+            return False
+        finally:
+            lock.release()
 
     @contextmanager
     def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
@@ -256,7 +314,9 @@ class PartitionLoader:
                 f"A task of batch {grant.version} is too late: version {instance.state.version} is completed."
             )
         instance.epoch = grant.epoch
-        is_whole = instance is not kept
+        is_whole = instance is not kept or instance.is_whole_copy
+        if instance is kept and is_whole:
+            instance.loaded_at = instance.state.version  # as after a load: another host has made the version
 
         def advance() -> bool:
             nonlocal is_whole
@@ -495,6 +555,20 @@ class PartitionLoader:
                 return copy
         finally:
             lease.end()
+
+
+def _in_bounds(refs: Sequence[TaskChangelog]) -> Iterator[list[TaskChangelog]]:
+    """Divide changelogs of one object into lists of at most ``FOLLOWED_BYTES``, or of one changelog."""
+    few: list[TaskChangelog] = []
+    nbytes = 0
+    for task, ref in refs:
+        if few and nbytes + ref.file.size > FOLLOWED_BYTES:
+            yield few
+            few, nbytes = [], 0
+        few.append((task, ref))
+        nbytes += ref.file.size
+    if few:
+        yield few
 
 
 def version_key(registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int) -> CopyKey:

@@ -272,6 +272,8 @@ MIN_LATE_MS = 60_000
 MAX_SKEW = 5.0
 MIN_SKEWED_KEYS = 10_000
 """Fewer keys in a partition slow nothing down."""
+MAX_COPY_LAG = 20
+"""A standby copy that is more versions behind takes long to take over."""
 MAX_SNAPSHOT_LAG = 50
 """Versions: five snapshots of ten versions each, as Spark's own warning has it."""
 MAX_TIME_SKEW = 5.0
@@ -480,6 +482,32 @@ def _awaited(query: Query) -> tuple[str, str]:
     )
 
 
+def _of_copies(query: Query, operator: Operator, subject: str) -> Iterator[Fault]:
+    """Yield the faults of standby copies: those that are missing, and those that are far behind."""
+    if query.status != RUNNING or not query.standby_replicas or not query.completed_version:
+        return
+    lacking = [p.partition for p in operator.partitions if len(p.copy_lags) < query.standby_replicas]
+    if lacking:
+        yield Fault(
+            WARNING,
+            "no-standby",
+            subject,
+            f"{len(lacking)} of {operator.num_partitions} partitions have fewer than {query.standby_replicas} standby "
+            f"copies, among them {lacking[0]}: if their host is lost, another one must load them.",
+            "Copies need hosts on other machines: have as many machines with executors as replicas and one more. New "
+            "copies take as long as a load; if they stay away, look at the logs of hosts.",
+        )
+    behind = max((lag for p in operator.partitions for lag in p.copy_lags), default=0)
+    if behind > MAX_COPY_LAG:
+        yield Fault(
+            WARNING,
+            "standby-lag",
+            subject,
+            f"A standby copy is {behind} versions behind.",
+            "Its host reads changelogs slower than the query writes them: look at its log, its CPU and its storage.",
+        )
+
+
 def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
     subject = f"operator {operator.name} of query {query.title}"
     largest = max((p.keys or 0 for p in operator.partitions), default=0)
@@ -507,6 +535,7 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             "Loading them after a failure takes long: look at the logs of their hosts for uploads that fail or "
             "maintenance that does not keep up.",
         )
+    yield from _of_copies(query, operator, subject)
     unowned = [p.partition for p in operator.partitions if p.owner is None]
     if query.status == RUNNING and query.completed_version and unowned:
         yield Fault(

@@ -193,6 +193,7 @@ def _query(
         is_mirror=query.get("is_mirror", False),
         watermark_rose_ms=_ms(query.get("watermark_rose_at")),
         input=None if query.get("input") is None else InputPace(**query["input"]),
+        standby_replicas=query.get("standby_replicas", 0),
         given_up=tuple(
             model.GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())
@@ -218,6 +219,9 @@ def _operator(
     for one in sorted(own_partitions, key=lambda p: p.version or 0):
         newest[one.partition] = one
     partitions = tuple(newest.get(p, model.Partition(name, p)) for p in range(num_partitions))
+    lags = query.get("copy_lags", {}).get(name, ())
+    if lags:
+        partitions = tuple(structs.replace(p, copy_lags=tuple(lag)) for p, lag in zip(partitions, lags, strict=True))
     keys = [p.keys for p in partitions if p.keys is not None]
     dropped = [p.dropped_elements for p in partitions if p.dropped_elements is not None]
     middle = median(keys) if keys else 0

@@ -211,7 +211,7 @@ class Partition(Struct, frozen=True, gc=False):
     snapshot, 0 for none, and ``snapshot_lag`` the versions that it is behind. ``changelog_bytes`` are those of the
     changelogs after it. ``commit_ms`` are the steps of the last commit, and ``rows`` its input rows.
     ``dropped_elements`` counts those that limits of lists have dropped since the host has loaded the partition; None if
-    no list has a limit.
+    no list has a limit. ``copy_lags`` has the versions that each of its standby copies is behind.
     """
 
     operator: str
@@ -226,6 +226,7 @@ class Partition(Struct, frozen=True, gc=False):
     commit_ms: dict[str, float] = {}
     rows: int | None = None
     dropped_elements: int | None = None
+    copy_lags: tuple[int, ...] = ()
 
     @property
     def work_ms(self) -> float | None:
@@ -320,7 +321,8 @@ class Query:
     ``readable`` has the first and the last of those consecutive versions that can be read all the same. Its driver sent
     its last heartbeat ``driver_ms`` ago. ``lag_ms`` is how old the state of a mirror (``is_mirror``) may be, or of a
     query that is followed from elsewhere and late.
-    ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch.
+    ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch. Each
+    partition should have ``standby_replicas`` copies.
     """
 
     query_id: str
@@ -352,6 +354,7 @@ class Query:
     is_mirror: bool = False
     watermark_rose_ms: int | None = None
     input: InputPace | None = None
+    standby_replicas: int = 0
 
     @property
     def title(self) -> str:

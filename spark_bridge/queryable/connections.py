@@ -368,6 +368,10 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             self._is_over = True
             self._connections.discard(self._connection)
 
+    def wait_until(self, deadline: float) -> None:
+        """Let the first frame take until another deadline than the connection and the request."""
+        self._deadline = deadline
+
     @property
     def address(self) -> str:
         """The address of the host that answers."""

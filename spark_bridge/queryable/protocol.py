@@ -64,13 +64,16 @@ class At(Struct, frozen=True, array_like=True):
     - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
       memory.
 
-    ``moment`` is the time of rolling aggregates in microseconds since 1970; None is the host's clock.
+    ``moment`` is the time of rolling aggregates in microseconds since 1970; None is the host's clock. With
+    ``staleness``, any copy of a partition may answer, at a version that is at most so many versions behind the newest
+    one that its host has heard of; ``version`` is then the lowest one allowed.
     """
 
     isolation: Isolation = "completed"
     version: Natural = 0
     held_only: bool = False
     moment: int | None = None
+    staleness: Natural = 0
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):

@@ -234,6 +234,18 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                     "S3, Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all "
                     f"machines share that directory, set {settings.SHARED_FILES_CONF}=true."
                 )
+        standby_replicas = settings.standby_replicas(self._spark, self._cluster.conf.standby_replicas)
+        nodes = {host.node_id for host in self._cluster.placement.hosts}
+        if standby_replicas >= len(nodes):
+            log.warning(
+                "Query %s asks for %d standby replicas of each partition, and the hosts of this session are on %d "
+                "machine(s): a copy is placed on another machine only. Its partitions get %d copies until more "
+                "machines have executors.",
+                event.name or event.id,
+                standby_replicas,
+                len(nodes),
+                len(nodes) - 1,
+            )
         registration = QueryRegistration(
             query_id=str(event.id),
             run_id=str(event.runId),
@@ -254,6 +266,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             ),
             maintenance_interval=self._cluster.conf.maintenance_interval,
             min_seconds_to_retain=self._cluster.conf.min_seconds_to_retain,
+            standby_replicas=standby_replicas,
         )
         initial = self._initial_states(
             registration, {o.spec.name: o.initial for o in declared if o.initial is not None}

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backends.conf import MAX_STANDBY_REPLICAS
+from backends.exceptions import InvalidStateStoreArgument
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -24,6 +27,8 @@ STATE_LOCATION_CONF = "spark.statestore.location"
 """The location of the state of queries, if not in their checkpoint locations."""
 SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 """Set to true, it declares that all machines share the directories of checkpoint and state."""
+STANDBY_REPLICAS_CONF = "spark.statestore.standbyReplicas"
+"""The standby replicas of the queries that start from now on, instead of ``StateStoreConf.standby_replicas``."""
 STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
 _STORAGE_PREFIXES = (
     "spark.hadoop.fs.s3a.",
@@ -75,6 +80,19 @@ def unsafe_settings(spark: SparkSession) -> str | None:
             f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
         )
     return None
+
+
+def standby_replicas(spark: SparkSession, default: int) -> int:
+    """Return how many standby replicas a query that starts now has. Raises ``InvalidStateStoreArgument``."""
+    text = spark.conf.get(STANDBY_REPLICAS_CONF, None)
+    if text is None:
+        return default
+    if not text.strip().isdecimal() or int(text) > MAX_STANDBY_REPLICAS:
+        raise InvalidStateStoreArgument(
+            f"{STANDBY_REPLICAS_CONF}={text!r} must be a number from 0 to {MAX_STANDBY_REPLICAS}: the copies that a "
+            "query keeps of each partition."
+        )
+    return int(text)
 
 
 def storage_settings(spark: SparkSession) -> dict[str, str]:

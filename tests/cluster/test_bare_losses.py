@@ -75,6 +75,7 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
                 assert bank.bank.lines("wrong") == []
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {i}: {loss}\n{bank.log()}") from error
+            assert bank.bank.lines("stale"), "no copy was asked"
             print(f"{i}: {loss}, recovered after {time.monotonic() - begun - loss[2]:.1f} s", file=sys.stderr)
     finally:
         bank.end()

@@ -134,6 +134,7 @@ class Query:
             min_versions_to_retain=stream.keep,
             min_seconds_to_retain=stream.keep_seconds,
             maintenance_interval=self.world.constants.maintenance_interval,
+            standby_replicas=self.world.standby_replicas,
         )
 
     def run(self) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import StorageError
-from backends.formats.changelog import group_path, write_group
+from backends.formats.changelog import Changes, group_path, write_group
 from backends.formats.manifest import PartitionEntries
+from backends.partition import partition_state
 from backends.storage.locations import FileRef
+from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.run import recovery
 from coordinator_actor.run.holds import FilesInUse
 from coordinator_actor.run.owners import RunAssignment
@@ -170,3 +173,44 @@ def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
+
+
+def skipped_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Callable[..., Any] = partition_state.read_changelog
+
+    def nothing(data: bytes, name: str) -> Any:
+        meta, changes = read(data, name)
+        skips = meta.version % 3 == 0
+        return meta, Changes({f: SortedPairs.empty() for f in changes.families}) if skips else changes
+
+    monkeypatch.setattr(partition_state, "read_changelog", nothing)
+
+
+def twice_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    locate: Callable[..., Any] = Locations.locate
+    view: Callable[..., PartitionView] = VersionedReader._view
+
+    def either(self: Locations, *args: Any) -> Any:
+        location = locate(self, *args)
+        copies = [location.standbys.get(owner.host_id, ()) for owner in location.owners]
+        both = (copy[0] if copy else owner for copy, owner in zip(copies, location.owners, strict=True))
+        return msgspec.structs.replace(location, owners=tuple(both))
+
+    def own_or_copy(self: Any, plan: Any, partition: int, completed: Any) -> PartitionView:
+        copy = self._host.cache.copy(plan.run_id, plan.operator, partition)
+        if copy is None:
+            return view(self, plan, partition, completed)
+        return PartitionView(partition, copy.state.reads, completed.version, None, copy)
+
+    monkeypatch.setattr(Locations, "locate", either)
+    monkeypatch.setattr(VersionedReader, "_view", own_or_copy)
+
+
+def boastful_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale: Callable[..., Any] = VersionedReader._stale
+
+    def boastful(self: Any, plan: Any, partitions: Any, at: Any, read: Any) -> Any:
+        _, results = stale(self, plan, partitions, at, read)
+        return self._host.completed.newest(plan.run_id).version, results
+
+    monkeypatch.setattr(VersionedReader, "_stale", boastful)

@@ -57,6 +57,7 @@ from tests.simulation.faults_of_coordinators import (
 )
 from tests.simulation.faults_of_hosts import (
     any_base,
+    boastful_copies,
     cold_moves,
     first_part_counts,
     hasty_group,
@@ -65,9 +66,11 @@ from tests.simulation.faults_of_hosts import (
     mixed_runs,
     shared_threads,
     silent_first_member,
+    skipped_changelog,
     stale_owner,
     swallowed_group,
     trusting_givers,
+    twice_promoted,
     uncommitted_reads,
     unheard_copies,
     unrenewed_uploads,
@@ -77,6 +80,7 @@ from tests.simulation.searches import (
     STEPS,
     Prepare,
     as_it_is,
+    in_which_copies_stand_by,
     in_which_forgetters_stall,
     in_which_hosts_come_and_go,
     in_which_hosts_fall_silent,
@@ -465,5 +469,28 @@ FAULTS: Sequence[PlantedFault] = (
         trusting_givers,
         test="tests/coordinator_actor/run/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
+    ),
+    PlantedFault(
+        "skipped-changelog",
+        "A copy notes a version whose changelog it has not applied.",
+        skipped_changelog,
+        range(100, 140),
+        prepare=in_which_copies_stand_by,
+    ),
+    PlantedFault(
+        "twice-promoted",
+        "A host with a copy answers like the owner, who still lives.",
+        twice_promoted,
+        range(119, 279),
+        None,
+        prepare=in_which_copies_stand_by,
+    ),
+    PlantedFault(
+        "boastful-copies",
+        "A copy gives its answer the version that its host has heard of.",
+        boastful_copies,
+        range(100, 180),
+        None,
+        prepare=in_which_copies_stand_by,
     ),
 )

@@ -5,7 +5,7 @@ The client looks at each answer as its user would. ``model.py`` says what an ans
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ from spark_bridge.queryable.routing.router import StateRouter
 from tests.simulation import model
 from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.scheduler import Task, Violation
+from tests.simulation.sometimes import sometimes
 from tests.simulation.stream import Stream
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ ANSWER_SECONDS = 20.0
 """A client waits so long for an answer."""
 EXACT = 0.3
 """How often a client asks for one of the last versions, and not for the last completed one."""
+STALE = 0.5
+"""How often a client takes the answer of a copy, where there are copies."""
 KEPT = 0.7
 """How often a client uses the owners that it knows, and does not ask for them again."""
 NEXT_BATCH = 0.3
@@ -64,6 +67,13 @@ class _Exchange:
     def close(self) -> None:
         """See ``KvExchange``. The answer is thrown away when it comes."""
 
+    def wait_until(self, deadline: float) -> None:
+        """See ``KvExchange``. The network has its own limits."""
+
+    def has_answer(self) -> bool:
+        """Return whether ``finish`` need not wait."""
+        return self._task.is_done
+
 
 class SimulatedConnections:
     """``spark_bridge.queryable.connections.KvConnections`` for look-ups, over the simulated network."""
@@ -80,6 +90,8 @@ class SimulatedConnections:
 
         def answer() -> tuple[LookupReply, bytes]:
             version, values = process.memory["reads"].lookup(header, unpack_bytes(body))
+            if header.at.staleness and not process.memory["host"].cache.of_run(header.run_id, header.operator):
+                sometimes("a copy answers a client")
             return LookupReply(version), pack_bytes(values)
 
         def ask() -> Any:
@@ -89,6 +101,21 @@ class SimulatedConnections:
         return _Exchange(world, address, world.scheduler.spawn(world.outside, ask, "look-up"))
 
 
+def wait_for_any(world: World) -> Callable[[Sequence[Any], float], Sequence[Any]]:
+    """Return ``hedged.wait_for_any`` over the simulated network."""
+
+    def wait(exchanges: Sequence[Any], seconds: float) -> Sequence[Any]:
+        until = world.scheduler.now + seconds
+        while not (ready := [exchange for exchange in exchanges if exchange.has_answer()]):
+            left = until - world.scheduler.now
+            if left <= 0:
+                break
+            world.scheduler.sleep(min(left, 0.005))
+        return ready
+
+    return wait
+
+
 class QueryClient:
     """Asks for all keys of some operator again and again. ``seen`` is the newest version that it saw of each run."""
 
@@ -96,7 +123,8 @@ class QueryClient:
         self._world = world
         clock: Callable[[], float] = lambda: world.scheduler.now  # noqa: E731
         connections: Any = SimulatedConnections(world)
-        self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep)
+        wait = wait_for_any(world)
+        self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep, wait=wait)
         self._seen: dict[str, int] = {}
         self._located: dict[tuple[str, str], OperatorLocation] = {}
 
@@ -119,6 +147,8 @@ class QueryClient:
     def _version(self, run_id: str) -> At:
         r = self._world.scheduler.random
         seen = self._seen.get(run_id, 0)
+        if self._world.standby_replicas and r.random() < STALE:
+            return At(staleness=r.randint(1, 3))
         if not seen or r.random() >= EXACT:
             return At()
         # A host loads from storage a version that it no longer holds; in a calm world no version is loaded again.
@@ -133,11 +163,11 @@ class QueryClient:
         if at.isolation == "version" and version != at.version:
             raise Violation(f"Version {at.version} of {run_id} was asked for, and version {version} answered.")
         if at.isolation == "completed":
-            if version < seen:
+            if version < seen - at.staleness:
                 raise Violation(f"A client that has seen version {seen} of {run_id} was answered version {version}.")
-            if version < committed and was_newest:
+            if version < committed and was_newest and not at.staleness:
                 raise Violation(f"Spark has committed version {committed} of {run_id}, and {version} was answered.")
-            self._seen[run_id] = version
+            self._seen[run_id] = max(seen, version)
         is_newest = was_newest and stream.is_newest(run_id)
         is_told = now > self._world.troubles.cut_off_at + CUT_OFF_SECONDS
         stream.model.check_answer(

@@ -50,6 +50,22 @@ def in_which_hosts_come_and_go(world: World) -> None:
         stream.num_partitions = max(3, stream.num_partitions)
 
 
+def in_which_copies_stand_by(world: World) -> None:
+    """Have copies of all partitions, clients that take answers of copies, and hosts that are lost for long or in pairs.
+
+    In one of three worlds, keys are forgotten as well.
+    """
+    world.standby_replicas, world.num_hosts = 1 + world.seed % 2, 3
+    troubles = world.troubles
+    troubles.only = [troubles.kill_host, troubles.kill_for_long, troubles.kill_with_a_copy, troubles.kill_coordinator]
+    troubles.only += [troubles.cut_off, troubles.pause, troubles.scale, troubles.kill_driver, troubles.ask_to_go_back]
+    world.is_calm, world.restless, world.num_clients = False, 5.0, 4
+    world.outsiders = [Forgetter(world)] if world.seed % 3 == 0 else []
+    for stream in world.streams:
+        stream.most_seconds = None
+        stream.num_partitions = max(3, stream.num_partitions)
+
+
 def in_which_hosts_fall_silent(world: World) -> None:
     """Have hosts cut off from the coordinator all the time, while tasks and clients reach them, and many ask."""
     world.faults.heal()
@@ -116,6 +132,7 @@ def with_drawn_constants(world: World) -> None:
     draw = random.Random(world.seed)
     world.constants = Constants.drawn(draw)
     world.streams[0].keep = draw.randint(1, 3)
+    world.standby_replicas = draw.choice((0, 1, 2))
     with_all_outsiders(world)
 
 
@@ -127,6 +144,7 @@ WORLDS: dict[str, Prepare] = {
         on_failing_storage,
         in_which_plans_run_again,
         in_which_hosts_come_and_go,
+        in_which_copies_stand_by,
         in_which_hosts_fall_silent,
         in_which_keys_are_forgotten,
         in_which_writes_come_late,

@@ -26,6 +26,12 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a host that was to go is released",
         "a host dies while partitions are to move to it",
     ),
+    "standbys": (
+        "a copy follows its owner",
+        "a copy answers a client",
+        "a copy takes over from a lost owner",
+        "the owner and a copy of a partition are lost at once",
+    ),
     "detection": (
         "a dead host is given up as soon as it refuses a connection",
         "a host is given up as its machine is silent",

@@ -59,6 +59,55 @@ class Troubles:
     def _hosts(self) -> list[Any]:
         return [h for x in self._world.sessions for h in x.hosts if h.process is not None and h.process.is_alive]
 
+    def kill_with_a_copy(self) -> None:
+        """Kill an owner together with a host that keeps copies of its partitions."""
+        by_id = {host.host_id: host for host in self._hosts()}
+        pairs = [
+            (by_id[owner], by_id[copy])
+            for run in self._runs(by_id)
+            for owner, copies in run.assignment.current.standbys.items()
+            for copy in copies
+            if owner in by_id and copy in by_id and run.assignment.current.of_host[owner]
+        ]
+        if pairs:
+            sometimes("the owner and a copy of a partition are lost at once")
+            for host in self._world.scheduler.random.choice(pairs):
+                self._world.scheduler.kill(host.process)
+
+    def kill_for_long(self) -> None:
+        """Kill a host whose partitions have copies, and its machine with it: others must go on."""
+        by_id = {host.host_id: host for host in self._hosts()}
+        owners = [
+            (run, by_id[owner])
+            for run in self._runs(by_id)
+            for owner, copies in run.assignment.current.standbys.items()
+            if owner in by_id and copies and run.assignment.current.of_host[owner]
+        ]
+        if not owners:
+            return
+        s = self._world.scheduler
+        run, host = s.random.choice(owners)
+        copies, tasks = run.assignment.current.standbys[host.host_id], run.assignment.current.of_host[host.host_id]
+        process = host.process
+        process.on_death.clear()
+        s.at(self._world.constants.host_timeout * 2, host._restart)
+        s.kill(process)
+
+        def look() -> None:
+            current = run.assignment.current
+            if any((owner := current.find(*task)) is not None and owner.host_id in copies for task in tasks):
+                sometimes("a copy takes over from a lost owner")
+
+        s.at(self._world.constants.host_timeout * 1.5, look)
+
+    @staticmethod
+    def _runs(by_id: dict[str, Any]) -> list[Any]:
+        """Return the runs that have owners, of the coordinators of these hosts."""
+        coordinators = {host.session.cluster.coordinator for host in by_id.values()}
+        known = [c.memory.get("coordinator") for c in coordinators if c is not None]
+        runs = [run for c in known if c is not None for run in c.registries.runs.by_id.values()]
+        return [run for run in runs if run.assignment.current is not None]
+
     def kill_host(self) -> None:
         """Kill a host; one that partitions are to move to, if there is such a host."""
         hosts = self._hosts()

@@ -211,6 +211,7 @@ class World:
         )
         engine.faults, s.on_death_of_any = self.faults, engine.process_died
         self.num_hosts = r.randint(1, 3)
+        self.standby_replicas = 0
         self.rescaled = r.choice((0.0, 0.3))
         # In one of three worlds, the first engine is RocksDB.
         self.backends = engine.backends(is_rocksdb=seed % 3 == 0)
@@ -289,6 +290,12 @@ class World:
         if self.going_back and not any(x.is_alive for x in self.sessions):
             self._go_back()
         self.start_session()
+
+    def _look_for_followers(self) -> None:
+        """Record whether a copy of some host has followed its owner."""
+        hosts = [slot.process.memory.get("host") for x in self.sessions for slot in x.hosts if slot.process is not None]
+        if any(host.counters.read()["followed"] for host in hosts if host is not None):
+            sometimes("a copy follows its owner")
 
     def drive(self, session: Session, stream: Stream) -> None:
         """One run of a query after the other."""
@@ -406,6 +413,7 @@ class World:
 
     def after_maintenance(self) -> None:
         """Files may have been removed."""
+        self._look_for_followers()
         for stream in self.streams:
             stream.model.check_openable(self.disk.all_files(stream.state))
 

@@ -513,12 +513,19 @@ AT_WATERMARK = -(1 << 63)
 """The moment of ``WATERMARK``, until the client knows the watermark. No client sends it."""
 
 
-def requested_version(isolation: str, version: int | None, moment: Any = None) -> At:
+def requested_version(
+    isolation: str, version: int | None, moment: Any = None, staleness: str | int | None = None
+) -> At:
     """Return the version that a call asks for, and the time of its rolling aggregates (None: now).
 
-    Raises ``RequestError`` for a version or a time that there cannot be.
+    ``staleness`` is how many versions old the answer of a copy may be, as "1 version". Raises ``RequestError`` for a
+    version, a time or a staleness that there cannot be.
     """
     at = _version_of(isolation, version)
+    if staleness is not None:
+        if at != COMPLETED:
+            raise RequestError(f"staleness={staleness!r} needs isolation='completed', and no version=.")
+        at = replace(at, staleness=_versions_behind(staleness))
     if isinstance(moment, str) and moment == WATERMARK:
         if at.isolation == "latest":
             raise RequestError(
@@ -526,6 +533,13 @@ def requested_version(isolation: str, version: int | None, moment: Any = None) -
             )
         return replace(at, moment=AT_WATERMARK)
     return at if moment is None else replace(at, moment=_microseconds(moment))
+
+
+def _versions_behind(staleness: str | int) -> int:
+    number, _, unit = str(staleness).partition(" ")
+    if isinstance(staleness, bool) or not number.isdecimal() or unit not in ("", "version", "versions"):
+        raise RequestError(f"staleness={staleness!r} is not a number of versions, such as '1 version'.")
+    return int(number)
 
 
 def _microseconds(moment: Any) -> int:

@@ -315,11 +315,20 @@ class LookupGroup:
     query: str | None
     state: str | None
     isolation: str
+    staleness: str | int | None
     at_once = 1
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
         """Return the answer of each lookup, or its error. Raises the error of all."""
-        return client.get_each(self.operator, keys, self.query, self.state, isolation=self.isolation, timeout=timeout)
+        return client.get_each(
+            self.operator,
+            keys,
+            self.query,
+            self.state,
+            isolation=self.isolation,
+            staleness=self.staleness,
+            timeout=timeout,
+        )
 
     def in_words(self, key: Any) -> str:
         return f"get({self.operator!r}, {key!r})"
@@ -544,6 +553,7 @@ class AsyncQueryableStateClient:
         isolation: str = "completed",
         version: int | None = None,
         at: Any = None,
+        staleness: str | int | None = None,
         timeout: float | None = None,
     ) -> Any:
         """See ``QueryableStateClient.get``."""
@@ -558,9 +568,10 @@ class AsyncQueryableStateClient:
                 isolation=isolation,
                 version=version,
                 at=at,
+                staleness=staleness,
                 timeout=timeout,
             )
-        return await self._batched(LookupGroup(operator, query, state, isolation), key, timeout)
+        return await self._batched(LookupGroup(operator, query, state, isolation, staleness), key, timeout)
 
     def _batched(self, group: LookupGroup | FeatureGroup, key: Any, timeout: float | None) -> asyncio.Future[Any]:
         """Return the future of an answer that comes with those of its group."""

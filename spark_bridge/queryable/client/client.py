@@ -78,7 +78,10 @@ class QueryableStateClient:
     **Keys** are in the order of ``by``: a plain value for one column, a tuple for several, or a dict by column name.
 
     **Versions.** Every answer is of one version of all partitions. By default (``isolation="completed"``) that is the
-    last completed checkpoint, and never an older one than this client has seen before. ``isolation="latest"`` is the
+    last completed checkpoint, and never an older one than this client has seen before. With ``staleness="1 version"``,
+    ``get`` and ``get_many`` also take the answer of a standby replica that is at most so many versions behind what its
+    host has heard from the coordinator, about a second ago: that host is asked if the owner does not answer within
+    10 ms. ``isolation="latest"`` is the
     version that each host committed last, partition by partition, before Spark commits. ``version=`` is a version that
     is still retained.
 
@@ -188,6 +191,7 @@ class QueryableStateClient:
         isolation: str = "completed",
         version: int | None = None,
         at: Any = None,
+        staleness: str | int | None = None,
         timeout: float | None = None,
     ) -> Any:
         """Return the state of one key, or None if it has none.
@@ -204,7 +208,8 @@ class QueryableStateClient:
             client.get("per_minute", 42, window=datetime(2024, 3, 9, 23))   # {'n': 3}
         """
         begun, failure = time.monotonic(), None
-        if window is None and version is None and at is None and isolation == "completed":
+        is_plain = window is None and version is None and at is None and staleness is None
+        if is_plain and isolation == "completed":
             fast = self._fast.get((operator, query, state))
             if fast is not None and begun - fast.target.located_at < REFRESH_SECONDS:
                 encoded = fast.encode(key)
@@ -217,7 +222,7 @@ class QueryableStateClient:
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
-        asked = arguments.requested_version(isolation, version, at)
+        asked = arguments.requested_version(isolation, version, at, staleness)
 
         def ask(target: KnownOperator, deadline: float) -> Any:
             view = target.view(state)
@@ -238,6 +243,7 @@ class QueryableStateClient:
         *,
         isolation: str = "completed",
         at: Any = None,
+        staleness: str | int | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Return the state of each of several keys as ``get`` does, all of one version.
@@ -245,7 +251,7 @@ class QueryableStateClient:
         A value that cannot be a key gets the error itself. For the keys of different callers
         (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
         """
-        asked = arguments.requested_version(isolation, None, at)
+        asked = arguments.requested_version(isolation, None, at, staleness)
 
         def ask(target: KnownOperator, deadline: float) -> list[Any]:
             view = target.view(state)
@@ -265,6 +271,7 @@ class QueryableStateClient:
         isolation: str = "completed",
         version: int | None = None,
         at: Any = None,
+        staleness: str | int | None = None,
         timeout: float | None = None,
         as_: str = "arrow",
     ) -> Any:
@@ -283,7 +290,7 @@ class QueryableStateClient:
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
         check_form(as_)
-        asked = arguments.requested_version(isolation, version, at)
+        asked = arguments.requested_version(isolation, version, at, staleness)
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> pa.Table:

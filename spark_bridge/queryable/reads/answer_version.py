@@ -80,11 +80,55 @@ class VersionedReader:
         ``HostUnavailableError`` if the coordinator does not say whether the version is completed, or a partition is
         being loaded for longer than ``wait_seconds``.
         """
+        if at.staleness:
+            return self._stale(plan, partitions, at, read)
         if at.isolation == "completed":
             return self._completed(plan, partitions, at.version, read)
         if at.isolation == "latest":
             return self._latest(plan, partitions, read)
         return self._exactly(plan, partitions, at, read, keep)
+
+    # -- a version that may be stale -----------------------------------------------------------
+
+    def _stale(
+        self, plan: OperatorPlan, partitions: Sequence[int], at: At, read: Callable[[PartitionView], T]
+    ) -> tuple[int, list[T]]:
+        """Read own partitions and copies at the newest version that all of them have. Waits for nothing.
+
+        Raises ``NotOwnerError`` if a partition has no copy here, or the copies are too old, or may be: the coordinator
+        has not been heard of for longer than the host's lease.
+        """
+        host, known = self._host, self._host.completed.newest(plan.run_id)
+        owned_or_copied = [
+            host.cache.instance(plan.run_id, plan.operator, p) or host.cache.copy(plan.run_id, plan.operator, p)
+            for p in partitions
+        ]
+        instances = [i for i in owned_or_copied if i is not None and not i.state.is_loading]
+        if known is None or len(instances) < len(partitions) or not host.registration.is_leased:
+            raise NotOwnerError(
+                f"Host {host.info.host_id} has no copy of partitions {list(partitions)} of operator {plan.operator!r} "
+                f"(run {plan.run_id}) that may be read with staleness={at.staleness}: ask the owners."
+            )
+        version = min((known.version, *(i.state.version for i in instances)))
+        if at.isolation == "version":
+            lowest = at.version
+            version = min(version, lowest)
+        else:
+            lowest = max(at.version, known.version - at.staleness)
+        if version < lowest:
+            raise NotOwnerError(
+                f"The copies that host {host.info.host_id} has of operator {plan.operator!r} (run {plan.run_id}) are "
+                f"at version {version}, and version {lowest} is asked for: ask the owners."
+            )
+        try:
+            return version, [
+                read(PartitionView(partition, instance.state.reads, version, None))
+                for partition, instance in zip(partitions, instances, strict=True)
+            ]
+        except (VersionNotFoundError, StoreClosedError) as error:
+            raise NotOwnerError(
+                f"A copy of operator {plan.operator!r} left version {version} while it was read: ask the owners."
+            ) from error
 
     # -- the last completed version ------------------------------------------------------------
 

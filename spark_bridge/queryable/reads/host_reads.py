@@ -110,7 +110,7 @@ class HostReads(PartitionedReads):
 
         partition = plan.partition_of(key)
         at = request.at
-        if at.isolation == "completed" and self._host.prepared.is_settled(plan.run_id):
+        if at.isolation == "completed" and not at.staleness and self._host.prepared.is_settled(plan.run_id):
             completed = self._host.completed.newest(plan.run_id)
             instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
             is_loaded = instance is not None and not instance.state.is_loading

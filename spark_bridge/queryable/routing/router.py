@@ -23,6 +23,7 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.routing.hedged import HedgedReads, WaitForAny, wait_for_any
 from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
 from spark_bridge.queryable.routing.scatter_gather import (
     KeyPositions,
@@ -119,9 +120,12 @@ class SeenVersions:
             self._versions[run_id] = version
 
     def floor(self, run_id: str, at: protocol.At) -> protocol.At:
-        """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen."""
-        seen = self._versions.get(run_id, 0)
-        return at if at.version >= seen else protocol.At("completed", seen, moment=at.moment)
+        """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen.
+
+        With ``staleness`` it may be that much older.
+        """
+        seen = self._versions.get(run_id, 0) - at.staleness
+        return at if at.version >= seen else replace(at, version=seen)
 
 
 _instances: WeakSet[SeenVersions] = WeakSet()
@@ -157,9 +161,17 @@ MAX_RESTARTS = 3
 class VersionAlignment:
     """Ask several hosts until all their answers are of one version."""
 
-    def __init__(self, hosts: ScatterGather, seen: SeenVersions) -> None:
+    def __init__(self, hosts: ScatterGather, seen: SeenVersions, hedged: HedgedReads) -> None:
         self._hosts = hosts
         self._seen = seen
+        self._hedged = hedged
+
+    def _answers(
+        self, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
+    ) -> list[tuple[int, T]]:
+        if at.staleness:
+            return self._hedged.answers([request.alternatives() for request in requests], at, deadline)
+        return self._hosts.answers(requests, at, deadline)
 
     def answers(
         self, run_id: str, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
@@ -173,7 +185,7 @@ class VersionAlignment:
         if is_completed:
             at = self._seen.floor(run_id, at)
         try:
-            answers = self._hosts.answers(requests, at, deadline)
+            answers = self._answers(requests, at, deadline)
             versions = [version for version, _ in answers]
             low, high = min(versions), max(versions)
             while is_completed and low != high:
@@ -200,13 +212,13 @@ class VersionAlignment:
             ahead = [i for i, version in enumerate(versions) if version > low]
             try:
                 lowest = replace(floor, isolation="version", version=low, held_only=True)
-                again = self._hosts.answers([requests[i] for i in ahead], lowest, deadline)
+                again = self._answers([requests[i] for i in ahead], lowest, deadline)
             except exceptions.StateVersionError:
                 pass  # the slowest host is further behind than the other hosts hold versions
             else:
                 return _replaced(answers, ahead, again)
         behind = [i for i, version in enumerate(versions) if version < high]
-        again = self._hosts.answers([requests[i] for i in behind], replace(floor, version=high), deadline)
+        again = self._answers([requests[i] for i in behind], replace(floor, version=high), deadline)
         return _replaced(answers, behind, again)
 
 
@@ -313,6 +325,7 @@ class StateRouter:
         local: tuple[str, protocol.StateReads] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        wait: WaitForAny = wait_for_any,
     ) -> None:
         self._connections = connections
         self._via = via
@@ -320,7 +333,9 @@ class StateRouter:
         self._local_address: str = "" if local is None else local[0]
         self._local: protocol.StateReads | None = None if local is None else local[1]
         self.seen = SeenVersions()
-        self._hosts = VersionAlignment(ScatterGather(connections, self._local_address, self._local), self.seen)
+        hedged = HedgedReads(connections, self._local_address, self._local, clock=clock, wait=wait)
+        hosts = ScatterGather(connections, self._local_address, self._local)
+        self._hosts = VersionAlignment(hosts, self.seen, hedged)
         self._clock = clock
         self._sleep = sleep
         self._tables: dict[int, RoutingTable] = {}
@@ -339,6 +354,9 @@ class StateRouter:
         run_id = location.run_id
         deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
         is_completed = at.isolation == "completed"
+        if at.staleness:
+            version, values = self._lookup_chunk(location, family, pa.array([key], pa.binary()), at, deadline)
+            return version, values[0].as_py()
         if is_completed:
             at = self.seen.floor(run_id, at)
         request = protocol.LookupRequest(run_id, location.operator.name, at, family, self._forward)
@@ -377,7 +395,8 @@ class StateRouter:
         self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
         shares = self._shares(location, keys)
-        requests = [ScatteredLookup(share, location, family, self._forward) for share in shares]
+        copies = self._table(location).copies_of if at.staleness and self._via is None else None
+        requests = [ScatteredLookup(share, location, family, self._forward, copies) for share in shares]
         version, values = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, keys))
         if len(values) == 1:
             return version, values[0]

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as with_changes
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
@@ -65,6 +66,18 @@ class RoutingTable:
         self.addresses: list[str] = list(dict.fromkeys(owner.query_address for owner in location.owners))
         places = {address: i for i, address in enumerate(self.addresses)}
         self._hosts = np.array([places[owner.query_address] for owner in location.owners], np.uint16)
+
+    def copies_of(self, address: str) -> tuple[str, ...]:
+        """Return the query addresses of the hosts that keep copies of the partitions of the owner at ``address``."""
+        return self._copies.get(address, ())
+
+    @cached_property
+    def _copies(self) -> dict[str, tuple[str, ...]]:
+        standbys = self.location.standbys
+        return {
+            owner.query_address: tuple(c.query_address for c in standbys.get(owner.host_id, ()) if c.query_address)
+            for owner in self.location.owners
+        }
 
     @cached_property
     def _hosts_of_groups(self) -> npt.NDArray[np.uint16]:
@@ -230,19 +243,28 @@ class ScatteredRequest(Protocol[T_co]):
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, T_co]:
         """Answer the request in this process, from ``reads``."""
 
+    def alternatives(self) -> Sequence[ScatteredRequest[T_co]]:
+        """Return this request, and the same one to each host that may answer instead."""
+
 
 @dataclass(frozen=True)
 class ScatteredLookup:
-    """Ask one host for the stored values of some stored keys."""
+    """Ask one host for the stored values of some stored keys. ``copies`` names the hosts that may answer instead."""
 
     share: KeyShare
     location: OperatorLocation
     family: str
     forward: bool
+    copies: Callable[[str], tuple[str, ...]] | None = None
 
     @property
     def address(self) -> str:
         return self.share.address
+
+    def alternatives(self) -> list[ScatteredLookup]:
+        """Return this request to the owner, and then to each host with a copy."""
+        others = () if self.copies is None else self.copies(self.address)
+        return [self, *(with_changes(self, share=with_changes(self.share, address=a)) for a in others)]
 
     def _request(self, at: protocol.At) -> protocol.LookupRequest:
         return protocol.LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
@@ -282,6 +304,9 @@ class ScatteredKeyRows:
     def address(self) -> str:
         return self.share.address
 
+    def alternatives(self) -> list[ScatteredKeyRows]:
+        return [self]
+
     def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
         return connections.begin(
             self.address, replace(self.request, at=at), protocol.pack_bytes(self.share.keys), deadline
@@ -314,6 +339,9 @@ class ScatteredCount:
 
     address: str
     request: protocol.ScanRequest
+
+    def alternatives(self) -> list[ScatteredCount]:
+        return [self]
 
     def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
         return connections.begin(self.address, protocol.CountRequest(replace(self.request, at=at)), b"", deadline)

@@ -258,6 +258,7 @@ class LocationCache:
             oracle.key_groups,
             oracle.completed_version,
             owners,
+            standbys=oracle.standbys,
         )
 
     def _not_running(self, job_id: str, run_id: str) -> Exception:

@@ -91,6 +91,23 @@ def test_a_host_that_refuses_is_lost_at_once(world: ProbedWorld, caplog: pytest.
     assert "last heartbeat 0.0 s ago" in record
 
 
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_a_host_that_refuses_and_owns_partitions_is_lost_at_once_only_if_there_are_copies(
+    world: ProbedWorld, standbys: int
+) -> None:
+    """Else its next process, which Ray starts, finds the files of the partitions on its disk."""
+    world.c.register_query(world.registration("run2", n=4, standby_replicas=standbys))
+    dead, other = world.infos
+    assert world.owners() == {dead.host_id, other.host_id}
+    world.shows[dead.address] = Probed.REFUSED
+    world.suspect(dead)
+    assert world.owners() == ({other.host_id} if standbys else {dead.host_id, other.host_id})
+    world.now += 11
+    world.beat(other)
+    world.look()
+    assert world.owners() == {other.host_id}, "its lease is over"
+
+
 def test_a_client_reports_the_address_that_it_knows(world: ProbedWorld) -> None:
     dead, other = world.infos
     world.c.register_host(world.host(2), HostReport())  # no client can ask it

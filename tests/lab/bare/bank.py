@@ -101,6 +101,7 @@ def main(checkpoint: str, address: str, host_seconds: float, machines: list[str]
             operators=(OperatorSpec(OPERATOR, PARTITIONS, OperatorSchema.of_rows(STATE).to_json()),),
             key_groups=GROUPS,
             maintenance_interval=1.0,
+            standby_replicas=1,
         )
     )
     assert registered.refusal is None, registered.refusal
@@ -119,13 +120,14 @@ def main(checkpoint: str, address: str, host_seconds: float, machines: list[str]
 
 
 def audit(checkpoint: str, machines: list[str]) -> None:
-    """Ask for all accounts again and again, at whatever host answers."""
+    """Ask for all accounts again and again, at whatever host answers: exact answers, and those of copies, in turns."""
     seen = 0
     with QueryableStateClient.connect(address=[f"{m}:{QUERY_PORT}" for m in machines], token=TOKEN) as client:
         while True:
             try:
                 said = auditor.audit(client, max(seen, auditor.committed(checkpoint)))
                 seen = max(seen, int(said.split()[1])) if said.startswith("answer") else seen
+                print(auditor.audit_copies(client, seen), flush=True)
             except QueryableStateError as error:
                 said = f"late {type(error).__name__}: {error}"
             print(said, flush=True)

@@ -60,6 +60,13 @@ def partitions(p: int, **changes: Any) -> Overview:
     return query(operators=(replace(QUERY.operators[0], partitions=changed, skew=skew),))
 
 
+def copies(first: tuple[int, ...], others: tuple[int, ...]) -> Overview:
+    """The lags of the standby copies of the first partition, and of all others; a well one has a copy 1 behind."""
+    lags = {PARTITIONS[0].partition: first, PARTITIONS[1].partition: others}
+    changed = tuple(structs.replace(p, copy_lags=lags.get(p.partition, (1,))) for p in PARTITIONS)
+    return query(operators=(replace(QUERY.operators[0], partitions=changed),), standby_replicas=1)
+
+
 def checkpoint(**changes: Any) -> Overview:
     return query(checkpoints=(*QUERY.checkpoints[:-1], structs.replace(QUERY.checkpoints[-1], **changes)))
 
@@ -135,6 +142,8 @@ def test_a_healthy_system_has_no_fault() -> None:
         (checkpoint(retried=3), "retried-tasks", "warning"),
         (partitions(3, keys=120_000), "skew", "warning"),
         (partitions(3, snapshot_lag=51), "snapshots-lag", "warning"),
+        (copies((1,), ()), "no-standby", "warning"),
+        (copies((1,), (21,)), "standby-lag", "warning"),
         (partitions(3, owner=None), "not-loaded", "warning"),
         (timed(1_600.0), "slow-partition", "warning"),
         (stored_in(1_200.0, 2_000), "slow-storage", "warning"),
@@ -164,6 +173,7 @@ def test_late_batch_names_the_step_it_waits_for(changes: dict[str, int], said: s
     "overview",
     [
         query(batch_ms=59_000),
+        copies((1,), (20,)),
         query(driver_ms=10_000),
         query(driver_ms=90_000, status="ended"),
         query(given_up=(GivenUp(31, -600_000, "failed: it is full"),)),

@@ -1,0 +1,130 @@
+"""What standbys cost a batch: the same query without and with them, in turns, on two machines with a host each.
+
+    python -m benchmarks.on_machines.standbys               ten minutes, root; writes benchmarks/results/standbys.json
+
+On the lab of the tests: each turn starts the query on a new checkpoint, fills its keys, and times further batches. The
+machines share the cores of this computer, so the copies' work takes time from the batches that it would not take from
+them on machines of their own; ``cpu_ratio`` is the ratio of the CPU time of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from pyspark.sql.functions import col
+
+from benchmarks.on_machines.elasticity import RESULTS
+from benchmarks.on_machines.programs import CONFIGS, OPERATOR, STEP
+from spark_bridge import aggregate, init_spark, stop_spark
+from spark_bridge import functions as S
+from spark_bridge.session.current import current_cluster
+from spark_bridge.session.settings import STANDBY_REPLICAS_CONF
+from tests.lab.lab import Lab
+from tests.lab.ray_nodes import ray_address, ray_environment, start_ray
+
+CPUS = [0, 2, 2]
+EXECUTORS = 2
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes of this computer that run Ray, Spark and hosts."""
+    total = 0.0
+    for process in psutil.process_iter(["name", "cpu_times"]):
+        times = process.info["cpu_times"]
+        if times is not None and process.info["name"].startswith(("python", "java", "ray", "gcs_server")):
+            total += times.user + times.system
+    return total
+
+
+def run(address: str, directory: str, keys: int, rows: int, turns: int, batches: int) -> None:
+    """Run the turns on machine 0, and print a line of JSON for each."""
+    spark = init_spark("standbys", EXECUTORS, 1, "768m", ray_address=address, configs=CONFIGS)
+    for turn in range(turns):
+        for standbys in (0, 1) if turn % 2 == 0 else (1, 0):
+            spark.conf.set(STANDBY_REPLICAS_CONF, str(standbys))
+            source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
+            numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
+            keyed = numbers.select((col("value") * STEP % keys).alias("k"), col("value").alias("v"))
+            totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), s=S.sum("v"))
+            out = totals.writeStream.queryName("stream").format("noop").trigger(processingTime="0 seconds")
+            query = out.option("checkpointLocation", f"{directory}/{turn}-{standbys}").start()
+            print(json.dumps({"standbys": standbys, **timed(query, keys // rows, batches)}), flush=True)
+            query.stop()
+    stop_spark()
+
+
+def timed(query: Any, warm_up: int, batches: int) -> dict[str, Any]:
+    """Return the seconds of each batch after the warm-up, and the CPU time per batch."""
+    seen: dict[int, float] = {}
+    began = None
+    while len(seen) < warm_up + batches:
+        query.awaitTermination(0.2)
+        for progress in query.recentProgress:
+            seen[progress["batchId"]] = progress["durationMs"]["triggerExecution"] / 1e3
+        if began is None and len(seen) >= warm_up:
+            began = len(seen), cpu_seconds()
+    assert began is not None
+    described = current_cluster().coordinator.describe()["queries"]
+    lags = [lag for q in described for of in q["copy_lags"].values() for lags in of for lag in lags]
+    return {
+        "seconds": [seen[n] for n in sorted(seen)[warm_up:]],
+        "cpu_seconds": (cpu_seconds() - began[1]) / max(1, len(seen) - began[0]),
+        "copies": len(lags),
+        "max_lag": max(lags, default=0),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, default=100_000, help="of a batch")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--inside", nargs=2, metavar=("ADDRESS", "DIRECTORY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = (options.keys, options.rows, options.turns, options.batches)
+    if options.inside:
+        run(*options.inside, *sizes)
+        return 0
+    with Lab(len(CPUS)) as lab:
+        start_ray(lab, CPUS)
+        names = ("--keys", "--rows", "--turns", "--batches")
+        given = [text for name, size in zip(names, sizes, strict=True) for text in (name, str(size))]
+        inside = ["--inside", ray_address(lab), str(lab.shared)]
+        argv = [sys.executable, "-m", "benchmarks.on_machines.standbys", *given, *inside]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "start_new_session": True}
+        with (Path(lab.directory) / "standbys.log").open("w") as log:
+            program = lab.popen(0, argv, ray_environment(), stderr=log, **pipes)
+            assert program.stdout is not None
+            turns = []
+            for line in program.stdout:
+                if line.startswith("{"):
+                    turns.append(json.loads(line))
+                    shown = {**turns[-1], "seconds": round(float(np.median(turns[-1]["seconds"])), 3)}
+                    print(json.dumps(shown), flush=True)
+            if program.wait() or len(turns) < 2 * options.turns:
+                print((Path(lab.directory) / "standbys.log").read_text()[-3000:])
+                return 1
+    by_standbys = {n: [t for t in turns if t["standbys"] == n] for n in (0, 1)}
+    ratios = [
+        float(np.median(b["seconds"]) / np.median(a["seconds"]))
+        for a, b in zip(by_standbys[0], by_standbys[1], strict=True)
+    ]
+    cpu = [b["cpu_seconds"] / a["cpu_seconds"] for a, b in zip(by_standbys[0], by_standbys[1], strict=True)]
+    results = {"keys": options.keys, "rows": options.rows, "ratios": ratios, "cpu_ratios": cpu, "turns": turns}
+    print(json.dumps({"ratios": [round(r, 2) for r in ratios], "cpu_ratios": [round(r, 2) for r in cpu]}))
+    if not options.no_write:
+        (RESULTS / "standbys.json").write_text(json.dumps(results) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

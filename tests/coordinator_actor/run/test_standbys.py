@@ -1,0 +1,252 @@
+"""Standbys: copies on other machines that follow each version, and own the partitions of a host that is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.run.owners import standby_hosts
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+
+ALL = dict.fromkeys(range(30), 1)
+
+
+@pytest.fixture(params=["file", "rocksdb"])
+def stream(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Stream]]:
+    streams: list[Stream] = []
+
+    def make(batches: int = 1, *, n: int = 6, **kwargs: Any) -> Stream:
+        root = tmp_path / str(len(streams))
+        streams.append(Stream(root, n, backend=request.param, **{"standby_replicas": 1, "hosts": 3, **kwargs}))
+        streams[-1].batches(0, batches)
+        return streams[-1]
+
+    yield make
+    for one in streams:
+        one.close()
+
+
+def owners(s: Stream) -> list[str]:
+    return [s.c.open_for_read("run1", "op", p).owner.host_id for p in range(s.n)]
+
+
+def copies(s: Stream) -> dict[int, dict[int, int]]:
+    """Return by host the versions of the copies that it reports."""
+    return {i: dict(host.hand_overs.report().warm.get("run1", {}).get("op", {})) for i, host in s.hosts.items()}
+
+
+def standby_of(s: Stream, partition: int) -> int:
+    assignment = s.c.registries.runs.by_id["run1"].assignment.current
+    return int(assignment.standbys[assignment.find("op", partition).host_id][0].removeprefix("h"))
+
+
+def are_current(s: Stream) -> bool:
+    """Return whether each partition has its copy at the completed version."""
+    version = max(s.at)
+    return all(copies(s)[standby_of(s, p)].get(p) == version for p in range(s.n))
+
+
+def at_once(s: Stream, batch: int) -> None:
+    """Run the tasks of a batch side by side, as executors do: each host stores its changelogs in one object."""
+    barrier = threading.Barrier(s.n)
+
+    def run(p: int) -> None:
+        barrier.wait()
+        s.begin(batch, ALL, [p])
+
+    with ThreadPoolExecutor(s.n) as tasks:
+        list(tasks.map(run, range(s.n)))
+    s.commit(batch)
+    s.at[batch + 1] = {**s.at[batch], **ALL}
+
+
+def loads(s: Stream) -> int:
+    return sum(host.counters.read()["loads"] for host in s.hosts.values())
+
+
+def test_each_partition_has_a_copy_on_another_machine_which_follows_without_loading(stream):
+    s = stream(batches=2)
+    s.heartbeat_until(lambda: are_current(s))
+    assert all(standby_of(s, p) != int(owner.removeprefix("h")) for p, owner in enumerate(owners(s)))
+    before = loads(s)
+    for batch in range(2, 9):
+        s.batch(batch)
+        s.heartbeat_until(lambda: are_current(s))
+    assert loads(s) == before and s.rows() == s.at[9]
+
+
+def test_a_copy_that_lags_behind_follows_several_versions_and_loads_if_it_lags_further(stream):
+    s = stream(batches=2)
+    s.heartbeat_until(lambda: are_current(s))
+    before = loads(s)
+    s.batches(2, 8)
+    s.heartbeat_until(lambda: are_current(s))
+    assert loads(s) == before
+    s.batches(8, 20)
+    s.heartbeat_until(lambda: are_current(s))
+    assert loads(s) == before + s.n and s.rows() == s.at[20]
+
+
+def test_the_standby_of_a_lost_host_owns_its_partitions_and_loads_nothing(stream):
+    s = stream(batches=3)
+    s.heartbeat_until(lambda: are_current(s))
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    expected = {p: f"h{standby_of(s, p)}" for p in lost}
+    taker = s.hosts[standby_of(s, lost[0])]
+    before = taker.counters.read()["loads"]
+    s.lose(1)
+    assert {p: owners(s)[p] for p in lost} == expected
+    s.begin(3, ALL, lost)
+    assert taker.counters.read()["loads"] == before
+    s.begin(3, ALL, [p for p in range(s.n) if p not in lost])
+    s.commit(3)
+    s.at[4] = {**s.at[3], **ALL}
+    assert s.rows() == s.at[4]
+    s.heartbeat_until(lambda: are_current(s))  # copies of all partitions again, on the machines that are left
+
+
+def test_a_copy_that_lacks_the_last_versions_when_its_owner_is_lost_serves_exactly_the_completed_one(stream):
+    s = stream(batches=3)
+    s.heartbeat_until(lambda: are_current(s))
+    s.batches(3, 6)
+    s.begin(6, ALL)  # prepared, and Spark has not committed it
+    s.lose(1)
+    assert s.rows() == s.at[6]
+    s.begin(6, ALL)
+    s.commit(6)
+    s.at[7] = {**s.at[6], **ALL}
+    assert s.rows() == s.at[7]
+    s.batch(7)
+    assert s.rows() == s.at[8]
+
+
+def test_owner_and_standby_are_lost_at_once(stream):
+    s = stream(batches=3)
+    s.heartbeat_until(lambda: are_current(s))
+    s.kill(0)
+    s.lose(1)
+    s.batch(3)
+    assert set(owners(s)) == {"h2"} and s.rows() == s.at[4]
+    assert not any(copies(s).values()), "one machine has no place for a copy"
+
+
+def test_partitions_of_a_leaving_host_move_to_their_copies(stream):
+    s = stream(batches=2, hosts=2, n=4)
+    s.heartbeat_until(lambda: are_current(s))
+    before = loads(s)
+    s.c.place_session("s", (), ["h1"])
+    s.heartbeat_until(lambda: set(owners(s)) == {"h0"})
+    assert loads(s) == before
+    s.batch(2)
+    assert s.rows() == s.at[3]
+
+
+def test_all_changelogs_of_a_version_in_one_object_are_one_request(stream, monkeypatch):
+    s = stream(batches=2, n=8, hosts=2)
+    s.heartbeat_until(lambda: are_current(s))
+    requests: list[int] = []
+    read_together = CheckpointStorage.read_together
+
+    def counted(self: CheckpointStorage, refs: Any) -> dict[str, bytes]:
+        assert len({ref.stored_in for ref in refs}) == 1
+        requests.append(len(refs))
+        return read_together(self, refs)
+
+    monkeypatch.setattr(CheckpointStorage, "read_together", counted)
+    s.batch(2)
+    s.heartbeat_until(lambda: are_current(s))
+    objects = {e.changelog.stored_in for e in s.log().chain()[3].operators["op"].partitions.values()}
+    assert sum(requests) == s.n and len(requests) == len(objects)
+
+
+def test_eight_hosts_on_object_storage_read_each_object_of_a_batch_once(stream, monkeypatch):
+    """Each host stores its changelogs in one object, or in two on a busy computer: so there is a request per host."""
+    s = stream(batches=0, n=16, hosts=8)
+    s.world.is_local = False
+    at_once(s, 0)
+    s.heartbeat_until(lambda: are_current(s))
+    requests: list[str] = []
+    read_together, read = CheckpointStorage.read_together, CheckpointStorage.read
+    monkeypatch.setattr(
+        CheckpointStorage,
+        "read_together",
+        lambda self, refs: (requests.append(refs[0].stored_in), read_together(self, refs))[1],
+    )
+    monkeypatch.setattr(CheckpointStorage, "read", lambda self, ref: (requests.append(ref.path), read(self, ref))[1])
+    for batch in (1, 2):
+        requests.clear()
+        at_once(s, batch)
+        s.heartbeat_until(lambda: are_current(s))
+        entries = s.log().chain()[batch + 1].operators["op"].partitions.values()
+        objects = {entry.changelog.stored_in for entry in entries}
+        assert sorted(requests) == sorted(objects)
+
+
+def test_a_copy_of_exchanged_files_is_loaded_again(stream):
+    s = stream(batches=2)
+    s.heartbeat_until(lambda: are_current(s))
+    before = loads(s)
+    for host in s.hosts.values():
+        completed = s.c.completed("run1", host.info.host_id)
+        host.loader.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
+    assert not any(copies(s).values())
+    s.heartbeat_until(lambda: are_current(s))
+    assert loads(s) >= before + s.n
+
+
+def test_a_missing_changelog_makes_the_copy_load(stream, monkeypatch):
+    s = stream(batches=2)
+    s.heartbeat_until(lambda: are_current(s))
+    before = loads(s)
+    monkeypatch.setattr(CheckpointStorage, "read_together", lambda self, refs: {})
+    s.batch(2)
+    s.heartbeat_until(lambda: are_current(s))
+    assert loads(s) == before + s.n
+
+
+def test_queries_without_standbys_have_no_copies(stream):
+    s = stream(batches=2, standby_replicas=0)
+    s.heartbeat(), s.heartbeat()
+    assert not any(copies(s).values())
+
+
+def test_each_host_keeps_the_copies_of_one_other_host():
+    nodes = {f"h{i}": f"n{i // 2}" for i in range(10)}
+    standbys = standby_hosts(nodes, {}, 1, salt="q")
+    assert sorted(h for (h,) in standbys.values()) == sorted(nodes)
+    assert all(nodes[h] != nodes[owner] for owner, (h,) in standbys.items())
+    two = standby_hosts(nodes, {}, 2, salt="q")
+    assert all(len({nodes[owner], *(nodes[h] for h in hosts)}) == 3 for owner, hosts in two.items())
+
+
+def test_a_lost_machine_changes_only_the_standbys_of_its_neighbours():
+    nodes = {f"h{i}": f"n{i}" for i in range(10)}
+    before = standby_hosts(nodes, {}, 1)
+    (neighbour,) = (h for h, standbys in before.items() if standbys == ("h3",))
+    del nodes["h3"]
+    after = standby_hosts(nodes, {}, 1)
+    assert {h for h in after if after[h] != before[h]} == {neighbour}
+
+
+def test_standbys_are_in_other_zones_if_there_are_any():
+    nodes = {f"h{i}": f"n{i}" for i in range(9)}
+    zones = {f"n{i}": "abc"[i % 3] for i in range(9)}
+    standbys = standby_hosts(nodes, zones, 2)
+    for owner, hosts in standbys.items():
+        assert len({zones[nodes[h]] for h in (owner, *hosts)}) == 3
+    assert all(sum(h in hosts for hosts in standbys.values()) == 2 for h in nodes)
+
+
+def test_leaving_hosts_and_the_only_machine_keep_no_copies():
+    nodes = {"h0": "n0", "h1": "n0", "h2": "n1", "h3": "n2"}
+    assert standby_hosts({"h0": "n0", "h1": "n0"}, {}, 1) == {"h0": (), "h1": ()}
+    standbys = standby_hosts(nodes, {}, 1, staying=["h0", "h1", "h2"])
+    assert standbys["h2"][0] in ("h0", "h1") and standbys["h0"] == standbys["h1"] == ("h2",)
+    assert standbys["h3"][0] != "h3"
