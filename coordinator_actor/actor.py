@@ -262,6 +262,8 @@ class StateStoreCoordinator:
             self._acknowledgements.increase("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_namespace"):  # Ray shows it with the error of a failed start
+            return "StateStoreCoordinator(not started)"
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
 
 

@@ -366,6 +366,8 @@ class StateStoreHost:
         shutil.rmtree(self._local_dir, ignore_errors=True)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_host"):  # Ray shows it with the error of a failed start
+            return "StateStoreHost(not started)"
         info = self._host.info
         tasks, queries = info.address.rpartition(":")[2], info.query_address.rpartition(":")[2]
         served = f"tasks at port {tasks}, queries at port {queries}"

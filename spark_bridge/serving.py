@@ -174,6 +174,7 @@ def serve_state(
         shutdown = Shutdown()
         undo.callback(shutdown.begin)
         cluster = StateCluster(options, _nodes, shutdown)
+        cluster.begin()
         undo.callback(cluster.stop)
         served = EndedQueries(cluster.leases, cluster.coordinator, None, shutdown)
         undo.callback(served.close)

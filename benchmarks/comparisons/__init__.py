@@ -8,7 +8,28 @@ from __future__ import annotations
 from nexmark import comparison as nexmark
 from suite.model import Comparison
 
-from comparisons import alternatives, coordinators, kafka, lookups, object_storage, providers, restarts, throughput
+from comparisons import (
+    alternatives,
+    coordinators,
+    kafka,
+    lookups,
+    object_storage,
+    providers,
+    restarts,
+    startup,
+    throughput,
+)
 
-MODULES = (throughput, restarts, lookups, nexmark, providers, object_storage, coordinators, kafka, alternatives)
+MODULES = (
+    throughput,
+    restarts,
+    startup,
+    lookups,
+    nexmark,
+    providers,
+    object_storage,
+    coordinators,
+    kafka,
+    alternatives,
+)
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

@@ -9,7 +9,7 @@ Prints what happens as JSON, one event a line, with the seconds since 1970: batc
 executors and hosts are and who owns what, and which machines Ray takes for alive. Takes commands from standard input:
 ``executors N`` asks for so many, ``drain ADDRESS`` lets the hosts of a machine go, ``end ADDRESS`` ends its executors.
 
-The client asks for 100 random keys again and again, every other time with ``staleness="2 versions"``, and prints for
+The client asks for 100 random keys again and again, in another thread with ``staleness="2 versions"``, and prints for
 each answer, as JSON, the time of the request, its duration in seconds, its version, and how many versions it is behind
 the one that Spark had committed at the time of the request. If an answer does not match the state of its keys at
 exactly one version, or is further behind than it may be, it is an event ``wrong``; an error is an event ``late``.
@@ -17,7 +17,6 @@ exactly one version, or is further behind than it may be, it is an event ``wrong
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sys
@@ -219,12 +218,17 @@ def ask(
 
 
 def run_client(checkpoint: str, keys: int, rows: int) -> None:
-    draws = np.random.default_rng(1)
+    """Ask in two threads: a request that waits for a lost owner must not hold up those that copies answer."""
+    threading.Thread(target=ask_always, args=(checkpoint, Shape(keys, rows), STALENESS), daemon=True).start()
+    ask_always(checkpoint, Shape(keys, rows), 0)
+
+
+def ask_always(checkpoint: str, shape: Shape, staleness: int) -> None:
+    draws = np.random.default_rng(1 + staleness)
     with QueryableStateClient.connect(timeout=60) as client:
-        for number in itertools.count():
-            drawn = draws.choice(keys, AT_ONCE, replace=False)
-            staleness = STALENESS if number % 2 else 0
-            print(json.dumps(ask(client, Shape(keys, rows), drawn, checkpoint, staleness)), flush=True)
+        while True:
+            drawn = draws.integers(0, shape.keys, AT_ONCE)
+            print(json.dumps(ask(client, shape, drawn, checkpoint, staleness)), flush=True)
             time.sleep(PAUSE)
 
 

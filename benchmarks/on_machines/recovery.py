@@ -6,8 +6,8 @@
 On the lab of the tests: a stream over ten million keys in 8 partitions, on two of three machines other than the head.
 One of them is killed, loses power, or has its cable cut, in turns; it comes back some time later, and the next one
 follows. The stream has recovered with the first batch that completes after the lost partitions have moved to other
-owners. The stream may stall a second time, while an executor replaces the lost one. A client asks all the time, every
-other time with a staleness; every answer is checked, and at the end the whole state.
+owners. The stream may stall a second time, while an executor replaces the lost one. Two clients ask all the time, one
+of them with a staleness; every answer is checked, and at the end the whole state.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,32 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
             ip = address_of(machine_of(str(executor.hostPort())))
             cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
     return cores
+
+
+class SessionExecutors:
+    """The cores of a session's executors on each machine, by IP address; while Spark is starting, those expected.
+
+    Where the executors will run is known if the Ray cluster has one node: Spark asks for ``cores`` there. Otherwise
+    none are expected. ``spark`` is set when Spark has started.
+    """
+
+    def __init__(self, cores: int = 0) -> None:
+        self.spark: SparkSession | None = None
+        self._expected = expected_executors(ray.nodes(), cores) if cores else {}
+
+    def __call__(self) -> Mapping[str, int]:
+        return self._expected if self.spark is None else executor_cores(self.spark)
+
+
+def expected_executors(nodes: Sequence[Mapping[str, Any]], cores: int) -> dict[str, int]:
+    """Return the cores of the executors to come, by IP address: of a cluster's only node if it has so many CPUs.
+
+    A node with fewer CPUs, such as a head without any, gets others by autoscaling, or the executors wait.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    if len(alive) != 1 or alive[0]["Resources"].get("CPU", 0.0) < cores:
+        return {}
+    return {str(alive[0]["NodeManagerAddress"]): cores}
 
 
 def await_executors(spark: SparkSession, count: int) -> None:
@@ -327,6 +353,16 @@ def master_on_head(resources: Mapping[str, str]) -> dict[str, str]:
     if any(name.startswith(("spark.ray.raydp_spark_master.resource.", MASTER_RESOURCES)) for name in resources):
         return {}
     return {f"{MASTER_RESOURCES}CPU": "0", f"{MASTER_RESOURCES}{HEAD_NODE}": "0.001"}
+
+
+MASTER_JAVA_OPTIONS = "spark.ray.raydp_app_master.extraJavaOptions"
+QUICK_COMPILER = "-XX:TieredStopAtLevel=1"
+"""RayDP's two master JVMs work for a moment at the start: Java's second compiler would cost more than it saves."""
+
+
+def master_java_options(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the setting of the Java options of RayDP's masters: ours, then those of the user, which win."""
+    return {MASTER_JAVA_OPTIONS: f"{QUICK_COMPILER} {settings.get(MASTER_JAVA_OPTIONS, '')}".strip()}
 
 
 class MasterSettings(dict[str, str]):

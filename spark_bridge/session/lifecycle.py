@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
-from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,17 @@ from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, re
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.session import ray_cluster
 from spark_bridge.session.current import Session, begin_session, current_cluster, end_session, require_no_session
-from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
+from spark_bridge.session.executors import SessionExecutors, await_executors, placement_group_of
 from spark_bridge.session.packages import MAVEN, is_jvm_failure, jar_settings, unresolved
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from ray.util.placement_group import PlacementGroup
+
+    from spark_bridge.session.state_cluster import StateCluster
+
+log = logging.getLogger(__name__)
 
 LOG_LEVEL = "spark.log.level"
 _WITHOUT_RAYDP = "start Spark without RayDP and call attach(spark)"
@@ -104,35 +109,48 @@ def init_spark(
     user_configs |= jar_settings(packages, user_configs, metadata.version("pyspark"))
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    started_ray = ray_cluster.join_or_start_ray(ray_address, num_executors * executor_cores)
+    began, cores = time.monotonic(), num_executors * executor_cores
+    tell_step("joining or starting Ray")
+    started_ray = ray_cluster.join_or_start_ray(ray_address, cores)
     import raydp
 
     ray_cluster.stop_raydp_at_exit()
     group: PlacementGroup | None = None
+    cluster: StateCluster | None = None
     try:
+        executors = SessionExecutors(cores)
+        cluster = _start_cluster(options, executors)  # coordinator and hosts start while Spark does
         strategy = raydp_options.pop("placement_group_strategy", None)
         if strategy is not None:
             group = placement_group_of(strategy, num_executors, executor_cores, executor_memory)
             raydp_options |= {"placement_group": group, "placement_group_bundle_indexes": None}
+        tell_step("starting Spark, the coordinator and the hosts")
         spark = raydp.init_spark(
             app_name,
             num_executors,
             executor_cores,
             executor_memory,
-            configs=_spark_configs(user_configs, num_executors * executor_cores),
+            configs=_spark_configs(user_configs, cores),
             **raydp_options,
         )
         if LOG_LEVEL in user_configs:
             _set_log_level(spark, user_configs[LOG_LEVEL])
+        tell_step(f"waiting for {num_executors} executors")
         await_executors(spark, num_executors)
-        _join(spark, options, raydp_app=app_name, started_ray=started_ray, group=group)
+        executors.spark = spark
+        _join(spark, cluster, raydp_app=app_name, started_ray=started_ray, group=group)
     except BaseException as error:
-        ray_cluster.stop_raydp(group)
+        try:
+            if cluster is not None:
+                cluster.give_up()
+        finally:
+            ray_cluster.stop_raydp(group)
         if started_ray:
             ray_cluster.stop_ray()
         if MAVEN in user_configs and is_jvm_failure(error):
             raise unresolved(user_configs, error) from error
         raise
+    tell_step(f"the session is ready after {time.monotonic() - began:.1f} s")
     return spark
 
 
@@ -180,9 +198,15 @@ def attach(
         raise SessionError(CONNECT_REMEDY)
     ray_cluster.require_cores(spark)
     started_ray = ray_cluster.join_or_start_ray(ray_address, 1)
+    cluster: StateCluster | None = None
     try:
-        _join(spark, options, raydp_app=None, started_ray=started_ray)
+        executors = SessionExecutors()
+        executors.spark = spark
+        cluster = _start_cluster(options, executors)
+        _join(spark, cluster, raydp_app=None, started_ray=started_ray)
     except BaseException:
+        if cluster is not None:
+            cluster.give_up()
         if started_ray:
             ray_cluster.stop_ray()
         raise
@@ -207,15 +231,33 @@ def stop_spark() -> None:
         session.stop()
 
 
+def tell_step(step: str) -> None:
+    """Tell the user what a start does now: in the log, or as a line of the terminal if the log does not show it."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("Start of the session: %s", step)
+    elif sys.stderr.isatty():
+        print(f"ray-statestore: {step}", file=sys.stderr, flush=True)
+
+
+def _start_cluster(options: SessionOptions, executors: SessionExecutors) -> StateCluster:
+    """Start the coordinator and, on machines that have executors or will, the hosts; do not wait for them."""
+    from spark_bridge.session.settings import Shutdown, spark_is_over
+    from spark_bridge.session.state_cluster import StateCluster
+
+    return StateCluster(
+        options, executors, Shutdown(lambda: executors.spark is not None and spark_is_over(executors.spark))
+    )
+
+
 def _join(
     spark: SparkSession,
-    options: SessionOptions,
+    cluster: StateCluster,
     *,
     raydp_app: str | None,
     started_ray: bool,
     group: PlacementGroup | None = None,
 ) -> None:
-    """Start the state cluster of a Spark session and make the session this process's.
+    """Connect Spark with its state cluster, which answers then, and make the session this process's.
 
     ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP, and ``group`` the placement
     group that it has made for the executors.
@@ -223,18 +265,18 @@ def _join(
     from spark_bridge.session.executors import LostExecutors
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.ray_cluster import SparkMasterWatch
-    from spark_bridge.session.settings import STATE_LOCATION_CONF, Shutdown, apply_settings, redact, spark_is_over
-    from spark_bridge.session.state_cluster import StateCluster
+    from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.task import executor as local_properties
 
+    options, shutdown = cluster.options, cluster.shutdown
     # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
-    shutdown = Shutdown(partial(spark_is_over, spark))
-    cluster = StateCluster(options, partial(executor_cores, spark), shutdown)
+    tell_step("waiting for the coordinator and the hosts")
+    cluster.begin()
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
@@ -273,7 +315,7 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(user_configs: dict[str, str], cores: int) -> dict[str, str]:
-    from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
+    from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_java_options, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
@@ -284,7 +326,7 @@ def _spark_configs(user_configs: dict[str, str], cores: int) -> dict[str, str]:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = MasterSettings({**ours, **user_configs})
+    configs = MasterSettings({**ours, **user_configs, **master_java_options(user_configs)})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

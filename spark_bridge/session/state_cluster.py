@@ -6,6 +6,7 @@ import heapq
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections import Counter
@@ -119,6 +120,8 @@ SURPLUS_SECONDS = 30.0
 """A surplus host of a node ends after this many seconds, because a lost executor usually returns."""
 START_SECONDS = 120.0
 """A session begins when its hosts answer, or fails after this many seconds."""
+NOTICE_SECONDS = 10.0
+"""After this many seconds a session that waits for its hosts or its coordinator logs a line."""
 STOP_SECONDS = 20.0
 """Ending hosts must stop within this many seconds; after that they are killed."""
 DEAD = "DEAD"
@@ -154,7 +157,6 @@ class HostPlacement:
         token: str,
         executors: Callable[[], Mapping[str, int]],
         drained: Callable[[], Collection[str]],
-        report: Callable[[Sequence[str], Sequence[str]], Collection[str]],
         shutdown: Shutdown,
     ) -> None:
         self.hosts: tuple[StandingHost, ...] = ()
@@ -166,7 +168,8 @@ class HostPlacement:
         self._published: list[str] = []
         self._executors = executors
         self._drained = drained
-        self._report = report
+        self.report: Callable[[Sequence[str], Sequence[str]], Collection[str]] = lambda problems, leaving: ()
+        """Reports problems and leaving hosts to the coordinator, which may be starting before ``begin``."""
         self._shutdown = shutdown
         self._surplus_since: dict[str, float] = {}
         self._looking = threading.Lock()
@@ -184,13 +187,26 @@ class HostPlacement:
         )
 
     def begin(self) -> None:
-        """Start the hosts, wait until they answer, and supervise them from then on.
+        """Start the hosts that are missing, wait until all answer, and supervise them from then on.
 
         Raises ``ray.exceptions.RayError`` if a host cannot be started.
         """
+        self._await_hosts()  # those that were started while Spark was: a look would replace a failed one
         self.look()
-        ray.get([host.ready for host in self.hosts], timeout=START_SECONDS)
+        self._await_hosts()
         self._loop.start()
+
+    def _await_hosts(self) -> None:
+        starting = [host.ready for host in self.hosts]
+        ready, left = ray.wait(starting, num_returns=len(starting), timeout=NOTICE_SECONDS) if starting else ([], [])
+        if left:
+            log.warning(
+                "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do",
+                len(starting),
+                len(ready),
+                START_SECONDS,
+            )
+        ray.get(starting, timeout=START_SECONDS)
 
     def close(self) -> None:
         """End all hosts, and the thread that supervises them."""
@@ -266,7 +282,7 @@ class HostPlacement:
             for problem in problems:
                 log.warning("%s", problem)
             self._problems = tuple(problems)
-        released = set(self._report(problems, leaving)) & set(leaving)
+        released = set(self.report(problems, leaving)) & set(leaving)
         ended = [host for host in self.hosts if host.host_id in released]
         self.hosts = tuple(host for host in self.hosts if host not in ended)
         self._ending = [thread for thread in self._ending if thread.is_alive()]
@@ -343,8 +359,8 @@ class StateCluster:
     """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
 
     ``executors`` returns the cores of the executors on each machine now, by IP address: hosts run on these machines.
-    Raises ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the existing
-    coordinator is of a release with other messages.
+    Nothing waits here: the actors start side by side, the hosts as soon as ``executors`` has machines. ``begin`` waits.
+    Raises ``InvalidRequestError`` if no node can take the coordinator.
     """
 
     def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
@@ -354,17 +370,22 @@ class StateCluster:
         self.conf = options.conf
         self.stopping: set[str] = set()
         """The ids of runs that stop when the savepoint that is being made of them is done."""
-        get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
+        self._has_answered = False
+        self._is_stopped = False
+        self._is_first = not _has_coordinator(options)
+        self._get_coordinator()
         self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
         self.leases = RayCoordinatorPort(
             options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
         )
         """Sends the messages that renew leases, with a timeout far below a lease."""
-        require_same_messages(self.coordinator)
-        self.token = self.coordinator.token()
+        if not self._is_first:  # another session's: no host may start if it is of another release
+            self._require_coordinator()
+        store = ClusterStore(options.namespace, options.coordinator_name)
+        # The coordinator takes it from the same store, so the hosts need not wait for the coordinator.
+        self.token = store.secret(secrets.token_hex(32))
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
-        drained = ClusterStore(options.namespace, options.coordinator_name).drained
         self._was_failing = False
         self._reporting = BackgroundLoop(
             self._report_failing_loops,
@@ -375,13 +396,40 @@ class StateCluster:
             most_seconds=REPORT_SECONDS,
             is_ending=lambda: shutdown.is_ending,
         )
-        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement, shutdown)
+        self.placement = HostPlacement(options, self.token, executors, store.drained, shutdown)
         try:
+            if executors():
+                self.placement.look()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def begin(self) -> None:
+        """Wait until the coordinator and the hosts answer, and supervise the hosts from then on.
+
+        Ends all that was started if that fails. Raises ``EnvironmentProblemError`` if the existing coordinator is of a
+        release with other messages, ``HostUnavailableError`` if it does not answer, and ``ray.exceptions.RayError`` if
+        a host cannot be started.
+        """
+        try:
+            # Since the start, the coordinator may have ended: with another session, or because nothing needed it.
+            self._get_coordinator()
+            self._require_coordinator()
+            self.placement.report = self._report_placement
             self.placement.begin()
             self._reporting.start()
         except BaseException:
-            self.stop()
+            self.give_up()
             raise
+
+    def _get_coordinator(self) -> None:
+        options = self.options
+        get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
+
+    def _require_coordinator(self) -> None:
+        """Wait for the coordinator's answer. Raises ``EnvironmentProblemError`` if it is of another release."""
+        require_same_messages(self.coordinator)
+        self._has_answered = True
 
     @property
     def hosts(self) -> list[Any]:
@@ -445,19 +493,47 @@ class StateCluster:
         described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
         return described
 
+    def give_up(self) -> None:
+        """End what was started, after an error at the start, which must reach the user: a further one is logged."""
+        try:
+            self.stop()
+        except (*STATESTORE_ERRORS, RayError, AttributeError, ValueError) as error:
+            # AttributeError: it is of another release; ValueError: it has just ended.
+            log.warning("The coordinator was not told that this session has failed to start: %s", error)
+            if self._is_first and not self._has_answered and _has_coordinator(self.options):
+                self._kill_coordinator()  # it cannot start, and Ray would try for ever
+
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it.
 
         A program that has called ``ray.shutdown()`` reaches neither: Ray has ended the hosts, and the coordinator
-        forgets the session once its lease is over.
+        forgets the session once its lease is over. A second call does nothing.
         """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self._reporting.close()
-        is_alone = not self.shutdown.is_over and not self.coordinator.unregister_session(self.session_id)
-        self.coordinator.close()
-        self.leases.close()
-        self.placement.close()
+        # A coordinator that has never answered is not waited for as long as one that is being restarted.
+        coordinator = self.coordinator if self._has_answered else self.leases
+        try:
+            is_alone = not self.shutdown.is_over and not coordinator.unregister_session(self.session_id)
+        finally:  # no host may stay, even if the coordinator does not answer
+            self.coordinator.close()
+            self.leases.close()
+            self.placement.close()
         if is_alone:
-            ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
+            self._kill_coordinator()
+
+    def _kill_coordinator(self) -> None:
+        ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
+
+
+def _has_coordinator(options: SessionOptions) -> bool:
+    try:
+        ray.get_actor(options.coordinator_name, namespace=options.namespace)
+    except ValueError:
+        return False
+    return True
 
 
 def require_same_messages(coordinator: CoordinatorPort) -> None:

@@ -87,8 +87,10 @@ class Cluster:
         return shown
 
     def _lose(self, lose: Callable[[HostLease, Loss, float], None], lease: HostLease, why: Loss, age: float) -> None:
-        """Check why a host is given up."""
+        """Check why a host is given up. One that lives is then like one that was cut off: it has yet to hear of it."""
         process = self.world.addresses[lease.info.address]
+        if process.is_alive:
+            self.world.troubles.cut_off_at = self.world.scheduler.now
         if why is Loss.REFUSED:
             sometimes("a dead host is given up as soon as it refuses a connection")
             if process.is_alive:

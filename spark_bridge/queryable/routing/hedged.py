@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 HEDGE_SECONDS = 0.01
 """A copy is asked as well if the first host has not answered after this many seconds."""
-CONNECT_SECONDS = 0.25
+COPY_CONNECT_SECONDS = 0.25
 """Connecting to one of several hosts that may answer takes at most this many seconds."""
 SLOW_SECONDS = 2.0
 """A host that was slow or failed is asked last for this many seconds."""
@@ -132,7 +132,7 @@ class HedgedReads:
             if self._local is not None and request.address == self._local_address:
                 race.answer = request.read(self._local, at)
                 return
-            connect_by = min(deadline, self._clock() + CONNECT_SECONDS) if race.last is not None else deadline
+            connect_by = min(deadline, self._clock() + COPY_CONNECT_SECONDS) if race.last is not None else deadline
             exchange = request.send(self._connections, at, connect_by)
             exchange.wait_until(deadline)
             race.under_way[exchange] = request

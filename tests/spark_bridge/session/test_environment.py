@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -148,3 +149,19 @@ def test_client_outside_the_cluster_gets_the_remedy(given: str, monkeypatch: pyt
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(EnvironmentProblemError, match=r"'ray://head:10001' is .*ray job submit"):
         join_or_start_ray(address if given == "argument" else None, 1)
+
+
+@pytest.mark.parametrize(("level", "is_terminal"), [("INFO", True), ("WARNING", True), ("WARNING", False)])
+def test_steps_of_a_start_are_shown_once_in_the_log_or_in_a_terminal(
+    level: str,
+    is_terminal: bool,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    with caplog.at_level(getattr(logging, level), session.log.name):
+        session.tell_step("waiting for 2 executors")
+    is_logged = caplog.messages == ["Start of the session: waiting for 2 executors"]
+    is_printed = capsys.readouterr().err == "ray-statestore: waiting for 2 executors\n"
+    assert (is_logged, is_printed) == (level == "INFO", level == "WARNING" and is_terminal)

@@ -92,6 +92,7 @@ def test_hosts_run_next_to_executors_and_the_coordinator_on_the_head(nodes: Call
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
     executors = {"127.0.0.2": 2, "127.0.0.3": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
+    cluster.begin()
     try:
         come_to_stand(cluster, {two.node_id: 2, three.node_id: 1})
         assert node_of(get_or_create_coordinator()) == ray.get_runtime_context().get_node_id(), "the head's"
@@ -126,7 +127,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
     two, four = nodes("127.0.0.2"), nodes("127.0.0.4")
     executors = {"127.0.0.2": 2, "127.0.0.4": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
-
+    cluster.begin()
     try:
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         cluster.placement.scale(4)

@@ -10,7 +10,17 @@ import socket
 
 import pytest
 
-from spark_bridge.session.executors import INSTANCES, MasterSettings, is_cut_off, machine_of, master_on_head, place_of
+from spark_bridge.session.executors import (
+    INSTANCES,
+    MASTER_JAVA_OPTIONS,
+    MasterSettings,
+    expected_executors,
+    is_cut_off,
+    machine_of,
+    master_java_options,
+    master_on_head,
+    place_of,
+)
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import silent_places
 
@@ -73,3 +83,22 @@ def test_raydps_masters_run_on_the_head_by_default() -> None:
     }
     for prefix in ("spark.ray.raydp_spark_master.resource.", "spark.ray.raydp_spark_master.actor.resource."):
         assert master_on_head({f"{prefix}master": "1"}) == {}
+
+
+def test_java_options_of_the_user_win_in_raydps_masters() -> None:
+    assert master_java_options({}) == {MASTER_JAVA_OPTIONS: "-XX:TieredStopAtLevel=1"}
+    of_user = {MASTER_JAVA_OPTIONS: "-Xmx2g -XX:TieredStopAtLevel=4"}
+    assert master_java_options(of_user) == {
+        MASTER_JAVA_OPTIONS: "-XX:TieredStopAtLevel=1 -Xmx2g -XX:TieredStopAtLevel=4"
+    }
+
+
+def test_executors_are_expected_on_the_only_node_that_can_take_them_all() -> None:
+    def node(ip: str, cpus: float | None, *, alive: bool = True) -> dict[str, object]:
+        return {"NodeManagerAddress": ip, "Alive": alive, "Resources": {} if cpus is None else {"CPU": cpus}}
+
+    assert expected_executors([node("10.0.0.1", 2)], 2) == {"10.0.0.1": 2}
+    assert expected_executors([node("10.0.0.1", 8), node("10.0.0.2", 8, alive=False)], 2) == {"10.0.0.1": 2}
+    assert expected_executors([node("10.0.0.1", 8), node("10.0.0.2", 8)], 2) == {}, "Ray chooses the node"
+    for cpus in (None, 0, 1):
+        assert expected_executors([node("10.0.0.1", cpus)], 2) == {}, "further nodes come, or executors wait"
