@@ -79,7 +79,7 @@ def one_loss(lab: Lab, bank: BareBank, kind: str, k: int) -> dict[str, Any]:
         lab.mend(k)
     bank.end_host(k)
     bank.start_host(k)
-    watched.wait_for("batch", watched.count("batch") + 60)
+    watched.wait_for("batch", watched.count("batch") + 20)
     return {
         "kind": kind,
         "load": round(os.getloadavg()[0], 1),

@@ -193,6 +193,7 @@ class Troubles:
         hosts = self._hosts()
         if hosts:
             s, host = self._world.scheduler, self._world.scheduler.random.choice(hosts)
+            self.cut_off_at = s.now  # no message names the forgotten keys to it
             host.process.severed_until = s.now + s.random.choice((3.0, 6.0, 15.0))
             if s.random.random() < 0.7:
                 host.process.memory["hidden_until"] = host.process.severed_until

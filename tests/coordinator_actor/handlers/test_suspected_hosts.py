@@ -29,6 +29,8 @@ class ProbedWorld(World):
         self.probes: Counter[str] = Counter()
         self.infos = [msgspec.structs.replace(self.host(i), query_address=f"127.0.0.1:7{i}") for i in range(2)]
         self.c = Coordinator(lambda: self.now, self.storage, CoordinatorConf(report_timeout=0.0), probe=self.probe)
+
+    def begin(self) -> None:
         for info in self.infos:
             self.c.register_host(info, HostReport())
         self.c.register_query(self.registration(n=4))
@@ -71,6 +73,7 @@ class ProbedWorld(World):
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProbedWorld:
     made = ProbedWorld(tmp_path)
     monkeypatch.setattr(suspicions, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    made.begin()
     return made
 
 
@@ -107,12 +110,16 @@ def test_a_host_that_refuses_and_owns_partitions_is_lost_at_once_only_if_there_a
 
 def test_a_client_reports_the_address_that_it_knows(world: ProbedWorld) -> None:
     dead, other = world.infos
+    world.c.register_host(world.host(2), HostReport())  # no client can ask it
+    world.look()
+    world.probes.clear()
+    world.now += 1
     world.shows[dead.address] = Probed.REFUSED
     world.c.suspect_host("10.9.9.9:1")  # of a host that is lost since
     world.c.suspect_host("")
     world.c.suspect_host(dead.query_address)
     world.settle()
-    assert world.owners() == {other.host_id}
+    assert set(world.c.registries.hosts.leases) == {other.host_id, "h2"}
     assert set(world.probes) == {dead.address}
 
 
@@ -145,6 +152,50 @@ def test_a_silent_machine_is_superseded_after_four_seconds(world: ProbedWorld) -
     assert world.c.lost_hosts()["silent"] == 1
 
 
+def test_one_packet_that_is_lost_is_no_silence(world: ProbedWorld) -> None:
+    one, _ = world.infos
+    answers = [Probed.SILENT, Probed.CONNECTED]
+    world.c._suspicions._probe = lambda address: answers.pop(0)
+    world.now += 4
+    world.suspect(one)
+    assert answers == []
+    assert one.host_id in world.c.registries.hosts.leases
+
+
+def test_a_network_that_reports_a_machine_as_unreachable_at_once_does_not_shorten_the_time(world: ProbedWorld) -> None:
+    gone, _ = world.infos
+    world.beat(gone)
+    last = world.now
+
+    def unreachable(address: str) -> Probed:
+        world.probes[address] += 1
+        return Probed.SILENT
+
+    world.c._suspicions._probe = unreachable
+    world.suspect(gone)
+    assert gone.host_id not in world.c.registries.hosts.leases
+    assert 4.0 <= world.now - last <= 4.5
+    assert world.probes[gone.address] <= 6
+
+
+def test_reports_of_one_moment_cost_one_probe(world: ProbedWorld) -> None:
+    one, _ = world.infos
+    for _ in range(5):
+        world.suspect(one)
+    assert world.probes == {one.address: 1}
+    world.now += suspicions.PROBE_PAUSE_SECONDS
+    world.suspect(one)
+    assert world.probes == {one.address: 2}
+
+
+def test_a_host_that_registers_again_is_still_known_to_be_reachable(world: ProbedWorld) -> None:
+    dead, other = world.infos
+    world.c.register_host(dead, HostReport())
+    world.shows[dead.address] = Probed.REFUSED
+    world.suspect(dead)
+    assert world.owners() == {other.host_id}
+
+
 def test_a_late_heartbeat_is_a_suspicion(world: ProbedWorld) -> None:
     silent, other = world.infos
     world.shows[silent.address] = Probed.SILENT
@@ -163,6 +214,8 @@ def test_heartbeats_of_an_unreachable_address_keep_the_lease(world: ProbedWorld)
 
     def silent(address: str) -> Probed:
         world.now += 1
+        world.probes[address] += 1
+        assert world.probes[address] <= 10, "each suspicion costs one probe"
         assert world.beat(one)  # arrives during the probe
         return Probed.SILENT
 
@@ -219,6 +272,7 @@ def test_a_refusal_of_the_last_incarnation_says_nothing_of_the_next(world: Probe
 
     def refused(address: str) -> Probed:
         world.c.register_host(again, HostReport())
+        world.c.registries.hosts.leases["h0"].is_reachable = True
         return Probed.REFUSED
 
     world.c._suspicions._probe = refused
@@ -252,7 +306,10 @@ def test_probes_are_shared_and_a_hanging_one_delays_nothing(world: ProbedWorld) 
     world.c._suspicions._probe = probe
     for _ in range(20):
         world.c.suspect_host(hanging.address)
-    begun.wait()
+        world.now += 0.01
+    assert begun.wait(60)
+    world.now += 1
+    world.c.suspect_host(hanging.address)
     assert world.beat(hanging)
     world.c.suspect_host(other.address)
     assert other_probed.wait(60)
@@ -268,6 +325,7 @@ def test_a_coordinator_that_stood_still_gives_up_no_host(world: ProbedWorld) -> 
     def suspended(address: str) -> Probed:
         world.now += 30  # of this process itself
         world.probes[address] += 1
+        assert world.probes[address] <= 3, "the heartbeat ends the suspicion"
         if world.probes[address] == 3:
             world.beat(one)  # was waiting all the time
         return Probed.SILENT

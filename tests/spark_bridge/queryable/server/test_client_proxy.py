@@ -51,7 +51,7 @@ from spark_bridge.queryable.protocol import (
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
 from spark_bridge.queryable.server import proxy as location_cache
-from spark_bridge.queryable.server.proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.proxy import ForwardingReads, KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
@@ -483,3 +483,18 @@ def test_hosts_that_use_tls_forward_by_tls() -> None:
     finally:
         proxy.shutdown()
         other.shutdown()
+
+
+def test_owners_are_looked_up_again_although_the_client_must_ask_again() -> None:
+    """Patience counts from the first failure: a connection to a dead machine may take longer than all of it."""
+    now, asked_again = [0.0], []
+    none: Any = None
+    reads = ForwardingReads(none, none, none, none, patience=1.0, clock=lambda: now[0], sleep=lambda seconds: None)
+
+    def dead() -> None:
+        now[0] += 1.5
+        raise HostUnavailableError("no answer")
+
+    with pytest.raises(HostUnavailableError):
+        reads._retried(dead, asked_again.append)
+    assert len(asked_again) == 2
