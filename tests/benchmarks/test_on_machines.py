@@ -66,10 +66,12 @@ def test_limits_of_planned_moves(changes: dict[str, Any], words: str | None) -> 
     assert (broken == []) if words is None else (broken and all(words in one for one in broken))
 
 
-def test_the_limit_of_a_loss_counts_from_where_ray_has_noticed() -> None:
-    losses = [{"kind": "killed", "beyond_ray_seconds": s} for s in (-3.0, 5.0, 5.5)]
-    assert recovery.broken_limits({"losses": losses, "wrong": 0}) == [
-        "killed: the next batch came 5.5 s behind Ray's detection"
+def test_the_limit_of_a_loss_is_for_runs_with_standbys() -> None:
+    losses = [{"kind": "killed", "recovered_seconds": s} for s in (0.5, 6.0, 6.5)]
+    runs = [{"standbys": n, "losses": losses, "wrong": n} for n in (0, 1)]
+    assert recovery.broken_limits(runs) == [
+        "killed: the next batch came 6.5 s after the loss, beyond a batch's own time",
+        "1 answers were wrong",
     ]
 
 
