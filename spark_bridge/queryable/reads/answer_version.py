@@ -122,8 +122,9 @@ class VersionedReader:
             )
         try:
             return version, [
-                read(PartitionView(partition, instance.state.reads, version, None))
-                for partition, instance in zip(partitions, instances, strict=True)
+                # The head lets the index of windows know the version; it is another one if the copy has followed since.
+                read(PartitionView(p, i.state.reads, version, i.state.head if version == i.state.version else None, i))
+                for p, i in zip(partitions, instances, strict=True)
             ]
         except (VersionNotFoundError, StoreClosedError) as error:
             raise NotOwnerError(

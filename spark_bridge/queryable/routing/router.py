@@ -395,7 +395,7 @@ class StateRouter:
         self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
         shares = self._shares(location, keys)
-        copies = self._table(location).copies_of if at.staleness and self._via is None else None
+        copies = self._copies(location, at)
         requests = [ScatteredLookup(share, location, family, self._forward, copies) for share in shares]
         version, values = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, keys))
         if len(values) == 1:
@@ -494,7 +494,8 @@ class StateRouter:
 
         def read(chunk: pa.BinaryArray, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
             shares = self._shares(location, chunk, is_windowed)
-            requests = [ScatteredKeyRows(share, replace(asked, partitions=share.partitions)) for share in shares]
+            copies = self._copies(location, at)
+            requests = [ScatteredKeyRows(s, replace(asked, partitions=s.partitions), copies) for s in shares]
             version, answers = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, chunk))
             batches = [
                 shifted_positions(batch, share.positions, 0)
@@ -512,6 +513,10 @@ class StateRouter:
             for batch in rows
         ]
         return protocol.StateAnswer(version, answers[0][0], iter(batches))
+
+    def _copies(self, location: OperatorLocation, at: protocol.At) -> Callable[[str], tuple[str, ...]] | None:
+        """Return what names the hosts with copies of an owner's partitions, if they may answer; a proxy asks them."""
+        return self._table(location).copies_of if at.staleness and self._via is None else None
 
     def _shares(self, location: OperatorLocation, keys: pa.BinaryArray, is_everywhere: bool = False) -> list[KeyShare]:
         if keys.null_count:

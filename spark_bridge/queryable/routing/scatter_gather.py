@@ -295,17 +295,19 @@ class ScatteredLookup:
 
 @dataclass(frozen=True)
 class ScatteredKeyRows:
-    """Ask one host for the rows of some grouping keys: for their schema and batches."""
+    """Ask one host for the rows of some grouping keys: for their schema and batches. ``copies``: as for lookups."""
 
     share: KeyShare
     request: protocol.KeyRowsRequest
+    copies: Callable[[str], tuple[str, ...]] | None = None
 
     @property
     def address(self) -> str:
         return self.share.address
 
     def alternatives(self) -> list[ScatteredKeyRows]:
-        return [self]
+        others = () if self.copies is None else self.copies(self.address)
+        return [self, *(with_changes(self, share=with_changes(self.share, address=a)) for a in others)]
 
     def send(self, connections: KvConnections, at: protocol.At, deadline: float) -> KvExchange:
         return connections.begin(

