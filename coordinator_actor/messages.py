@@ -436,7 +436,8 @@ class HostOrders(Struct, frozen=True):
     completed; for standbys it is repeated always. ``giving`` has the runs with partitions of the host that may move,
     each with its completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last
     version can still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its
-    session may be.
+    session may be. ``standbys`` has, by run and operator, the partitions that the host keeps standby copies of: those
+    with something to do are in ``warm_up`` as well.
     """
 
     known: bool
@@ -450,6 +451,7 @@ class HostOrders(Struct, frozen=True):
     giving: dict[str, int] = field(default_factory=dict)
     ended_runs: tuple[str, ...] = ()
     lags: dict[str, float] = field(default_factory=dict)
+    standbys: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 class RunningOperator(Struct, frozen=True):

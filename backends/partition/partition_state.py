@@ -402,8 +402,11 @@ class PartitionState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine is at the completed version. A write that ended midway leaves the engine at no version."""
-        return self._engine.state.head == self._versions.head
+        """Whether the engine is at the completed version, or is being brought there.
+
+        A write that ended midway leaves the engine at no version.
+        """
+        return self._versions.is_applying or self._engine.state.head == self._versions.head
 
     @property
     def fetched_dir(self) -> Path:
@@ -466,8 +469,8 @@ class PartitionState:
                 self._recent_reads.forget_others(loading.head)
             self._load_ms = (time.perf_counter() - started) * 1e3
 
-    def follow(self, ref: ChangelogRef, data: bytes) -> None:
-        """Apply the content of the next version's changelog, which the owner of the partition has made.
+    def follow(self, ref: ChangelogRef, data: bytes) -> Changes:
+        """Apply the content of the next version's changelog, which the owner of the partition has made; return it.
 
         Reads go on, unlike during ``load``. Raises ``LineageMismatchError`` if the changelog does not follow the
         version that is held, and as ``load`` does; ``load`` then finds out what can be used. Raises
@@ -496,6 +499,7 @@ class PartitionState:
             before.set_result(None)
             apply.set_result(context.engine.prepare(changes))
             self._apply(Delta(meta, ref.file, changes, before, apply, claim))
+        return changes
 
     def complete(self, version: int, head: str) -> None:
         """Apply held changes up to those whose changelog is ``head``. The version is then permanently committed.

@@ -219,6 +219,11 @@ class ReadableVersions:
         """The path of the changelog that made the version; None for the empty version 0."""
         self._show(engine.state.version, engine.state.head)
 
+    @property
+    def is_applying(self) -> bool:
+        """Return whether changes are being written to the engine now: reads go on over them."""
+        return self._applying is not None
+
     def check_open(self) -> None:
         if self.is_closed:
             raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")

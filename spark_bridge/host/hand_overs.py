@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from functools import partial
 
 from backends.exceptions import LoadEndedError
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant, WarmUp
 from spark_bridge.exceptions import STATESTORE_ERRORS
+from spark_bridge.host.instances import key_of
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.host.registration import CompletedVersions, Order, RunOrders
@@ -24,11 +26,38 @@ LANES = 4
 """At most this many copies of a run are loaded side by side."""
 MAX_LOADS = 16
 """At most this many copies are loaded side by side for all runs."""
+PLACE_SECONDS = 1.0
+"""Copies that are to follow wait at most this many seconds for a place among ``MAX_LOADS``."""
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 1.0, 60.0
 """The seconds until a copy that could not be loaded is tried again; twice as many after each further failure."""
 
-_Copy = tuple[str, str, int, str | None]
-"""Run id, operator, partition and head of a copy."""
+_Copy = tuple[str, str, int]
+"""Run id, operator and partition of a copy."""
+
+
+class _Backoff:
+    """When to try again what has failed, by key: after ``AGAIN_SECONDS``, and twice as long after each failure."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failed: dict[Hashable, tuple[float, float]] = {}
+
+    def is_due(self, key: Hashable) -> bool:
+        return self._failed.get(key, (-math.inf, 0.0))[0] <= self._clock()
+
+    def note_failure(self, key: Hashable) -> tuple[float, bool]:
+        """Return the seconds until the next attempt, and whether this is the first failure."""
+        _, waited = self._failed.get(key, (0.0, 0.0))
+        wait = min(2 * waited or AGAIN_SECONDS, LONGEST_AGAIN_SECONDS)
+        self._failed[key] = (self._clock() + wait, wait)
+        return wait, not waited
+
+    def forget(self, key: Hashable) -> None:
+        self._failed.pop(key, None)
+
+    def forget_others(self, keys: Container[Hashable]) -> None:
+        """Forget all keys but these."""
+        self._failed = {key: failed for key, failed in self._failed.items() if key in keys}
 
 
 class HandOvers:
@@ -46,9 +75,8 @@ class HandOvers:
 
     ``_number`` is that of the last heartbeat sent, ``_followed`` that of the last one whose answer counts: answers may
     overtake each other. ``_giving`` has the runs of that answer, ``_wanted`` its orders. ``_given`` has, for runs that
-    have left ``_giving``, the version that must be known. ``_failed`` has the wanted copies that could not be
-    loaded: the time of the next attempt, and the backoff; ``_failed_runs`` has the same of runs whose copies could not
-    follow. ``_places`` bounds the loads in progress.
+    have left ``_giving``, the version that must be known. ``_backoff`` has the wanted copies that could not be loaded,
+    and the runs whose changelogs could not be read. ``_places`` bounds the work in progress.
     """
 
     def __init__(
@@ -71,8 +99,7 @@ class HandOvers:
         self._given: dict[str, int] = {}
         self._wanted: dict[str, WarmUp] = {}
         self._wanted_at = 0.0
-        self._failed: dict[_Copy, tuple[float, float]] = {}
-        self._failed_runs: dict[str, tuple[float, float]] = {}
+        self._backoff = _Backoff(clock)
         self._places = threading.Semaphore(MAX_LOADS)
 
     def report(self) -> HandOver:
@@ -80,13 +107,11 @@ class HandOvers:
         with self._lock:
             self._number += 1
             number, giving = self._number, tuple(self._giving)
-            wanted = list(self._wanted.values())
         warm: dict[str, dict[str, dict[int, int]]] = {}
-        for order in wanted:
-            for operator, heads in order.heads.items():
-                versions = {p: self._loader.warm_version(order.registration, operator, p) for p in heads}
-                loaded = {p: version for p, version in versions.items() if version is not None}
-                warm.setdefault(order.registration.run_id, {})[operator] = loaded
+        for copy in self._cache.kept_copies():
+            run_id, operator, partition = copy.run_key
+            if not self._cache.has_ended(run_id):
+                warm.setdefault(run_id, {}).setdefault(operator, {})[partition] = copy.state.version
         return HandOver(number, warm, giving, self._cache.exchanged())
 
     def follow(self, number: int, orders: HostOrders) -> None:
@@ -109,14 +134,28 @@ class HandOvers:
             }
             self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
             wanted_copies = {copy for order in orders.warm_up for copy in _copies(order)}
-            self._failed = {copy: again for copy, again in self._failed.items() if copy in wanted_copies}
-            self._failed_runs = {run: again for run, again in self._failed_runs.items() if run in self._wanted}
+            self._backoff.forget_others(wanted_copies | self._wanted.keys())
+        self._note_wanted(orders)
         work = dict(loads for order in orders.warm_up for loads in self._loads(order))
         for order in orders.warm_up:
             run_id = order.registration.run_id
-            if order.changelogs and self._failed_runs.get(run_id, (now, 0.0))[0] <= now:
+            with self._lock:
+                is_due = self._backoff.is_due(run_id)
+            if order.changelogs and is_due:
                 work[f"{run_id}/follow"] = [partial(self._follow, order)]
         self._orders.carry_out(work)
+
+    def _note_wanted(self, orders: HostOrders) -> None:
+        """Tell the cache which kept files the orders name."""
+        standbys = {
+            key_of(registration, operator, partition)
+            for run_id, operators in orders.standbys.items()
+            if (registration := self._cache.registration(run_id)) is not None
+            for operator, partitions in operators.items()
+            for partition in partitions
+        }
+        wanted = {key_of(order.registration, *copy[1:]) for order in orders.warm_up for copy in _copies(order)}
+        self._cache.want(frozenset(wanted - standbys), frozenset(standbys))
 
     def gives(self, run_id: str) -> bool:
         """Return whether partitions of a run may be another host's by now, without this one knowing."""
@@ -128,42 +167,48 @@ class HandOvers:
 
     def _loads(self, order: WarmUp) -> Iterator[tuple[str, list[Order]]]:
         """Yield the pending loads of an order, in lanes that run in parallel."""
-        now, loads = self._clock(), list[Order]()
+        loads = list[Order]()
         for copy in _copies(order):
-            _, operator, partition, _ = copy
+            _, operator, partition = copy
             if partition in order.changelogs.get(operator, {}):
                 continue
             grant = self._grant(order, copy)
             with self._lock:
-                again, _ = self._failed.get(copy, (now, 0.0))
-            if again <= now and not self._loader.is_warm(grant, operator, partition):
+                is_due = self._backoff.is_due(copy)
+            if is_due and not self._loader.is_warm(grant, operator, partition):
                 loads.append(partial(self._load, copy, grant))
         for lane in range(min(LANES, len(loads))):
             yield f"{order.registration.run_id}/{lane}", loads[lane::LANES]
 
     def _grant(self, order: WarmUp, copy: _Copy) -> OpenGrant:
-        return OpenGrant(self._info, order.version, copy[-1], order.registration, order.epoch)
+        head = order.heads[copy[1]][copy[2]]
+        return OpenGrant(self._info, order.version, head, order.registration, order.epoch)
 
     def _follow(self, order: WarmUp) -> None:
         """Bring copies to the newest version by the changelogs that they lack; load those that cannot follow."""
         run_id = order.registration.run_id
+        if not self._places.acquire(timeout=PLACE_SECONDS):
+            return  # the coordinator repeats the order
         try:
             unable = self._loader.follow(order, lambda *task: not self._is_unwanted(run_id, *task))
         except STATESTORE_ERRORS as error:
             with self._lock:
-                _, waited = self._failed_runs.get(run_id, (0.0, 0.0))
-                wait = min(2 * waited or AGAIN_SECONDS, LONGEST_AGAIN_SECONDS)
-                self._failed_runs[run_id] = (self._clock() + wait, wait)
+                wait, _ = self._backoff.note_failure(run_id)
             log.warning("The copies of run %s cannot follow, and try again in %.0f s: %s", run_id, wait, error)
             return
+        finally:
+            self._places.release()
         with self._lock:
-            self._failed_runs.pop(run_id, None)
+            self._backoff.forget(run_id)
         for task in unable:
-            copy = (run_id, *task, order.heads[task[0]][task[1]])
-            self._load(copy, self._grant(order, copy))
+            copy = (run_id, *task)
+            with self._lock:
+                is_due = self._backoff.is_due(copy)
+            if is_due:
+                self._load(copy, self._grant(order, copy))
 
     def _load(self, copy: _Copy, grant: OpenGrant) -> None:
-        run_id, operator, partition, _ = copy
+        run_id, operator, partition = copy
         if not self._places.acquire(blocking=False):
             return  # the coordinator repeats the order
         try:
@@ -172,13 +217,11 @@ class HandOvers:
             log.info("Partition %d of %r of run %s is not loaded ahead: %s", partition, operator, run_id, error)
         except STATESTORE_ERRORS as error:
             with self._lock:
-                _, waited = self._failed.get(copy, (0.0, 0.0))
-                wait = min(2 * waited or AGAIN_SECONDS, LONGEST_AGAIN_SECONDS)
-                self._failed[copy] = (self._clock() + wait, wait)
+                wait, is_first = self._backoff.note_failure(copy)
             log.warning(
                 "Partition %d of %r of run %s could not be loaded ahead, and is tried again in %.0f s: %s",
                 *(partition, operator, run_id, wait, error),
-                exc_info=not waited,
+                exc_info=is_first,
             )
         finally:
             self._places.release()
@@ -192,5 +235,5 @@ class HandOvers:
 
 def _copies(order: WarmUp) -> Iterator[_Copy]:
     for operator, heads in order.heads.items():
-        for partition, head in heads.items():
-            yield order.registration.run_id, operator, partition, head
+        for partition in heads:
+            yield order.registration.run_id, operator, partition

@@ -216,6 +216,8 @@ class Host:
         self._revoked_until = -math.inf
         self._orders = RunOrders()
         self._looked_at: dict[str, float] = {}
+        self._announced: dict[str, tuple[int, str]] = {}
+        """By run, the version and the exchange of files that the last heartbeat's answer has announced."""
         """By run of a late follower, when storage was last looked at with success, by ``clock``."""
         self.counters = Counters()
         self.memory = host_memory(conf)
@@ -330,6 +332,13 @@ class Host:
         self._revoked_until = self._clock() + REVOKED_SECONDS
         if not orders.known:
             self.registration.register_apart()
+        if orders.known:
+            self._announced = {c.run_id: (c.version, c.rewritten) for c in orders.completed}
+            self.registration.is_informed = True
+            for warm in orders.warm_up:
+                if warm.registration.run_id not in self._announced:
+                    # A host that has only copies of a run gets no announcements of it.
+                    self.completed.note(Completed(warm.registration.run_id, warm.version, {}))
         by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
             by_run.setdefault(completed.run_id, []).append(partial(self.loader.complete, completed))
@@ -347,6 +356,18 @@ class Host:
             self.exports.give_up_others(orders.pending)
         for order in orders.savepoints:
             self.exports.begin_exports(order)
+
+    def knows_newest(self, run_id: str) -> bool:
+        """Return whether this host knows the newest version of a run as of its last heartbeat, and its lease runs.
+
+        It does not after it has registered again, or before it has carried out what the last heartbeat's answer says
+        of the run: its copies may be of files that were exchanged.
+        """
+        if not self.registration.is_leased or not self.registration.is_informed:
+            return False
+        version, rewritten = self._announced.get(run_id, (0, None))
+        is_clean = rewritten is None or self.cache.last_exchange(run_id) == rewritten
+        return is_clean and (not version or self.completed.has(run_id, version))
 
     @property
     def replaced(self) -> str | None:

@@ -21,7 +21,7 @@ from backends.engines.engine import writing_to
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.changelog import Changes
 from backends.formats.manifest import partition_directory
-from backends.host_memory import LAST_READS, BoundedDict, host_memory
+from backends.host_memory import COPIES, LAST_READS, BoundedDict, Claim, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.object_files import SharedObjects
@@ -120,6 +120,10 @@ class Instance:
     @property
     def spec(self) -> OperatorSpec:
         return spec_of(self.registration, self.operator)
+
+    def keep_longer(self, now: float) -> None:
+        """Record that the kept files are still wanted."""
+        self.kept_since = now
 
     @property
     def is_whole_copy(self) -> bool:
@@ -323,6 +327,10 @@ class PartitionFiles:
         storage = self.storage_of(registration)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
         return open_partition(local, storage, directory, conf)
+
+    def note_copies(self, nbytes: int) -> Claim:
+        """Count bytes that copies hold, until the claim is released."""
+        return host_memory(self._conf).note(COPIES, nbytes)
 
     def storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
         """Return the storage of a query's state, one for all partitions: each storage opens its own connections."""

@@ -154,6 +154,11 @@ class Maintenance:
                     due.setdefault(instance.registration.run_id, []).append(instance)
                 elif is_crowded and is_idle and instance.written_out != version and not instance.state.is_loading:
                     begun.append(self._uploads.submit(self._write_out, instance, version))
+            for copy in self._cache.kept_copies() if is_crowded else ():
+                version = copy.state.version
+                is_idle, copy.seen_version = version == copy.seen_version, version
+                if is_idle and copy.written_out != version:
+                    begun.append(self._uploads.submit(self._write_out, copy, version))
             for instances in due.values():
                 share = -(-len(instances) // self._num_threads)
                 shares = [instances[first : first + share] for first in range(0, len(instances), share)]

@@ -33,7 +33,7 @@ NOTHING_HELD = 1 << 62
 
 
 class Kind(Enum):
-    """The kinds of copies. A standby replica would be one more, with its own rule in ``evict_copies``."""
+    """The kinds of copies that never become own partitions. Standby copies do: they are kept files."""
 
     VERSION = "version"
     FOLLOWER = "follower"
@@ -104,7 +104,9 @@ class PartitionCache:
                                                   the files are kept
     kept         files for the next load: laid    not used for ``KEPT_FILES_SECONDS``; the disk is full; the
                  aside, loaded in part, or        files were exchanged; the run is over, unless they are whole
-                 loaded ahead of the first task
+                 loaded ahead of the first task;
+                 standby copies, which clients
+                 read and which follow
     version      copies at a retained version,    not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
                  for queries                      more than ``MAX_VERSIONS``; the run is over; files exchanged
     follower     copies that advance from         not used for ``COPY_IDLE_SECONDS``; the oldest unused one of
@@ -115,8 +117,8 @@ class PartitionCache:
     A copy that is evicted while it is pinned is destroyed with its last pin. ``running_loads`` starts loads and
     waits for them, ``partition_loader`` fills the entries.
 
-    ``lock`` guards all tables here, and ``invocations`` and ``commits`` of every ``Instance``. ``instance`` and
-    ``registration`` read one table without it. A thread that holds ``lock`` takes no other lock but those of
+    ``lock`` guards all tables here, and ``invocations`` and ``commits`` of every ``Instance``. ``instance``,
+    ``copy`` and ``registration`` read tables without it. A thread that holds ``lock`` takes no other lock but those of
     ``CompletedVersions``, ``Grants``, ``VersionRequests`` and ``Loads``. It is an RLock: garbage collection may release
     an abandoned stream, and with it a pin, at any allocation, also in a thread that has the lock.
 
@@ -133,6 +135,9 @@ class PartitionCache:
         self._by_run: dict[RunKey, Instance] = {}
         self._kept: dict[InstanceKey, Instance] = {}
         self._evicted: dict[InstanceKey, Evicted] = {}
+        self.wanted: frozenset[InstanceKey] = frozenset()
+        """Kept files that the coordinator's last orders name: this host owns the partition, or is about to."""
+        self.standbys: frozenset[InstanceKey] = frozenset()
         self._loading_locks: dict[InstanceKey, threading.Lock] = {}
         self._in_use: dict[object, tuple[str, set[str]]] = {}
         """By work under way: the state that is loaded or laid aside, and the runs whose directories must stay."""
@@ -276,6 +281,31 @@ class PartitionCache:
         with self.lock:
             instance.kept_since = self._clock()
             self._kept[instance.key] = instance
+
+    def kept_copies(self) -> list[Instance]:
+        """Return the kept files that are whole, and open: the copies of partitions."""
+        with self.lock:
+            return [kept for kept in self._kept.values() if kept.is_whole_copy]
+
+    def want(self, wanted: frozenset[InstanceKey], standbys: frozenset[InstanceKey]) -> None:
+        """Note what the coordinator's orders name: these files are kept, and go last if the disk is full."""
+        now = self._clock()
+        with self.lock:
+            self.wanted, self.standbys = wanted, standbys
+            for key in (wanted | standbys) & self._kept.keys():
+                self._kept[key].keep_longer(now)
+
+    def drop_least_wanted(self) -> Instance | None:
+        """Remove the kept files of one partition, and return it; None if there are only files that are wanted soon.
+
+        Files that no order names go first, and then the standby copy that was read least recently.
+        """
+        with self.lock:
+            unwanted = [kept for key, kept in self._kept.items() if key not in self.wanted]
+        for one in sorted(unwanted, key=lambda kept: (kept.key in self.standbys, kept.last_use)):
+            if self.drop_kept(lambda kept, one=one: kept is one):  # type: ignore[misc]
+                return one
+        return None
 
     def drop_unused(self) -> None:
         """Remove the kept files and the copies that were not used for long."""

@@ -221,11 +221,12 @@ class PartitionLoader:
         """Apply to whole copies the changelogs that an order names, version after version.
 
         All changelogs of a version that are in one object are fetched with one request, while no lock is held. Return
-        the operator and partition of each copy that cannot follow: ``warm_up`` loads it. Raises ``StorageError``, and
-        ``HostMemoryBusyError`` if the copies must wait for memory.
+        the operator and partition of each copy that cannot follow: ``warm_up`` loads it. A copy without room for its
+        changes waits for the next order. Raises ``StorageError``.
         """
         storage = self._files.storage_of(order.registration)
         unable: list[tuple[str, int]] = []
+        stopped: set[tuple[str, int]] = set()
         steps: dict[tuple[int, str], dict[tuple[str, int], ChangelogRef]] = {}
         for operator, partitions in order.changelogs.items():
             for partition, refs in partitions.items():
@@ -238,18 +239,28 @@ class PartitionLoader:
                         steps.setdefault((ref.version, ref.file.stored_in), {})[operator, partition] = ref
         trace = spans.batch(order.registration.run_id, order.version + 1)
         for (version, _), refs_of in sorted(steps.items()):
-            wanted = [(task, ref) for task, ref in refs_of.items() if task not in unable and is_wanted(*task)]
+            wanted = [(task, ref) for task, ref in refs_of.items() if task not in stopped and is_wanted(*task)]
             with spans.span("host.follow", trace, version=version, num_partitions=len(wanted)):
                 for few in _in_bounds(wanted):
+                    claim = self._files.note_copies(sum(ref.file.size for _, ref in few))
                     contents = storage.read_together([ref.file for _, ref in few])
                     for task, ref in few:
                         data = contents.get(ref.file.path)
-                        if data is None or not self._follow(order.registration, task, ref, data):
-                            unable.append(task)
+                        try:
+                            if data is None or not self._follow(order.registration, task, ref, data):
+                                stopped.add(task)
+                                unable.append(task)
+                        except (LocalDiskFullError, exceptions.HostMemoryBusyError) as error:
+                            stopped.add(task)
+                            log.warning("The copy of partition %d of %r waits for room: %s", task[1], task[0], error)
+                    del claim
         return unable
 
     def _follow(self, registration: QueryRegistration, task: tuple[str, int], ref: ChangelogRef, data: bytes) -> bool:
-        """Apply one changelog to a copy; return False if the copy cannot follow, or is used otherwise by now."""
+        """Apply one changelog to a copy; return False if the copy cannot follow, or is used otherwise by now.
+
+        Raises ``LocalDiskFullError`` and ``HostMemoryBusyError``.
+        """
         key = key_of(registration, *task)
         lock = self._cache.loading_lock(key)
         if not lock.acquire(blocking=False):
@@ -259,12 +270,22 @@ class PartitionLoader:
             if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
                 return False
             with kept.commit_lock:
-                kept.state.follow(ref, data)
+                base = kept.state.head
+                changes = kept.state.follow(ref, data)
+                if kept.key_windows is not None:
+                    kept.key_windows.follow_changes(base, ref.file.path, changes)
             self._cache.keep(kept)
             self._counters.count("followed")
             return True
-        except (exceptions.LineageMismatchError, exceptions.DamagedFileError, exceptions.StoreClosedError) as error:
-            log.info("The copy of partition %d of %r cannot follow: %s", task[1], task[0], error)
+        except LocalDiskFullError:
+            raise
+        except (
+            exceptions.LineageMismatchError,
+            exceptions.DamagedFileError,
+            exceptions.LocalStateDamagedError,
+            exceptions.StoreClosedError,
+        ) as error:
+            log.warning("The copy of partition %d of %r cannot follow, and is loaded: %s", task[1], task[0], error)
             return False
         finally:
             lock.release()
@@ -427,9 +448,9 @@ class PartitionLoader:
 
     def _free_room(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:
         """Remove something that is not in use, other than the partition ``key``; return whether there was something."""
-        dropped = self._cache.drop_kept(lambda kept: True)
-        if dropped:
-            log.warning("What %d loads that broke off have left is removed: %s", dropped, error)
+        dropped = self._cache.drop_least_wanted()
+        if dropped is not None:
+            log.warning("The kept files of %s are removed to make room: %s", dropped, error)
             return True
         return bool(self._cache.drop_unused_copies()) or self._evict_least_used(key)
 
@@ -451,8 +472,8 @@ class PartitionLoader:
         return [i for i in with_files if not i.state.is_closed]
 
     def keep_within_disk(self) -> None:
-        """Evict one unused partition if the disk is nearly full: RocksDB needs room for its own work."""
-        if self.disk.is_nearly_full():
+        """Evict kept files or one unused partition if the disk is nearly full: RocksDB needs room for its own work."""
+        if self.disk.is_nearly_full() and self._cache.drop_least_wanted() is None:
             self._evict_least_used()
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:

@@ -155,6 +155,8 @@ class HostRegistration:
         self._registered_at = -math.inf
         self._lease_seconds = messages.HostOrders(known=True).lease_seconds
         self._leased_until = -math.inf
+        self.is_informed = False
+        """Whether a heartbeat was answered since the host has registered: it then knows the completed versions."""
         self._registering: threading.Thread | None = None
 
     def register(self) -> None:
@@ -164,6 +166,7 @@ class HostRegistration:
         """
         with self._lock:
             self.number += 1
+        self.is_informed = False
         sent = self._registered_at = self._clock()
         try:
             with spans.alone("host.register", restart=self.info.restart):

@@ -95,8 +95,8 @@ class VersionedReader:
     ) -> tuple[int, list[T]]:
         """Read own partitions and copies at the newest version that all of them have. Waits for nothing.
 
-        Raises ``NotOwnerError`` if a partition has no copy here, or the copies are too old, or may be: the coordinator
-        has not been heard of for longer than the host's lease.
+        Raises ``NotOwnerError`` if a partition has no copy here, or the copies are too old, or may be: see
+        ``Host.knows_newest``.
         """
         host, known = self._host, self._host.completed.newest(plan.run_id)
         owned_or_copied = [
@@ -104,7 +104,7 @@ class VersionedReader:
             for p in partitions
         ]
         instances = [i for i in owned_or_copied if i is not None and not i.state.is_loading]
-        if known is None or len(instances) < len(partitions) or not host.registration.is_leased:
+        if known is None or len(instances) < len(partitions) or not host.knows_newest(plan.run_id):
             raise NotOwnerError(
                 f"Host {host.info.host_id} has no copy of partitions {list(partitions)} of operator {plan.operator!r} "
                 f"(run {plan.run_id}) that may be read with staleness={at.staleness}: ask the owners."
@@ -120,6 +120,8 @@ class VersionedReader:
                 f"The copies that host {host.info.host_id} has of operator {plan.operator!r} (run {plan.run_id}) are "
                 f"at version {version}, and version {lowest} is asked for: ask the owners."
             )
+        for instance in instances:
+            instance.note_read()
         try:
             return version, [
                 # The head lets the index of windows know the version; it is another one if the copy has followed since.

@@ -222,7 +222,7 @@ def test_copies_of_files_that_were_exchanged_go(stream):
     assert not host.loader.is_warm(other, "op", lost[0])
     completed = s.c.completed("run1", "h0")
     host.loader.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
-    assert not host.hand_overs.report().warm["run1"]["op"]
+    assert "run1" not in host.hand_overs.report().warm
     s.heartbeat_until(lambda: is_warm(s, 0, lost))
     assert host.counters.read()["loads"] == 2 * len(lost)
 
@@ -262,7 +262,7 @@ def test_a_copy_without_room_evicts_no_other(stream, monkeypatch):
 
     monkeypatch.setattr(PartitionState, "load", with_room_for_all_but_one)
     s.lose(1)
-    s.heartbeat_until(lambda: is_warm(s, 0, lost[:-1]) and len(host.hand_overs._failed) == 1)
+    s.heartbeat_until(lambda: is_warm(s, 0, lost[:-1]) and len(host.hand_overs._backoff._failed) == 1)
     assert host.counters.read()["loads"] == len(lost) - 1
 
 

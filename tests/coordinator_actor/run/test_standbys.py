@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from backends.exceptions import StorageError
+from backends.exceptions import HostMemoryBusyError, StorageError
+from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.run.owners import standby_hosts
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
@@ -237,6 +238,81 @@ def test_copies_whose_storage_fails_try_again_with_backoff(stream, monkeypatch, 
         s.heartbeat()
     s.heartbeat_until(lambda: are_current(s))
     assert s.rows() == s.at[3] and "cannot follow, and try again in 4 s: no answer" in caplog.text
+
+
+def test_a_copy_that_fails_to_load_is_tried_with_backoff_although_versions_go_on(stream, monkeypatch):
+    s = stream(batches=2, hosts=2, n=1)
+    tried: list[float] = []
+
+    def failing(grant: Any, operator: str, partition: int, is_abandoned: Any) -> None:
+        tried.append(s.world.now)
+        raise StorageError("no answer")
+
+    for host in s.hosts.values():
+        monkeypatch.setattr(host.loader, "warm_up", failing)
+    for batch in range(2, 18):
+        s.world.now += 1
+        s.batch(batch)
+        s.heartbeat()
+        for host in s.hosts.values():
+            for thread in list(host.hand_overs._orders._threads.values()):
+                thread.join(PATIENCE)
+    assert len(tried) == 5, "behind 1, 2, 4 and 8 s"
+
+
+def test_one_copy_that_cannot_apply_stops_no_other(stream, monkeypatch):
+    s = stream(batches=2, n=8, hosts=2)
+    s.heartbeat_until(lambda: are_current(s))
+    bad = next(iter(copies(s)[0]))
+    follow = PartitionState.follow
+
+    def failing(self: PartitionState, ref: Any, data: bytes) -> Any:
+        if f"/{bad}/default" in ref.file.path:
+            raise HostMemoryBusyError("no room")
+        return follow(self, ref, data)
+
+    monkeypatch.setattr(PartitionState, "follow", failing)
+    s.batches(2, 5)
+    others = [p for p in range(s.n) if p != bad]
+    s.heartbeat_until(lambda: all(copies(s)[standby_of(s, p)].get(p) == 5 for p in others))
+    assert copies(s)[0][bad] == 2
+
+
+def test_a_copy_is_reported_while_it_applies_changes(stream, monkeypatch):
+    s = stream(batches=2, n=2, hosts=2)
+    s.heartbeat_until(lambda: are_current(s))
+    before = loads(s)
+    seen: list[dict[int, int]] = []
+    apply = PartitionState._apply
+
+    def seeing(self: PartitionState, delta: Any) -> None:
+        real = delta.apply.result()
+
+        def write(state: Any) -> None:
+            seen.extend(of_host for of_host in copies(s).values() if of_host)
+            real(state)
+
+        delta.apply = Future()
+        delta.apply.set_result(write)
+        apply(self, delta)
+
+    monkeypatch.setattr(PartitionState, "_apply", seeing)
+    s.batch(2)
+    s.heartbeat_until(lambda: are_current(s))
+    assert seen and all(len(of_host) == 1 for of_host in seen) and loads(s) == before
+
+
+def test_a_full_disk_takes_standby_copies_one_by_one_and_spares_what_this_host_is_to_own(stream):
+    s = stream(batches=2, n=8, hosts=2)
+    s.heartbeat_until(lambda: are_current(s))
+    cache = s.hosts[0].cache
+    all_copies = [kept.key for kept in cache.kept_copies()]
+    soon, standbys = all_copies[:1], all_copies[1:]
+    cache.want(frozenset(soon), frozenset(standbys))
+    cache._kept[standbys[0]].note_read()
+    dropped = [cache.drop_least_wanted().key for _ in standbys]
+    assert sorted(dropped) == sorted(standbys) and dropped[-1] == standbys[0], "the one that was read goes last"
+    assert cache.drop_least_wanted() is None and [kept.key for kept in cache.kept_copies()] == soon
 
 
 def test_queries_without_standbys_have_no_copies(stream):

@@ -132,6 +132,45 @@ def test_a_copy_does_not_answer_once_its_host_has_not_heard_from_the_coordinator
         client.get("totals", user, staleness="1 version", timeout=1.0)
 
 
+def test_a_host_that_has_registered_again_answers_only_once_it_knows_the_versions(cluster):
+    client = cluster.client(direct=True, hosts=(1,))
+    owner, standby = cluster.hosts
+    user = owned_by(cluster, 0)[0]
+    for batch in range(3, 8):
+        cluster.batch({user: (batch, "c") for user in range(200)}, complete=False)
+        cluster.c.batch_committed(cluster.run, cluster.version - 1)
+        owner.host.heartbeat()
+    standby.host.register()  # it was cut off until now
+    owner.kill()
+    with pytest.raises(QueryTimeoutError):
+        client.get("totals", user, staleness="1 version", timeout=1.0)
+    standby.host.loader.follow = lambda *_: []  # its copies stay as old as they are
+    standby.host.heartbeat()
+    until = time.monotonic() + PATIENCE
+    while not standby.host.knows_newest(cluster.run):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(QueryTimeoutError):
+        client.get("totals", user, staleness="1 version", timeout=1.0)
+    assert client.get("totals", user, staleness="5 versions")["n"] == 2 * user
+
+
+def test_a_host_that_owns_nothing_answers_from_its_copies(tmp_path):
+    cluster = Cluster(tmp_path, hosts=2, partitions=1, standby_replicas=1)
+    try:
+        cluster.batch({user: (user, "a") for user in range(20)})
+        cluster.batch({user: (2 * user, "b") for user in range(20)})
+        until_current(cluster)
+        prolong_leases(cluster)
+        (owner,) = {owner.host_id for owner in located(cluster).owners}
+        client = cluster.client(direct=True, hosts=(0 if owner == "h1" else 1,))
+        assert client.get("totals", 3)["n"] == 6
+        cluster.hosts[int(owner.removeprefix("h"))].kill()
+        assert client.get("totals", 3, staleness="1 version")["n"] == 6
+    finally:
+        cluster.close()
+
+
 def test_without_a_copy_the_owner_answers(tmp_path):
     cluster = Cluster(tmp_path, hosts=2, partitions=4)
     try:
