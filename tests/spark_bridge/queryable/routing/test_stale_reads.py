@@ -137,7 +137,7 @@ def test_a_host_that_has_registered_again_answers_only_once_it_knows_the_version
     owner, standby = cluster.hosts
     user = owned_by(cluster, 0)[0]
     for batch in range(3, 8):
-        cluster.batch({user: (batch, "c") for user in range(200)}, complete=False)
+        cluster.batch(dict.fromkeys(range(200), (batch, "c")), complete=False)
         cluster.c.batch_committed(cluster.run, cluster.version - 1)
         owner.host.heartbeat()
     standby.host.register()  # it was cut off until now
