@@ -715,7 +715,7 @@ class KvConnections:
         abandoned, self._abandoned = self._abandoned, deque()
         for pool in list(pools.values()):
             pool.close()
-        for exchange in abandoned:
+        for exchange in list(abandoned):
             exchange.close()
 
     def __enter__(self) -> KvConnections:
