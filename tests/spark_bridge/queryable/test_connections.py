@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import socket
 import ssl
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +51,7 @@ from spark_bridge.queryable.protocol import (
 from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN
+from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, Holding
 
 
 @pytest.fixture
@@ -169,6 +171,83 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
         bodies = [bytes(body) for reply, body in connections.stream(address, SCAN) if type(reply) is RowsReply]
         assert bodies == [bytes([i]) * size for i, size in enumerate((3, 70_000, 0, 40_000, 40_000))]
         assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
+
+
+def test_an_answer_is_taken_in_pieces_without_a_wait(connections: KvConnections) -> None:
+    body = random.Random(2).randbytes(300_000)
+    answer, go_on = said(RowsReply(7), b"row") + said(RowsReply(7), body) + said(EndOfRows(7, 2)), threading.Event()
+    cuts = (0, 3, 40, 70_000, len(answer) - 5)
+
+    def in_pieces(peer: socket.socket) -> None:
+        hear(peer)
+        for begin, end in pairwise(cuts):
+            peer.sendall(answer[begin:end])
+            assert go_on.wait(PATIENCE)
+            go_on.clear()
+        peer.sendall(answer[cuts[-1] :])
+        hear(peer)
+        peer.sendall(said(LookupReply(7), pack_one(b"x")))
+
+    with scripted(in_pieces) as address:
+        exchange = connections.begin(address, SCAN)
+        for _ in cuts[1:]:
+            select.select([exchange], [], [], PATIENCE)
+            assert not exchange.has_answer()
+            go_on.set()
+        eventually(exchange.has_answer)
+        assert [bytes(body) for _, body in exchange] == [b"row", body, b""]
+        assert get(connections, address, b"k") == b"x"  # on the same connection
+
+
+def test_the_connection_of_an_abandoned_exchange_is_used_again(connections: KvConnections) -> None:
+    with serving(Holding()) as (server, reads):
+        address = server.server_address
+        exchange = connections.begin(address, LOOKUP, pack_one(b"held"))
+        exchange.abandon()
+        assert get(connections, address, b"k1") == b"v1"
+        assert server.num_connections == 2, "the other answer has not come"
+        other = connections._pools[address].pop_idle()
+        reads.go_on.set()
+        select.select([exchange], [], [], PATIENCE)
+        assert [get(connections, address, b"k%d" % i) for i in range(3)] == [b"v0", b"v1", b"v2"]
+        assert server.num_connections == 2 and connections._pools[address].num_open == 2
+        assert other is not None
+        connections.release(other)
+
+
+def test_abandoned_exchanges_are_closed_if_they_are_too_many_or_too_old(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "MAX_ABANDONED", 2)
+    with serving(Holding()) as (server, reads):
+        address = server.server_address
+        for _ in range(4):
+            connections.begin(address, LOOKUP, pack_one(b"held")).abandon()
+        assert connections._pools[address].num_open == 2
+        for exchange in connections._abandoned:
+            exchange._deadline = soon(-1)
+        assert get(connections, address, b"k1") == b"v1"
+        assert connections._pools[address].num_open == 1 and not connections._abandoned
+        exchange = connections.begin(address, LOOKUP, pack_one(b"held"))
+        exchange.abandon()
+        connections.close()
+        assert exchange.fileno() == -1
+        reads.go_on.set()
+
+
+def test_only_connecting_has_the_limit_for_connecting(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = [], connections_module.ClientConnection.send
+
+    def recorded(self: Any, header: Any, body: Any, deadline: float) -> None:
+        sent.append((type(header).__name__, deadline - time.monotonic() > PATIENCE / 2))
+        send(self, header, body, deadline)
+
+    monkeypatch.setattr(connections_module.ClientConnection, "send", recorded)
+    with serving() as (server, _):
+        connections.begin(server.server_address, LOOKUP, pack_one(b"k1"), soon(PATIENCE), PATIENCE / 4).finish()
+    assert sent == [("Hello", False), ("LookupRequest", True)]
 
 
 def test_connection_closed_by_the_host_is_replaced_silently(connections: KvConnections) -> None:
@@ -496,6 +575,9 @@ def test_tls_and_its_failures() -> None:
         with KvConnections(TOKEN, theirs, timeout=PATIENCE) as connections:
             for _ in range(3):
                 assert get(connections, address, b"k") == values[b"k"]
+            exchange = connections.begin(address, LOOKUP, pack_one(b"k"))
+            eventually(exchange.has_answer)
+            assert unpack_one(exchange.finish()[1]) == values[b"k"]
             stream = connections.stream(address, SCAN)
             assert sum(type(reply) is RowsReply for reply, _ in stream) == 20
             server.shutdown()
