@@ -69,7 +69,7 @@ class ClosedByPeerError(ConnectionClosedError):
 
 @dataclass
 class _PartOfFrame:
-    """A frame of which some bytes have not come yet: the memory of its header and body, and how much of it is full."""
+    """A frame that has come in part: the memory of its header and body, and how much of it is full."""
 
     content: memoryview
     header_length: int

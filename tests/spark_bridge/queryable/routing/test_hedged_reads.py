@@ -51,7 +51,7 @@ class _Exchange:
 
 
 class SlowHosts:
-    """Connections to hosts, each of which answers after its delay, or fails. ``now`` is the time of their clock."""
+    """Connections to hosts that answer after their delays, or fail. ``now`` is the time of their clock."""
 
     def __init__(self, delay_of: Callable[[str], Delay]) -> None:
         self.delay_of = delay_of
@@ -75,7 +75,7 @@ class SlowHosts:
         return [exchange for exchange in exchanges if exchange.answers_at <= self.now]
 
     def get(self, owners: Sequence[str] = (OWNER,), num_keys: int = 1) -> list[bytes | None]:
-        """Ask owners at once, each of which has a copy at ``COPY``; return who has answered."""
+        """Ask owners at once, whose copies are at ``COPY``; return the addresses that have answered."""
         keys = [ScatteredKey(owner, b"\0\0k", LOCATION, "default", False, (COPY,), num_keys) for owner in owners]
         answers = self.reads.answers([key.alternatives() for key in keys], STALE, self.now + 10.0)
         return [address for _, address in answers]
