@@ -90,7 +90,7 @@ class AnswerTimes:
         if estimate is None:
             return HEDGE_SECONDS + num_keys * SECONDS_PER_KEY
         mean, deviation = estimate
-        return max(HEDGE_SECONDS, mean + 4 * deviation)
+        return max(HEDGE_SECONDS, 2 * mean, mean + 4 * deviation)
 
 
 @dataclass

@@ -329,7 +329,10 @@ class ScatteredKey:
     num_keys: int = 1
 
     def alternatives(self) -> list[ScatteredKey]:
-        return [self, *(with_changes(self, address=address) for address in self.copies)]
+        """Return this request to the owner, and then to each host with a copy."""
+        # Not by ``with_changes``, which takes 7 us for each.
+        rest = self.key, self.location, self.family, self.forward
+        return [self, *[ScatteredKey(address, *rest) for address in self.copies]]
 
     def _request(self, at: protocol.At) -> protocol.LookupRequest:
         return protocol.LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
