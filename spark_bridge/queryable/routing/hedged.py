@@ -39,7 +39,7 @@ COPY_CONNECT_SECONDS = 0.25
 SLOW_SECONDS = 2.0
 """A host that was slower than a copy, or could not be reached, is asked last for this many seconds."""
 MAX_SLOW = 4096
-UNREACHABLE = (exceptions.ConnectionClosedError, exceptions.HostUnavailableError, OSError)
+MARKS_SLOW = (exceptions.ConnectionClosedError, exceptions.HostUnavailableError, OSError)
 """Errors of a host that is asked last from then on."""
 HOPELESS = (
     *PERMANENT,
@@ -225,7 +225,7 @@ class HedgedReads:
         if isinstance(error, HOPELESS):
             raise error
         race.failure = error
-        if isinstance(error, UNREACHABLE):
+        if isinstance(error, MARKS_SLOW):
             self._note_slow([request])
 
     def _note_slow(self, hosts: Iterable[KvExchange | ScatteredRequest[T]]) -> None:

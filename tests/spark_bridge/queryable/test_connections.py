@@ -12,8 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +34,11 @@ from spark_bridge.queryable import connections as connections_module
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
-    PROTOCOL,
     EndOfRows,
     LookupReply,
     LookupRequest,
     RowBatchDecoder,
     RowsReply,
-    Welcome,
-    frame,
     pack_bytes,
     pack_one,
     unpack_bytes,
@@ -50,7 +46,8 @@ from spark_bridge.queryable.protocol import (
 )
 from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
+from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, rows, serving
+from tests.spark_bridge.queryable.routing.slow_hosts import hear, said, scripted
 from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, Holding
 
 
@@ -68,49 +65,6 @@ def get(connections: KvConnections, address: str, key: bytes, deadline: float | 
 
 def soon(seconds: float) -> float:
     return time.monotonic() + seconds
-
-
-@contextmanager
-def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that greets each connection in turn and then misbehaves as its script says.
-
-    An exception in a script fails the test.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(PATIENCE)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            for script in scripts:
-                peer, _ = listener.accept()
-                with peer:
-                    hear(peer)
-                    peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
-                    script(peer)
-        except BaseException as error:  # noqa: BLE001 - shown below
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        with suppress(OSError):  # not connected, say some systems
-            listener.shutdown(socket.SHUT_RDWR)  # ends an accept() without a connection
-        listener.close()
-        thread.join(PATIENCE)
-    assert not failures and not thread.is_alive(), failures
-
-
-def hear(peer: socket.socket) -> bytes:
-    peer.settimeout(PATIENCE)
-    length, _ = FRAME_PREFIX.unpack(peer.recv(FRAME_PREFIX.size, socket.MSG_WAITALL))
-    return peer.recv(length, socket.MSG_WAITALL)
-
-
-def said(reply: Any, body: bytes = b"") -> bytes:
-    return b"".join(frame(reply, body))
 
 
 def hang_up(server: KvStateServer) -> None:

@@ -24,7 +24,7 @@ from spark_bridge.queryable.routing.scatter_gather import ScatteredKey
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, serving
 from tests.spark_bridge.queryable.routing.router_world import soon
-from tests.spark_bridge.queryable.test_connections import hear, said, scripted
+from tests.spark_bridge.queryable.routing.slow_hosts import hear, said, scripted
 
 LOCATION = OperatorLocation("q", "run", "q", OperatorSpec("totals", 1, ""), 16, 7, ())
 STALE = At(staleness=1)
