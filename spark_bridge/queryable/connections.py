@@ -6,7 +6,9 @@ for the answer to another request.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 import socket
 import ssl
@@ -14,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from time import time_ns
 from typing import Any, NoReturn, TypeAlias
 
@@ -41,6 +44,9 @@ REPLY_BUFFER_BYTES = 64 << 10
 SMALL_BODY = 16 << 10
 """A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
 MAX_REPLY_BYTES = 1 << 31
+ALIGNMENT = 64
+MAX_ABANDONED = 16
+"""At most this many connections are kept for answers that are of no use any more, so that they can be used again."""
 CONNECT_SECONDS = 1.5
 """A dead node does not even refuse a connection. The first packet is sent again after 1 s."""
 _OPTIONS = {
@@ -61,6 +67,15 @@ class ClosedByPeerError(ConnectionClosedError):
     """The host closed the connection before it answered: it was idle for long, or the host was restarted."""
 
 
+@dataclass
+class _PartOfFrame:
+    """A frame that has come in part: the memory of its header and body, and how much of it is full."""
+
+    content: memoryview
+    header_length: int
+    num_received: int
+
+
 class ClientConnection:
     """One connection, for one thread at a time.
 
@@ -69,7 +84,7 @@ class ClientConnection:
     """
 
     __slots__ = (
-        *("_armed", "_buffer", "_end", "_sock", "_start", "_view"),
+        *("_armed", "_buffer", "_end", "_rest", "_sock", "_start", "_view"),
         *("address", "clock_offset_us", "pool", "used_at", "welcome"),
     )
     pool: _Pool
@@ -80,6 +95,7 @@ class ClientConnection:
         self._buffer = bytearray(REPLY_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._rest: _PartOfFrame | None = None
         self._armed = 0.0
         self._sock = _connected(address, tls, deadline)
         try:
@@ -117,15 +133,31 @@ class ClientConnection:
 
     def receive(self, deadline: float) -> tuple[Reply, memoryview]:
         """Wait for the next frame, and return its header and body. The body is memory of the caller's own."""
+        if self._end == self._start or not self._armed:
+            self._arm(deadline)
+        received = self._receive(deadline)
+        assert received is not None
+        return received
+
+    def receive_available(self) -> tuple[Reply, memoryview] | None:
+        """Return the next frame if all of it has come. Else keep what has come, and return None without a wait."""
+        self._sock.settimeout(0.0)
+        self._armed = 0.0
+        return self._receive(None)
+
+    def _receive(self, deadline: float | None) -> tuple[Reply, memoryview] | None:
+        if self._rest is not None:
+            return self._receive_rest(deadline)
         buffered = self._end - self._start
         if not buffered:
             self._start = self._end = 0
-            self._arm(deadline)
         while buffered < FRAME_PREFIX.size:
             if self._start:
                 self._view[:buffered] = self._view[self._start : self._end]
                 self._start, self._end = 0, buffered
             got = self._receive_into(self._view[buffered:] if buffered else self._buffer, deadline, begun=buffered > 0)
+            if not got:
+                return None
             buffered += got
             self._end += got
         length, header_length = FRAME_PREFIX.unpack_from(self._buffer, self._start)
@@ -143,42 +175,47 @@ class ClientConnection:
             header = bytes(self._view[begin:content])
             body = memoryview(bytes(self._view[content : self._start + total]))
             self._start += total
-        else:
-            header, body = self._receive_rest(begin, header_length, length, deadline)
+            return self._decoded(header, body)
+        # The body begins where memory is aligned for Arrow.
+        padding = -header_length % ALIGNMENT
+        content_view = memoryview(pa.allocate_buffer(padding + length)).cast("B")[padding:]
+        num_received = self._end - begin
+        content_view[:num_received] = self._view[begin : self._end]
+        self._start = self._end = 0
+        self._rest = _PartOfFrame(content_view, header_length, num_received)
+        return self._receive_rest(deadline)
+
+    def _receive_rest(self, deadline: float | None) -> tuple[Reply, memoryview] | None:
+        """Receive the rest of a frame that is larger than the buffer's content."""
+        rest = self._rest
+        assert rest is not None
+        while rest.num_received < len(rest.content):
+            got = self._receive_into(rest.content[rest.num_received :], deadline, begun=True)
+            if not got:
+                return None
+            rest.num_received += got
+        self._rest = None
+        return self._decoded(bytes(rest.content[: rest.header_length]), rest.content[rest.header_length :])
+
+    def _decoded(self, header: bytes, body: memoryview) -> tuple[Reply, memoryview]:
         try:
             return decode_reply(header), body
         except msgspec.MsgspecError as error:
             self._fail(ConnectionClosedError(f"{self.address} sent a header that makes no sense: {error}"))
 
-    def _receive_rest(self, begin: int, header_length: int, length: int, deadline: float) -> tuple[bytes, memoryview]:
-        """Receive the rest of a frame; return its header, and its body in newly allocated memory."""
-        content = begin + header_length
-        if self._end >= content:
-            header = bytes(self._view[begin:content])
-        else:
-            early = bytearray(header_length)
-            early[: self._end - begin] = self._view[begin : self._end]
-            self._receive_all(memoryview(early)[self._end - begin :], deadline)
-            header, content = bytes(early), self._end
-        body = memoryview(pa.allocate_buffer(length - header_length)).cast("B")
-        num_received = self._end - content
-        body[:num_received] = self._view[content : self._end]
-        self._start = self._end = 0
-        self._receive_all(body[num_received:], deadline)
-        return header, body
-
-    def _receive_all(self, into: memoryview, deadline: float) -> None:
-        while len(into):
-            into = into[self._receive_into(into, deadline, begun=True) :]
-
-    def _receive_into(self, into: bytearray | memoryview, deadline: float, *, begun: bool) -> int:
+    def _receive_into(self, into: bytearray | memoryview, deadline: float | None, *, begun: bool) -> int:
+        """Receive some bytes, and return how many. Without a deadline 0 means that none have come."""
         while True:
             try:
                 got = self._sock.recv_into(into)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                if deadline is None:
+                    return 0
+                self._broken(error, begun=begun)
             except TimeoutError as error:
                 if error.errno in _SILENT:  # the kernel's, not that of ``_arm``
                     self._broken(error, begun=begun)
-                if time.monotonic() < deadline:
+                if deadline is not None and time.monotonic() < deadline:
                     self._arm(deadline)
                     continue
                 self._fail(HostUnavailableError(f"{self.address} did not answer in time."))
@@ -212,7 +249,7 @@ class ClientConnection:
 
     def has_more(self) -> bool:
         """Return whether bytes came after the last answer: then the connection is out of step."""
-        return self._end > self._start
+        return self._end > self._start or self._rest is not None
 
     def fileno(self) -> int:
         """Return the socket's file descriptor, for ``poll``."""
@@ -267,11 +304,15 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
     """A request under way. ``finish`` reads an answer of one frame; iteration reads the frames of a scan to its end.
 
     The first frame must come before ``deadline``, a time of ``time.monotonic``. Each further one may take
-    ``frame_seconds``; with None, all must come before ``deadline``. A caller that stops early must ``close`` the
-    exchange. Raises the host's own error. For one thread.
+    ``frame_seconds``; with None, all must come before ``deadline``. A new connection is opened within
+    ``connect_seconds``, or before ``deadline``. A caller that stops early must ``close`` or ``abandon`` the exchange.
+    Raises the host's own error. For one thread.
     """
 
-    __slots__ = ("_connection", "_connections", "_deadline", "_frame_seconds", "_is_over", "_is_reused", "_request")
+    __slots__ = (
+        *("_connect_seconds", "_connection", "_connections", "_deadline", "_failure", "_frame_seconds", "_frames"),
+        *("_is_over", "_is_reused", "_is_whole", "_request"),
+    )
 
     def __init__(
         self,
@@ -280,13 +321,18 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         request: tuple[Request, FrameBody],
         deadline: float,
         frame_seconds: float | None = None,
+        connect_seconds: float = math.inf,
     ) -> None:
         self._connections = connections
         self._request = request
         self._deadline: float | None = deadline
         self._frame_seconds = frame_seconds
+        self._connect_seconds = connect_seconds
+        self._frames: deque[tuple[Reply, memoryview]] = deque()
+        self._failure: Exception | None = None
+        self._is_whole = False
         self._is_over = False
-        self._connection, self._is_reused = connections.acquire(address, deadline)
+        self._connection, self._is_reused = connections.acquire(address, self._connect_by(deadline))
         try:
             self._connection.send(*request, deadline)
         except ClosedByPeerError as error:
@@ -295,6 +341,9 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             self.close()
             raise
 
+    def _connect_by(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + self._connect_seconds)
+
     def _send_again(self, error: ClosedByPeerError, deadline: float) -> None:
         """Send the request on a new connection, unless this connection was new."""
         if not self._is_reused:
@@ -302,7 +351,7 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             raise error
         self._is_reused = False
         try:
-            self._connection = self._connections.replace(self._connection, deadline)
+            self._connection = self._connections.replace(self._connection, self._connect_by(deadline))
         except BaseException:
             self._is_over = True
             raise
@@ -330,11 +379,48 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
                 raise rebuilt_error(reply.error, reply.message)
         return reply, body
 
+    def has_answer(self) -> bool:
+        """Return whether the whole answer, or a failure, has come. Takes what has come, and does not wait.
+
+        May connect and send the request again if the host has closed the connection.
+        """
+        while not self._is_whole:
+            try:
+                try:
+                    frame = self._connection.receive_available()
+                except ClosedByPeerError as error:
+                    assert self._deadline is not None
+                    self._send_again(error, self._deadline)
+                    continue
+            except BaseException as error:
+                self.close()
+                self._is_whole = True
+                if not isinstance(error, Exception):
+                    raise
+                self._failure = error
+            else:
+                if frame is None:
+                    return False
+                self._is_reused = False
+                self._frames.append(frame)
+                self._is_whole = type(frame[0]) is not RowsReply
+        return True
+
     def _next_frame(self) -> tuple[Reply, memoryview]:
+        frame = self._frames.popleft() if self._frames else self._awaited_frame()
+        lag_ms = getattr(frame[0], "lag_ms", None)
+        if lag_ms is not None:
+            self._connections.lag_ms = lag_ms
+            self._connections.version = frame[0].version  # type: ignore[union-attr]
+        return frame
+
+    def _awaited_frame(self) -> tuple[Reply, memoryview]:
         deadline = self._deadline
         if deadline is None:
             deadline = time.monotonic() + (self._frame_seconds or 0.0)
         try:
+            if self._failure is not None:
+                raise self._failure
             try:
                 frame = self._connection.receive(deadline)
             except ClosedByPeerError as error:
@@ -348,10 +434,6 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         self._is_reused = False
         if self._frame_seconds is not None:
             self._deadline = None  # the next frame has its own
-        lag_ms = getattr(frame[0], "lag_ms", None)
-        if lag_ms is not None:
-            self._connections.lag_ms = lag_ms
-            self._connections.version = frame[0].version  # type: ignore[union-attr]
         return frame
 
     def _release(self) -> None:
@@ -368,9 +450,22 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             self._is_over = True
             self._connections.discard(self._connection)
 
-    def wait_until(self, deadline: float) -> None:
-        """Let the first frame take until another deadline than the connection and the request."""
-        self._deadline = deadline
+    def abandon(self) -> None:
+        """Give up the answer. The connection is used again once the answer has come, unless that takes too long."""
+        if not self._is_over:
+            self._is_reused = False  # the request is not sent again
+            self._connections.keep_abandoned(self)
+
+    def drain(self) -> bool:
+        """Throw away what has come of an abandoned answer. Return whether the exchange is over."""
+        is_whole = self.has_answer()
+        self._frames.clear()
+        if is_whole and not self._is_over:
+            with contextlib.suppress(ConnectionClosedError):  # the host sent too much: the connection is closed
+                self._release()
+        if not is_whole and self._deadline is not None and time.monotonic() > self._deadline:
+            self.close()
+        return self._is_over
 
     @property
     def address(self) -> str:
@@ -449,6 +544,7 @@ class KvConnections:
         self._token = token
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
+        self._abandoned: deque[KvExchange] = deque()
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -463,11 +559,21 @@ class KvConnections:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def begin(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
-        """Send a request without waiting for the answer, so that several hosts can be asked at once."""
+    def begin(
+        self,
+        address: str,
+        header: Request,
+        body: FrameBody = b"",
+        deadline: float | None = None,
+        connect_seconds: float = math.inf,
+    ) -> KvExchange:
+        """Send a request without waiting for the answer, so that several hosts can be asked at once.
+
+        Connecting takes at most ``connect_seconds``, and ends before ``deadline``.
+        """
         if deadline is None:
             deadline = time.monotonic() + self.timeout
-        return KvExchange(self, address, (header, body), deadline)
+        return KvExchange(self, address, (header, body), deadline, connect_seconds=connect_seconds)
 
     def request(
         self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None
@@ -490,6 +596,9 @@ class KvConnections:
         """Return a connection, and whether it has been used before. Wait for a free one until ``deadline``."""
         pool = self._pool(address)
         connection = pool.pop_idle()
+        if connection is None and self._abandoned:
+            self._drain_abandoned()
+            connection = pool.pop_idle()
         if connection is not None:
             return connection, True
         with pool.free:
@@ -516,7 +625,7 @@ class KvConnections:
     def _pool(self, address: str) -> _Pool:
         if self._pid != os.getpid():
             # After a fork: the sockets belong to the parent process, and threads that are not here may hold its locks.
-            self._pools, self._pid = {}, os.getpid()
+            self._pools, self._abandoned, self._pid = {}, deque(), os.getpid()
         pool = self._pools.get(address)
         if pool is None:
             if self._is_closed:
@@ -560,6 +669,25 @@ class KvConnections:
         if pool.is_closed:
             pool.close()
 
+    def keep_abandoned(self, exchange: KvExchange) -> None:
+        """Keep an exchange whose answer is of no use, until the answer has come and its connection is free again."""
+        self._abandoned.append(exchange)
+        self._drain_abandoned()
+        while len(self._abandoned) > MAX_ABANDONED or self._is_closed:
+            try:
+                self._abandoned.popleft().close()
+            except IndexError:
+                break
+
+    def _drain_abandoned(self) -> None:
+        for _ in range(len(self._abandoned)):
+            try:
+                exchange = self._abandoned.popleft()  # so that no other thread has it
+            except IndexError:
+                break
+            if not exchange.drain():
+                self._abandoned.append(exchange)
+
     def _close_oldest(self, pool: _Pool, now: float) -> None:
         try:
             oldest = pool.idle.popleft()
@@ -584,8 +712,11 @@ class KvConnections:
     def drop(self) -> None:
         """Close all connections; later requests open new ones."""
         pools, self._pools = self._pools, {}
+        abandoned, self._abandoned = self._abandoned, deque()
         for pool in list(pools.values()):
             pool.close()
+        for exchange in list(abandoned):
+            exchange.close()
 
     def __enter__(self) -> KvConnections:
         return self

@@ -67,8 +67,8 @@ class _Exchange:
     def close(self) -> None:
         """See ``KvExchange``. The answer is thrown away when it comes."""
 
-    def wait_until(self, deadline: float) -> None:
-        """See ``KvExchange``. The network has its own limits."""
+    def abandon(self) -> None:
+        """See ``KvExchange``. The answer is thrown away when it comes."""
 
     def has_answer(self) -> bool:
         """Return whether ``finish`` need not wait."""
@@ -83,8 +83,10 @@ class SimulatedConnections:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def begin(self, address: str, header: LookupRequest, body: bytes, deadline: float) -> _Exchange:
-        """See ``KvConnections``."""
+    def begin(
+        self, address: str, header: LookupRequest, body: bytes, deadline: float, connect_seconds: float
+    ) -> _Exchange:
+        """See ``KvConnections``. The network has its own limit of connecting."""
         world = self._world
         process = world.addresses[address]
 

@@ -30,6 +30,7 @@ from spark_bridge.queryable.routing.scatter_gather import (
     KeyShare,
     RoutingTable,
     ScatteredCount,
+    ScatteredKey,
     ScatteredKeyRows,
     ScatteredLookup,
     ScatteredRequest,
@@ -354,14 +355,16 @@ class StateRouter:
         run_id = location.run_id
         deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
         is_completed = at.isolation == "completed"
+        address = table.address_of(key) if self._via is None else self._proxy()
+        value: bytes | None
         if at.staleness:
-            version, values = self._lookup_chunk(location, family, pa.array([key], pa.binary()), at, deadline)
-            return version, values[0].as_py()
+            copies = table.copies_of(address) if self._via is None else ()
+            of_key = ScatteredKey(address, key, location, family, self._forward, copies)
+            version, (value,) = self._hosts.answers(run_id, [of_key], at, deadline)
+            return version, value
         if is_completed:
             at = self.seen.floor(run_id, at)
         request = protocol.LookupRequest(run_id, location.operator.name, at, family, self._forward)
-        address = table.address_of(key) if self._via is None else self._proxy()
-        value: bytes | None
         try:
             if self._local is not None and address == self._local_address:
                 version, value = self._local.lookup_one(request, key)
@@ -396,7 +399,7 @@ class StateRouter:
     ) -> tuple[int, pa.BinaryArray]:
         shares = self._shares(location, keys)
         copies = self._copies(location, at)
-        requests = [ScatteredLookup(share, location, family, self._forward, copies) for share in shares]
+        requests = [ScatteredLookup(share, location, family, self._forward, copies=copies) for share in shares]
         version, values = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, keys))
         if len(values) == 1:
             return version, values[0]
@@ -495,7 +498,7 @@ class StateRouter:
         def read(chunk: pa.BinaryArray, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
             shares = self._shares(location, chunk, is_windowed)
             copies = self._copies(location, at)
-            requests = [ScatteredKeyRows(s, replace(asked, partitions=s.partitions), copies) for s in shares]
+            requests = [ScatteredKeyRows(s, replace(asked, partitions=s.partitions), copies=copies) for s in shares]
             version, answers = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, chunk))
             batches = [
                 shifted_positions(batch, share.positions, 0)

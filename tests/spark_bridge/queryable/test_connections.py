@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,11 @@ from spark_bridge.queryable import connections as connections_module
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
-    PROTOCOL,
     EndOfRows,
     LookupReply,
     LookupRequest,
     RowBatchDecoder,
     RowsReply,
-    Welcome,
-    frame,
     pack_bytes,
     pack_one,
     unpack_bytes,
@@ -48,8 +46,9 @@ from spark_bridge.queryable.protocol import (
 )
 from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN
+from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, rows, serving
+from tests.spark_bridge.queryable.routing.slow_hosts import hear, said, scripted
+from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, Holding
 
 
 @pytest.fixture
@@ -66,49 +65,6 @@ def get(connections: KvConnections, address: str, key: bytes, deadline: float | 
 
 def soon(seconds: float) -> float:
     return time.monotonic() + seconds
-
-
-@contextmanager
-def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that greets each connection in turn and then misbehaves as its script says.
-
-    An exception in a script fails the test.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(PATIENCE)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            for script in scripts:
-                peer, _ = listener.accept()
-                with peer:
-                    hear(peer)
-                    peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
-                    script(peer)
-        except BaseException as error:  # noqa: BLE001 - shown below
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        with suppress(OSError):  # not connected, say some systems
-            listener.shutdown(socket.SHUT_RDWR)  # ends an accept() without a connection
-        listener.close()
-        thread.join(PATIENCE)
-    assert not failures and not thread.is_alive(), failures
-
-
-def hear(peer: socket.socket) -> bytes:
-    peer.settimeout(PATIENCE)
-    length, _ = FRAME_PREFIX.unpack(peer.recv(FRAME_PREFIX.size, socket.MSG_WAITALL))
-    return peer.recv(length, socket.MSG_WAITALL)
-
-
-def said(reply: Any, body: bytes = b"") -> bytes:
-    return b"".join(frame(reply, body))
 
 
 def hang_up(server: KvStateServer) -> None:
@@ -169,6 +125,83 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
         bodies = [bytes(body) for reply, body in connections.stream(address, SCAN) if type(reply) is RowsReply]
         assert bodies == [bytes([i]) * size for i, size in enumerate((3, 70_000, 0, 40_000, 40_000))]
         assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
+
+
+def test_an_answer_is_taken_in_pieces_without_a_wait(connections: KvConnections) -> None:
+    body = random.Random(2).randbytes(300_000)
+    answer, go_on = said(RowsReply(7), b"row") + said(RowsReply(7), body) + said(EndOfRows(7, 2)), threading.Event()
+    cuts = (0, 3, 40, 70_000, len(answer) - 5)
+
+    def in_pieces(peer: socket.socket) -> None:
+        hear(peer)
+        for begin, end in pairwise(cuts):
+            peer.sendall(answer[begin:end])
+            assert go_on.wait(PATIENCE)
+            go_on.clear()
+        peer.sendall(answer[cuts[-1] :])
+        hear(peer)
+        peer.sendall(said(LookupReply(7), pack_one(b"x")))
+
+    with scripted(in_pieces) as address:
+        exchange = connections.begin(address, SCAN)
+        for _ in cuts[1:]:
+            select.select([exchange], [], [], PATIENCE)
+            assert not exchange.has_answer()
+            go_on.set()
+        eventually(exchange.has_answer)
+        assert [bytes(body) for _, body in exchange] == [b"row", body, b""]
+        assert get(connections, address, b"k") == b"x"  # on the same connection
+
+
+def test_the_connection_of_an_abandoned_exchange_is_used_again(connections: KvConnections) -> None:
+    with serving(Holding()) as (server, reads):
+        address = server.server_address
+        exchange = connections.begin(address, LOOKUP, pack_one(b"held"))
+        exchange.abandon()
+        assert get(connections, address, b"k1") == b"v1"
+        assert server.num_connections == 2, "the other answer has not come"
+        other = connections._pools[address].pop_idle()
+        reads.go_on.set()
+        select.select([exchange], [], [], PATIENCE)
+        assert [get(connections, address, b"k%d" % i) for i in range(3)] == [b"v0", b"v1", b"v2"]
+        assert server.num_connections == 2 and connections._pools[address].num_open == 2
+        assert other is not None
+        connections.release(other)
+
+
+def test_abandoned_exchanges_are_closed_if_they_are_too_many_or_too_old(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "MAX_ABANDONED", 2)
+    with serving(Holding()) as (server, reads):
+        address = server.server_address
+        for _ in range(4):
+            connections.begin(address, LOOKUP, pack_one(b"held")).abandon()
+        assert connections._pools[address].num_open == 2
+        for exchange in connections._abandoned:
+            exchange._deadline = soon(-1)
+        assert get(connections, address, b"k1") == b"v1"
+        assert connections._pools[address].num_open == 1 and not connections._abandoned
+        exchange = connections.begin(address, LOOKUP, pack_one(b"held"))
+        exchange.abandon()
+        connections.close()
+        assert exchange.fileno() == -1
+        reads.go_on.set()
+
+
+def test_only_connecting_has_the_limit_for_connecting(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = [], connections_module.ClientConnection.send
+
+    def recorded(self: Any, header: Any, body: Any, deadline: float) -> None:
+        sent.append((type(header).__name__, deadline - time.monotonic() > PATIENCE / 2))
+        send(self, header, body, deadline)
+
+    monkeypatch.setattr(connections_module.ClientConnection, "send", recorded)
+    with serving() as (server, _):
+        connections.begin(server.server_address, LOOKUP, pack_one(b"k1"), soon(PATIENCE), PATIENCE / 4).finish()
+    assert sent == [("Hello", False), ("LookupRequest", True)]
 
 
 def test_connection_closed_by_the_host_is_replaced_silently(connections: KvConnections) -> None:
@@ -496,6 +529,9 @@ def test_tls_and_its_failures() -> None:
         with KvConnections(TOKEN, theirs, timeout=PATIENCE) as connections:
             for _ in range(3):
                 assert get(connections, address, b"k") == values[b"k"]
+            exchange = connections.begin(address, LOOKUP, pack_one(b"k"))
+            eventually(exchange.has_answer)
+            assert unpack_one(exchange.finish()[1]) == values[b"k"]
             stream = connections.stream(address, SCAN)
             assert sum(type(reply) is RowsReply for reply, _ in stream) == 20
             server.shutdown()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
 
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.queryable.protocol import At, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
+from spark_bridge.queryable.protocol import (
+    FRAME_PREFIX,
+    PROTOCOL,
+    At,
+    KeyRowsRequest,
+    LookupRequest,
+    ScanRequest,
+    StateAnswer,
+    Welcome,
+    frame,
+)
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, G
-from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken
+from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, frame_bytes
 
 
 class Lagging(MemoryReads):
@@ -93,3 +107,46 @@ class Memory:
     def close(self) -> None:
         for server in self.servers:
             server.shutdown()
+
+
+@contextmanager
+def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A peer that greets each connection in turn and then misbehaves as its script says.
+
+    An exception in a script fails the test.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(PATIENCE)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for script in scripts:
+                peer, _ = listener.accept()
+                with peer:
+                    hear(peer)
+                    peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
+                    script(peer)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        with suppress(OSError):  # not connected, say some systems
+            listener.shutdown(socket.SHUT_RDWR)  # ends an accept() without a connection
+        listener.close()
+        thread.join(PATIENCE)
+    assert not failures and not thread.is_alive(), failures
+
+
+def hear(peer: socket.socket) -> bytes:
+    peer.settimeout(PATIENCE)
+    length, _ = FRAME_PREFIX.unpack(peer.recv(FRAME_PREFIX.size, socket.MSG_WAITALL))
+    return peer.recv(length, socket.MSG_WAITALL)
+
+
+def said(reply: Any, body: bytes = b"") -> bytes:
+    return b"".join(frame(reply, body))
