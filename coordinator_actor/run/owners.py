@@ -445,20 +445,16 @@ class RunAssignment:
         While hosts are reporting, only partitions with a known holder and those in ``waiting`` get owners, and nothing
         else moves.
         """
-        current, infos = self.current, hosts.infos
+        current, infos, wanted = self.current, hosts.infos, set(waiting)
         owned = {**dict(reversed(hosts.reported)), **self.reported}  # of several holders, the first one counts
         if current is not None:
             owned.update({t: owner.host_id for t in self._tasks.values() if (owner := current.find(*t)) is not None})
-            # The host with the newest copy takes over. One that has not reported its copy yet may have it as well.
-            lost = {t: h for t, h in owned.items() if h not in infos}
-            copies = hosts.copies(self._run_id) if lost else {}
-            for task, former in lost.items():
-                takers = (copies.get(task), self.planned.get(task), *current.standbys.get(former, ()))
-                owned[task] = next((h for h in takers if h is not None and h in infos), former)
-        before = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        holders = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        # While hosts report, the owner of a partition that has none here may still come.
+        lost = [t for t in self._tasks.values() if t not in holders and (not is_reporting or t in owned or t in wanted)]
+        before = {**holders, **self._takers(lost, owned, hosts)}
         owner_of = {n: host_id for n, task in self._tasks.items() if (host_id := moves.get(task, before.get(task)))}
         # Only kept or awaited partitions are placed, so that each host has its share of those.
-        wanted = set(waiting)
         placed = [n for n, task in self._tasks.items() if not is_reporting or n in owner_of or task in wanted]
         at_once = rebalance and not is_reporting
         owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
@@ -474,9 +470,26 @@ class RunAssignment:
         reported = hosts.reported if current is None or current.is_partial else ()
         givers = {h: completed for t, h in (*before.items(), *reported) if by_task.get(t) not in (None, h)}
         self.givers = {**{host_id: at for host_id, at in self.givers.items() if at >= completed}, **givers}
-        self.new_owners = self._new_owners(current, after, before, completed)
+        self.new_owners = self._new_owners(current, after, holders, completed)
         self.current, self.planned, self.is_unbalanced = after, {} if is_reporting else planned, is_reporting
         return after
+
+    def _takers(
+        self, lost: Collection[TaskKey], owned: Mapping[TaskKey, str], hosts: SessionHosts
+    ) -> dict[TaskKey, str]:
+        """Return the live host that has a copy of each lost partition; ``owned`` has the last owners, if known.
+
+        The newest copy that hosts report counts. One that has not reported its copy yet may have it as well.
+        """
+        copies = hosts.copies(self._run_id) if lost else {}
+        standbys = {} if self.current is None else self.current.standbys
+        takers: dict[TaskKey, str] = {}
+        for task in lost:
+            possible = (copies.get(task), self.planned.get(task), *standbys.get(owned.get(task, ""), ()))
+            taker = next((host_id for host_id in possible if host_id is not None and host_id in hosts.infos), None)
+            if taker is not None:
+                takers[task] = taker
+        return takers
 
     def _placed(
         self, partitions: Sequence[str], hosts: SessionHosts, owner_of: Mapping[str, str], *, rebalance: bool
@@ -503,7 +516,7 @@ class RunAssignment:
         return standby_hosts(nodes, zones, self._standby_replicas, staying=hosts.staying, salt=self._salt)
 
     def _new_owners(
-        self, current: Assignment | None, after: Assignment, before: Mapping[TaskKey, str], completed: int
+        self, current: Assignment | None, after: Assignment, holders: Mapping[TaskKey, str], completed: int
     ) -> NewOwners:
         earlier = self.new_owners.of_host if self.new_owners.version == completed else {}
         of_host: dict[str, frozenset[TaskKey]] = {}
@@ -512,7 +525,7 @@ class RunAssignment:
             for task in tasks:
                 former = None if current is None else current.find(*task)
                 # Another incarnation of a host has none of the partitions that the host has owned.
-                has_it = before.get(task) == host_id if former is None else _same(former, host)
+                has_it = holders.get(task) == host_id if former is None else _same(former, host)
                 if not has_it:
                     new.add(task)
             of_host[host_id] = frozenset(new)
