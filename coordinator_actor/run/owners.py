@@ -5,9 +5,10 @@ among the hosts that have room (rendezvous hashing by Thaler and Ravishankar; th
 counted twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions, and each host of
 the node an equal part of them, both rounded down or up. So every host has ``P / H`` partitions, rounded down or up.
 
-Standbys follow owners: all partitions of a host have their copies on the same other host, on the next node of a ring.
-So a host reads the changelogs that another host has stored in one object with one request, copies are as balanced as
-owners, and a host that comes or goes changes the standbys of its neighbours alone.
+Standbys follow owners: all partitions of a host have their copies on the same other host, on the next node of a ring
+that has room, in another zone if possible (consistent hashing with bounded loads by Mirrokni et al.). So a host reads
+the changelogs that another host has stored in one object with one request, no host keeps many more copies than others,
+and a host that comes or goes changes the standbys of few others.
 """
 
 from __future__ import annotations
@@ -206,35 +207,47 @@ def standby_hosts(
 ) -> dict[str, tuple[str, ...]]:
     """Return for each host those that keep copies of its partitions, each on another node; fewer if nodes are missing.
 
-    ``nodes`` maps host id to node id, ``zones`` node id to zone. Nodes of other zones come first. Only the ``staying``
-    hosts (None: all) keep copies. The ring is the nodes in the order of their hashes, zone after zone in turns: so
-    neighbours are in different zones, and each node follows exactly one other if all zones have as many nodes.
+    ``nodes`` maps host id to node id, ``zones`` node id to zone. Only the ``staying`` hosts (None: all) keep copies.
+
+    The ring is the nodes in the order of their hashes. A host takes the next node if that is in another zone and has
+    room. Else it tries all others by their scores, so that the hosts whose neighbours are full do not all ask the same
+    node: one in another zone with room comes first, then any with room. A node has room if one of its hosts keeps the
+    copies of no more hosts than the average, rounded up. With less room, a lost node would change the standbys of many
+    hosts.
     """
     seed = xxhash.xxh64_intdigest(salt.encode())
     members: dict[str, list[str]] = {}
     for host in sorted(nodes, key=lambda h: (xxhash.xxh64_intdigest(h.encode(), seed), h)):
         members.setdefault(nodes[host], []).append(host)
-    ordered = sorted(members, key=lambda node: (xxhash.xxh64_intdigest(node.encode(), seed), node))
-    rank: dict[str, int] = {}
-    of_zone: defaultdict[str, int] = defaultdict(int)
-    for node in ordered:
-        zone = zones.get(node, "")
-        rank[node] = of_zone[zone] if zone else 0
-        of_zone[zone] += 1
-    ring = sorted(ordered, key=lambda node: (rank[node], zones.get(node, "")))  # stable: without zones, by hash
-    keeping = {n: [h for h in hosts if staying is None or h in staying] for n, hosts in members.items()}
+    node_hashes = {node: xxhash.xxh64_intdigest(node.encode(), seed) for node in members}
+    ring = sorted(members, key=lambda node: (node_hashes[node], node))
+    preferred = np.argsort(~_scores(_hashes(ring), np.array([node_hashes[n] for n in ring], np.uint64)), kind="stable")
+    keeping = {n: hosts for n in ring if (hosts := [h for h in members[n] if staying is None or h in staying])}
+    all_zones = {zones.get(node, "") for node in keeping}
+    loads = {host: 0 for hosts in keeping.values() for host in hosts}
+    room = -(-len(nodes) * replicas // max(1, len(loads))) + 1
     standbys: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(ring):
-        others = [other for other in (*ring[place + 1 :], *ring[:place]) if keeping[other]]
-        used_zones = {zones.get(node, "")}
-        chosen: list[str] = []
-        while others and len(chosen) < replicas:
-            following = next((n for n in others if zones.get(n, "") not in used_zones), others[0])
-            others.remove(following)
-            used_zones.add(zones.get(following, ""))
-            chosen.append(following)
-        for number, host in enumerate(members[node]):
-            standbys[host] = tuple(keeping[n][number % len(keeping[n])] for n in chosen)
+        following = [other for other in (*ring[place + 1 :], *ring[:place]) if other in keeping][:replicas]
+        by_score = [ring[other] for other in preferred[place].tolist() if other != place]
+        others = [*following, *(other for other in by_score if other in keeping and other not in following)]
+        for host in members[node]:
+            chosen: dict[str, str] = {}
+            used_zones = {zones.get(node, "")}
+            while len(chosen) < min(replicas, len(others)):
+                best, best_rank = "", (len(nodes) * replicas, True)
+                for other in others:
+                    excess = max(0, min(loads[h] for h in keeping[other]) - room + 1)
+                    rank = (excess, zones.get(other, "") in used_zones)
+                    if other not in chosen and rank < best_rank:
+                        best, best_rank = other, rank
+                        if rank == (0, all_zones <= used_zones):
+                            break  # no node can be better
+                standby = min(keeping[best], key=loads.__getitem__)
+                loads[standby] += 1
+                chosen[best] = standby
+                used_zones.add(zones.get(best, ""))
+            standbys[host] = tuple(chosen.values())
     return standbys
 
 

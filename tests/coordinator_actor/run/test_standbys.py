@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -269,7 +273,97 @@ def test_standbys_are_in_other_zones_if_there_are_any():
     standbys = standby_hosts(nodes, zones, 2)
     for owner, hosts in standbys.items():
         assert len({zones[nodes[h]] for h in (owner, *hosts)}) == 3
-    assert all(sum(h in hosts for hosts in standbys.values()) == 2 for h in nodes)
+    assert max(kept_by(standbys).values()) <= 3
+
+
+def kept_by(standbys: dict[str, tuple[str, ...]]) -> Counter[str]:
+    """Return for each host of how many hosts it keeps the copies."""
+    return Counter(h for hosts in standbys.values() for h in hosts)
+
+
+def cluster(sizes: Sequence[int], name: str = "") -> tuple[dict[str, str], dict[str, str]]:
+    """Return hosts with their nodes, and the nodes with their zones, of as many nodes as ``sizes`` says."""
+    zones = {f"{name}n{z}-{i}": f"z{z}" for z, size in enumerate(sizes) for i in range(size)}
+    return {f"h{node}": node for node in zones}, zones
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=14),
+    st.lists(st.integers(1, 3), min_size=14, max_size=14),
+    st.integers(1, 3),
+    st.text(max_size=3),
+)
+def test_standbys_of_any_cluster_are_on_other_nodes_in_other_zones_with_room(
+    zone_of_node: list[int], hosts_of_node: list[int], replicas: int, salt: str
+) -> None:
+    zones = {f"n{i}": "abcd"[zone] for i, zone in enumerate(zone_of_node)}
+    nodes = {f"h{i}-{k}": f"n{i}" for i in range(len(zones)) for k in range(hosts_of_node[i])}
+    standbys = standby_hosts(nodes, zones, replicas, salt=salt)
+    loads = kept_by(standbys)
+    room = replicas + 1
+    assert sorted(standbys) == sorted(nodes)
+    for owner, hosts in standbys.items():
+        own_and_chosen = [nodes[owner]]
+        assert len(hosts) == min(replicas, len(zones) - 1)
+        for host in hosts:
+            used_zones = {zones[node] for node in own_and_chosen}
+            assert nodes[host] not in own_and_chosen
+            free = [h for h in nodes if nodes[h] not in own_and_chosen and loads[h] < room]
+            if zones[nodes[host]] in used_zones:
+                assert not any(zones[nodes[h]] not in used_zones for h in free), (owner, hosts)
+            own_and_chosen.append(nodes[host])
+    if len(set(hosts_of_node[: len(zones)])) == 1:
+        assert max(loads.values(), default=0) <= room
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_own_zone"), [((1, 9), 7), ((2, 8), 4), ((2, 4, 6), 0), ((10, 10, 10), 0), ((15, 15), 0)]
+)
+def test_no_host_keeps_the_copies_of_more_than_two_whatever_the_zones(sizes: tuple[int, ...], in_own_zone: int) -> None:
+    for name in "abcdefgh":
+        nodes, zones = cluster(sizes, name)
+        standbys = standby_hosts(nodes, zones, 1)
+        assert max(kept_by(standbys).values()) <= 2
+        assert sum(zones[nodes[owner]] == zones[nodes[h]] for owner, (h,) in standbys.items()) == in_own_zone
+
+
+def other_changes(nodes: dict[str, str], zones: dict[str, str], replicas: int) -> list[int]:
+    """Return for each node how many copies change their host if it is lost, or joins, apart from its own copies."""
+    all_of_them = standby_hosts(nodes, zones, replicas)
+    changes: list[int] = []
+    for lost in sorted(set(nodes.values())):
+        rest = standby_hosts({h: node for h, node in nodes.items() if node != lost}, zones, replicas)
+        changes.append(
+            sum(nodes[h] != lost and h not in hosts for owner, hosts in rest.items() for h in all_of_them[owner])
+        )
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "mean", "most"),
+    [
+        ((30,), 1, 0, 0),
+        ((30,), 2, 0, 0),
+        ((10, 10, 10), 1, 0.5, 3),
+        ((10, 10, 10), 2, 2.5, 8),
+        ((15, 15), 1, 1, 4),
+        ((3, 9, 18), 1, 1.5, 6),
+    ],
+)
+def test_a_node_that_is_lost_or_joins_changes_few_standbys(
+    sizes: tuple[int, ...], replicas: int, mean: float, most: int
+) -> None:
+    changes = [n for name in "abcd" for n in other_changes(*cluster(sizes, name), replicas)]
+    assert max(changes) <= most
+    assert sum(changes) <= mean * len(changes)
+
+
+def test_in_small_clusters_with_any_zones_at_most_half_of_the_standbys_change() -> None:
+    rng = random.Random(1)
+    for number in range(60):
+        nodes, zones = cluster([rng.randint(0, 4) for _ in range(4)], str(number))
+        replicas = rng.randint(1, 3)
+        assert max(other_changes(nodes, zones, replicas), default=0) <= len(nodes) * replicas / 2
 
 
 def test_leaving_hosts_and_the_only_machine_keep_no_copies():
