@@ -171,6 +171,7 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
         return None
     heads: dict[str, dict[int, str | None]] = {}
     changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = {}
+    snapshots: dict[str, dict[int, int]] = {}
     warm = hand_over.warm.get(run.run_id, {})
     for operator, partition in wanted:
         heads.setdefault(operator, {})[partition] = run.versions.head(completed, operator, partition)
@@ -179,7 +180,9 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
             files = run.versions.changelogs(operator, partition, copied)
             if files:
                 changelogs.setdefault(operator, {})[partition] = files
-    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs)
+        if (snapshot := run.newest_snapshot((operator, partition))) is not None:
+            snapshots.setdefault(operator, {})[partition] = snapshot
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots)
 
 
 def note_copies(registries: Registries, run: QueryState) -> None:

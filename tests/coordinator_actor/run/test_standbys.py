@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.run.owners import standby_hosts
-from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream, run_and_clean
 from tests.patience import PATIENCE
 
 ALL = dict.fromkeys(range(30), 1)
@@ -241,6 +241,28 @@ def test_copies_whose_storage_fails_try_again_with_backoff(stream, monkeypatch, 
         s.heartbeat()
     s.heartbeat_until(lambda: are_current(s))
     assert s.rows() == s.at[3] and "cannot follow, and try again in 4 s: no answer" in caplog.text
+
+
+def test_orders_to_copies_name_the_newest_snapshots_of_their_owners(stream):
+    s = stream(batches=0, hosts=0)
+    for i in range(3):
+        s.add_host(i, deltas_per_snapshot=1)
+
+    def ordered() -> dict[int, int]:
+        orders = [s.c.heartbeat_host(f"h{i}", "a", {"run1": 0}).warm_up for i in s.hosts]
+        return {p: v for (order,) in orders for p, v in order.snapshots.get("op", {}).items()}
+
+    s.batch(0)
+    assert ordered() == {}
+    run_and_clean(s, 1, 5)
+    s.batch(5)
+    versions = s.c.registries.runs.by_id["run1"].versions
+    newest = {p: versions.snapshots("op", p, 6)[-1].version for p in range(s.n)}
+    assert ordered() == newest
+    run_and_clean(s, 6, 10)
+    s.batch(10)
+    later = {p: versions.snapshots("op", p, 11)[-1].version for p in range(s.n)}
+    assert ordered() == later and all(later[p] > newest[p] for p in range(s.n))
 
 
 def test_queries_without_standbys_have_no_copies(stream):
