@@ -436,10 +436,11 @@ class HostOrders(Struct, frozen=True):
     for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
     another host, except if its process or node is dead, or it reports that it is ``giving``. A host without an answer
     for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
-    completed; for standbys it is repeated always. ``giving`` has the runs with partitions of the host that may move,
-    each with its completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last
-    version can still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its
-    session may be.
+    completed; that of a standby, until the host reports the copy at the completed version. ``standbys`` has all
+    partitions that the host keeps standby copies of, by run and operator, ascending; a run is absent while owners of
+    its partitions are unknown. ``giving`` has the runs with partitions of the host that may move, each with its
+    completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can
+    still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its session may be.
     """
 
     known: bool
@@ -453,6 +454,7 @@ class HostOrders(Struct, frozen=True):
     giving: dict[str, int] = field(default_factory=dict)
     ended_runs: tuple[str, ...] = ()
     lags: dict[str, float] = field(default_factory=dict)
+    standbys: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 class RunningOperator(Struct, frozen=True):

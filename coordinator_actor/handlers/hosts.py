@@ -17,7 +17,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.locations import assign_owners, gives, needed_by, warm_up
+from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -196,6 +196,7 @@ class Hosts:
                 run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served
             ),
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
+            standbys={run.run_id: dict(copies) for run in current if (copies := copied_to(run, host_id))},
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:

@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -319,11 +320,18 @@ class Assignment:
         infos = {host.host_id: host for host in self.hosts}
         return {o.host_id: tuple(infos[h] for h in self.standbys.get(o.host_id, ())) for o in owners}
 
-    def copied_to(self, host_id: str) -> list[TaskKey]:
-        """Return the partitions that a host keeps standby copies of."""
-        return [
-            task for owner, standbys in self.standbys.items() if host_id in standbys for task in self.of_host[owner]
-        ]
+    @cached_property
+    def copies_of_host(self) -> Mapping[str, Mapping[str, list[int]]]:
+        """Return by host id and operator the partitions that a host keeps standby copies of, ascending."""
+        kept: dict[str, dict[str, list[int]]] = {}
+        for owner, standbys in self.standbys.items():
+            for host_id in standbys:
+                for operator, partition in self.of_host[owner]:
+                    kept.setdefault(host_id, {}).setdefault(operator, []).append(partition)
+        for of_operator in kept.values():
+            for partitions in of_operator.values():
+                partitions.sort()
+        return kept
 
 
 @dataclass(frozen=True)

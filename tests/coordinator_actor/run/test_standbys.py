@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import HandOver, HostOrders
 from coordinator_actor.run.owners import standby_hosts
+from coordinator_actor.run.query_state import QueryState
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream, run_and_clean
 from tests.patience import PATIENCE
 
@@ -265,10 +268,39 @@ def test_orders_to_copies_name_the_newest_snapshots_of_their_owners(stream):
     assert ordered() == later and all(later[p] > newest[p] for p in range(s.n))
 
 
+def test_only_copies_with_something_to_do_are_ordered_and_all_are_named(stream, monkeypatch):
+    s = stream(batches=3, n=12)
+    kept = sorted(p for p in range(s.n) if standby_of(s, p) == 0)
+    assert len(kept) == 4
+    numbers = itertools.count(1000)
+
+    def orders(copied: dict[int, int], exchanged: str = "") -> HostOrders:
+        report = HandOver(next(numbers), {"run1": {"op": copied}}, exchanged={"run1": exchanged} if exchanged else {})
+        answer = s.c.heartbeat_host("h0", "a", {"run1": 3}, report)
+        assert answer.standbys == {"run1": {"op": kept}}
+        return answer
+
+    def ordered(answer: HostOrders) -> set[int]:
+        return {p for order in answer.warm_up for p in order.heads["op"]}
+
+    current = dict.fromkeys(kept, 3)
+    assert ordered(orders({})) == set(kept)
+    assert orders(current).warm_up == ()
+    behind = orders({**current, kept[0]: 2})
+    assert ordered(behind) == {kept[0]} and len(behind.warm_up[0].changelogs["op"][kept[0]]) == 1
+    monkeypatch.setattr(QueryState, "last_exchange", "rewritten/1")
+    assert ordered(orders(current)) == set(kept), "the host may hold files from before the exchange"
+    assert orders(current, "rewritten/1").warm_up == ()
+    monkeypatch.undo()
+    s.batch(3)
+    assert ordered(orders(current)) == set(kept)
+
+
 def test_queries_without_standbys_have_no_copies(stream):
     s = stream(batches=2, standby_replicas=0)
     s.heartbeat(), s.heartbeat()
     assert not any(copies(s).values())
+    assert s.c.heartbeat_host("h0", "a", {"run1": 2}).standbys == {}
 
 
 def test_each_host_keeps_the_copies_of_one_other_host():
