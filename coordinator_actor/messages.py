@@ -416,6 +416,8 @@ class WarmUp(Struct, frozen=True):
     ``heads`` has the path of the changelog that made ``version``, by operator and partition; None for version 0.
     ``changelogs`` has the files that lead from the copy that the host has reported to ``version``, ascending. It has no
     entry for a copy that is too far behind, or that is not there yet: the host then asks for all files of the version.
+    ``snapshots`` has the version of the newest snapshot of each of these partitions, if the coordinator knows one: a
+    copy that becomes the owner need not make one that its former owner has made.
     """
 
     registration: QueryRegistration
@@ -423,6 +425,7 @@ class WarmUp(Struct, frozen=True):
     version: int
     heads: dict[str, dict[int, str | None]]
     changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = field(default_factory=dict)
+    snapshots: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 class HostOrders(Struct, frozen=True):
@@ -433,11 +436,11 @@ class HostOrders(Struct, frozen=True):
     for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
     another host, except if its process or node is dead, or it reports that it is ``giving``. A host without an answer
     for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
-    completed; for standbys it is repeated always. ``giving`` has the runs with partitions of the host that may move,
-    each with its completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last
-    version can still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its
-    session may be. ``standbys`` has, by run and operator, the partitions that the host keeps standby copies of: those
-    with something to do are in ``warm_up`` as well.
+    completed; that of a standby, until the host reports the copy at the completed version. ``standbys`` has all
+    partitions that the host keeps standby copies of, by run and operator, ascending; a run is absent while owners of
+    its partitions are unknown. ``giving`` has the runs with partitions of the host that may move, each with its
+    completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can
+    still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its session may be.
     """
 
     known: bool

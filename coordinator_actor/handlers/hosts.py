@@ -17,7 +17,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.locations import assign_owners, gives, needed_by, warm_up
+from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -175,7 +175,11 @@ class Hosts:
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
             if announced is not None and (
-                held[run_id] < announced.version or is_over or run.machine.rewriting.is_to_be_told(now)
+                held[run_id] < announced.version
+                or is_over
+                or run.machine.rewriting.is_to_be_told(now)
+                # A host that was away for longer may have copies of files from before the last exchange.
+                or lease.hand_over.exchanged.get(run_id, "") != run.last_exchange
             ):
                 completed.append(announced)
         # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
@@ -196,6 +200,7 @@ class Hosts:
                 run_id for run_id, run in runs.items() if run.lifetime.stopped_at is not None and run.lifetime.is_served
             ),
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
+            standbys={run.run_id: dict(copies) for run in current if (copies := copied_to(run, host_id))},
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:

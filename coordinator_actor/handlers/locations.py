@@ -159,19 +159,24 @@ def _spread(registries: Registries, run: QueryState) -> bool:
 def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None:
     """Return the partitions of a run that a host must load before tasks ask for them. Needs no lock of the run.
 
-    ``hand_over`` is the last report of the host: the files that its copies lack are named.
+    ``hand_over`` is the last report of the host: the files that its copies lack are named. Standby copies that are
+    complete are left out. Until the host has dropped all files from before an exchange, no copy counts as complete.
     """
     completed, new, current = run.versions.completed, run.assignment.new_owners, run.assignment.current
     wanted = dict.fromkeys(task for task, receiver in run.assignment.planned.items() if receiver == host_id)
     if completed and new.version == completed:
         wanted.update(dict.fromkeys(sorted(new.of_host.get(host_id, ()))))
-    if completed and current is not None and current.standbys:
-        wanted.update(dict.fromkeys(current.copied_to(host_id)))
+    warm = hand_over.warm.get(run.run_id, {})
+    if completed and current is not None and (copies := current.copies_of_host.get(host_id)):
+        is_exchanged = hand_over.exchanged.get(run.run_id, "") == run.last_exchange
+        for operator, partitions in copies.items():
+            versions = warm.get(operator, {}) if is_exchanged else {}
+            wanted.update(dict.fromkeys((operator, p) for p in partitions if versions.get(p) != completed))
     if not wanted:
         return None
     heads: dict[str, dict[int, str | None]] = {}
     changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = {}
-    warm = hand_over.warm.get(run.run_id, {})
+    snapshots: dict[str, dict[int, int]] = {}
     for operator, partition in wanted:
         heads.setdefault(operator, {})[partition] = run.versions.head(completed, operator, partition)
         copied = warm.get(operator, {}).get(partition)
@@ -179,7 +184,15 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
             files = run.versions.changelogs(operator, partition, copied)
             if files:
                 changelogs.setdefault(operator, {})[partition] = files
-    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs)
+        if (snapshot := run.newest_snapshot((operator, partition))) is not None:
+            snapshots.setdefault(operator, {})[partition] = snapshot
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots)
+
+
+def copied_to(run: QueryState, host_id: str) -> Mapping[str, list[int]] | None:
+    """Return all partitions of a run that a host keeps standby copies of, by operator; None if there are none."""
+    current = run.assignment.current
+    return None if current is None else current.copies_of_host.get(host_id)
 
 
 def note_copies(registries: Registries, run: QueryState) -> None:

@@ -67,9 +67,9 @@ class Suspicions:
     """Probes suspected hosts, and ends the leases of those that are lost. Thread-safe: the registries' lock guards it.
 
     A host is suspected if a task, a client or another host could not connect to it, or if its heartbeat is late. A host
-    that refuses a connection is lost at once if there are copies of its partitions: without them, Ray's restart of the
-    process, which finds its local files, is faster than a load elsewhere. A host on a silent machine is lost
-    ``silent_timeout`` seconds after its last heartbeat. All others keep their leases.
+    that refuses a connection is lost at once if its standbys have reported copies of all its partitions, of all
+    queries: otherwise Ray's restart of the process, which finds its local files, is faster than a load elsewhere. A
+    host on a silent machine is lost ``silent_timeout`` seconds after its last heartbeat. All others keep their leases.
 
     Only a host that has taken a connection before can be lost in this way: otherwise a firewall between coordinator and
     host would look like a dead host. ``probe`` waits in a separate thread without any lock; None probes nothing.
@@ -168,10 +168,17 @@ class Suspicions:
         return max(PROBE_PAUSE_SECONDS, self._silent_timeout - CONNECTION_SECONDS - age)
 
     def _has_copies(self, host_id: str) -> bool:
-        """Return whether other hosts keep copies of the partitions of a host, or it has none."""
-        assignments = [run.assignment.current for run in self._registries.runs.current()]
-        owning = [current for current in assignments if current is not None and current.of_host.get(host_id)]
-        return not owning or any(current.standbys.get(host_id) for current in owning)
+        """Return whether standbys have reported copies of all partitions that a host owns; True if it owns none."""
+        for run in self._registries.runs.current():
+            current = run.assignment.current
+            tasks = () if current is None else current.of_host.get(host_id, ())
+            if current is None or not tasks:
+                continue
+            leases = [self._registries.hosts.leases.get(h) for h in current.standbys.get(host_id, ())]
+            copies = [lease.hand_over.warm.get(run.run_id, {}) for lease in leases if lease is not None]
+            if not all(any(p in copy.get(operator, ()) for copy in copies) for operator, p in tasks):
+                return False
+        return True
 
     def _lease_of(self, info: HostInfo) -> HostLease | None:
         lease = self._registries.hosts.leases.get(info.host_id)

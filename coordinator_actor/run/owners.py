@@ -5,9 +5,10 @@ among the hosts that have room (rendezvous hashing by Thaler and Ravishankar; th
 counted twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions, and each host of
 the node an equal part of them, both rounded down or up. So every host has ``P / H`` partitions, rounded down or up.
 
-Standbys follow owners: all partitions of a host have their copies on the same other host, on the next node of a ring.
-So a host reads the changelogs that another host has stored in one object with one request, copies are as balanced as
-owners, and a host that comes or goes changes the standbys of its neighbours alone.
+Standbys follow owners: all partitions of a host have their copies on the same other host, on the next node of a ring
+that has room, in another zone if possible (consistent hashing with bounded loads by Mirrokni et al.). So a host reads
+the changelogs that another host has stored in one object with one request, no host keeps many more copies than others,
+and a host that comes or goes changes the standbys of few others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -206,35 +208,47 @@ def standby_hosts(
 ) -> dict[str, tuple[str, ...]]:
     """Return for each host those that keep copies of its partitions, each on another node; fewer if nodes are missing.
 
-    ``nodes`` maps host id to node id, ``zones`` node id to zone. Nodes of other zones come first. Only the ``staying``
-    hosts (None: all) keep copies. The ring is the nodes in the order of their hashes, zone after zone in turns: so
-    neighbours are in different zones, and each node follows exactly one other if all zones have as many nodes.
+    ``nodes`` maps host id to node id, ``zones`` node id to zone. Only the ``staying`` hosts (None: all) keep copies.
+
+    The ring is the nodes in the order of their hashes. A host takes the next node if that is in another zone and has
+    room. Else it tries all others by their scores, so that the hosts whose neighbours are full do not all ask the same
+    node: one in another zone with room comes first, then any with room. A node has room if one of its hosts keeps the
+    copies of no more hosts than the average, rounded up. With less room, a lost node would change the standbys of many
+    hosts.
     """
     seed = xxhash.xxh64_intdigest(salt.encode())
     members: dict[str, list[str]] = {}
     for host in sorted(nodes, key=lambda h: (xxhash.xxh64_intdigest(h.encode(), seed), h)):
         members.setdefault(nodes[host], []).append(host)
-    ordered = sorted(members, key=lambda node: (xxhash.xxh64_intdigest(node.encode(), seed), node))
-    rank: dict[str, int] = {}
-    of_zone: defaultdict[str, int] = defaultdict(int)
-    for node in ordered:
-        zone = zones.get(node, "")
-        rank[node] = of_zone[zone] if zone else 0
-        of_zone[zone] += 1
-    ring = sorted(ordered, key=lambda node: (rank[node], zones.get(node, "")))  # stable: without zones, by hash
-    keeping = {n: [h for h in hosts if staying is None or h in staying] for n, hosts in members.items()}
+    node_hashes = {node: xxhash.xxh64_intdigest(node.encode(), seed) for node in members}
+    ring = sorted(members, key=lambda node: (node_hashes[node], node))
+    preferred = np.argsort(~_scores(_hashes(ring), np.array([node_hashes[n] for n in ring], np.uint64)), kind="stable")
+    keeping = {n: hosts for n in ring if (hosts := [h for h in members[n] if staying is None or h in staying])}
+    all_zones = {zones.get(node, "") for node in keeping}
+    loads = {host: 0 for hosts in keeping.values() for host in hosts}
+    room = -(-len(nodes) * replicas // max(1, len(loads))) + 1
     standbys: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(ring):
-        others = [other for other in (*ring[place + 1 :], *ring[:place]) if keeping[other]]
-        used_zones = {zones.get(node, "")}
-        chosen: list[str] = []
-        while others and len(chosen) < replicas:
-            following = next((n for n in others if zones.get(n, "") not in used_zones), others[0])
-            others.remove(following)
-            used_zones.add(zones.get(following, ""))
-            chosen.append(following)
-        for number, host in enumerate(members[node]):
-            standbys[host] = tuple(keeping[n][number % len(keeping[n])] for n in chosen)
+        following = [other for other in (*ring[place + 1 :], *ring[:place]) if other in keeping][:replicas]
+        by_score = [ring[other] for other in preferred[place].tolist() if other != place]
+        others = [*following, *(other for other in by_score if other in keeping and other not in following)]
+        for host in members[node]:
+            chosen: dict[str, str] = {}
+            used_zones = {zones.get(node, "")}
+            while len(chosen) < min(replicas, len(others)):
+                best, best_rank = "", (len(nodes) * replicas, True)
+                for other in others:
+                    excess = max(0, min(loads[h] for h in keeping[other]) - room + 1)
+                    rank = (excess, zones.get(other, "") in used_zones)
+                    if other not in chosen and rank < best_rank:
+                        best, best_rank = other, rank
+                        if rank == (0, all_zones <= used_zones):
+                            break  # no node can be better
+                standby = min(keeping[best], key=loads.__getitem__)
+                loads[standby] += 1
+                chosen[best] = standby
+                used_zones.add(zones.get(best, ""))
+            standbys[host] = tuple(chosen.values())
     return standbys
 
 
@@ -306,11 +320,18 @@ class Assignment:
         infos = {host.host_id: host for host in self.hosts}
         return {o.host_id: tuple(infos[h] for h in self.standbys.get(o.host_id, ())) for o in owners}
 
-    def copied_to(self, host_id: str) -> list[TaskKey]:
-        """Return the partitions that a host keeps standby copies of."""
-        return [
-            task for owner, standbys in self.standbys.items() if host_id in standbys for task in self.of_host[owner]
-        ]
+    @cached_property
+    def copies_of_host(self) -> Mapping[str, Mapping[str, list[int]]]:
+        """Return by host id and operator the partitions that a host keeps standby copies of, ascending."""
+        kept: dict[str, dict[str, list[int]]] = {}
+        for owner, standbys in self.standbys.items():
+            for host_id in standbys:
+                for operator, partition in self.of_host[owner]:
+                    kept.setdefault(host_id, {}).setdefault(operator, []).append(partition)
+        for of_operator in kept.values():
+            for partitions in of_operator.values():
+                partitions.sort()
+        return kept
 
 
 @dataclass(frozen=True)
@@ -445,20 +466,16 @@ class RunAssignment:
         While hosts are reporting, only partitions with a known holder and those in ``waiting`` get owners, and nothing
         else moves.
         """
-        current, infos = self.current, hosts.infos
+        current, infos, wanted = self.current, hosts.infos, set(waiting)
         owned = {**dict(reversed(hosts.reported)), **self.reported}  # of several holders, the first one counts
         if current is not None:
             owned.update({t: owner.host_id for t in self._tasks.values() if (owner := current.find(*t)) is not None})
-            # The host with the newest copy takes over. One that has not reported its copy yet may have it as well.
-            lost = {t: h for t, h in owned.items() if h not in infos}
-            copies = hosts.copies(self._run_id) if lost else {}
-            for task, former in lost.items():
-                takers = (copies.get(task), self.planned.get(task), *current.standbys.get(former, ()))
-                owned[task] = next((h for h in takers if h is not None and h in infos), former)
-        before = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        holders = {task: host_id for task, host_id in owned.items() if host_id in infos}
+        # While hosts report, the owner of a partition that has none here may still come.
+        lost = [t for t in self._tasks.values() if t not in holders and (not is_reporting or t in owned or t in wanted)]
+        before = {**holders, **self._takers(lost, owned, hosts)}
         owner_of = {n: host_id for n, task in self._tasks.items() if (host_id := moves.get(task, before.get(task)))}
         # Only kept or awaited partitions are placed, so that each host has its share of those.
-        wanted = set(waiting)
         placed = [n for n, task in self._tasks.items() if not is_reporting or n in owner_of or task in wanted]
         at_once = rebalance and not is_reporting
         owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
@@ -474,9 +491,26 @@ class RunAssignment:
         reported = hosts.reported if current is None or current.is_partial else ()
         givers = {h: completed for t, h in (*before.items(), *reported) if by_task.get(t) not in (None, h)}
         self.givers = {**{host_id: at for host_id, at in self.givers.items() if at >= completed}, **givers}
-        self.new_owners = self._new_owners(current, after, before, completed)
+        self.new_owners = self._new_owners(current, after, holders, completed)
         self.current, self.planned, self.is_unbalanced = after, {} if is_reporting else planned, is_reporting
         return after
+
+    def _takers(
+        self, lost: Collection[TaskKey], owned: Mapping[TaskKey, str], hosts: SessionHosts
+    ) -> dict[TaskKey, str]:
+        """Return the live host that has a copy of each lost partition; ``owned`` has the last owners, if known.
+
+        The newest copy that hosts report counts. One that has not reported its copy yet may have it as well.
+        """
+        copies = hosts.copies(self._run_id) if lost else {}
+        standbys = {} if self.current is None else self.current.standbys
+        takers: dict[TaskKey, str] = {}
+        for task in lost:
+            possible = (copies.get(task), self.planned.get(task), *standbys.get(owned.get(task, ""), ()))
+            taker = next((host_id for host_id in possible if host_id is not None and host_id in hosts.infos), None)
+            if taker is not None:
+                takers[task] = taker
+        return takers
 
     def _placed(
         self, partitions: Sequence[str], hosts: SessionHosts, owner_of: Mapping[str, str], *, rebalance: bool
@@ -503,7 +537,7 @@ class RunAssignment:
         return standby_hosts(nodes, zones, self._standby_replicas, staying=hosts.staying, salt=self._salt)
 
     def _new_owners(
-        self, current: Assignment | None, after: Assignment, before: Mapping[TaskKey, str], completed: int
+        self, current: Assignment | None, after: Assignment, holders: Mapping[TaskKey, str], completed: int
     ) -> NewOwners:
         earlier = self.new_owners.of_host if self.new_owners.version == completed else {}
         of_host: dict[str, frozenset[TaskKey]] = {}
@@ -512,7 +546,7 @@ class RunAssignment:
             for task in tasks:
                 former = None if current is None else current.find(*task)
                 # Another incarnation of a host has none of the partitions that the host has owned.
-                has_it = before.get(task) == host_id if former is None else _same(former, host)
+                has_it = holders.get(task) == host_id if former is None else _same(former, host)
                 if not has_it:
                     new.add(task)
             of_host[host_id] = frozenset(new)

@@ -456,6 +456,13 @@ class QueryState:
         if self._lag is not None:
             self._lag.report_uploaded(task, version, now)
 
+    def newest_snapshot(self, task: TaskKey) -> int | None:
+        """Return the version of the newest known snapshot of a partition. Needs no lock of the run.
+
+        None if hosts have uploaded none since this coordinator registered the run.
+        """
+        return None if self._lag is None else self._lag.latest(task)
+
     def lag_warning(self, now: float) -> str | None:
         """Return the warning about partitions whose snapshots lag behind; None if there is none, or no new one."""
         return None if self._lag is None else self._lag.warning(self.versions.completed, now)

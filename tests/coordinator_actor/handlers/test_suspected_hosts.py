@@ -16,7 +16,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.handlers import suspicions
 from coordinator_actor.handlers.suspicions import Probed, probe_address
-from coordinator_actor.messages import HostInfo, HostReport
+from coordinator_actor.messages import HandOver, HostInfo, HostReport
 from tests.coordinator_actor.coordinator_world import World
 
 
@@ -91,6 +91,14 @@ def test_a_host_that_refuses_is_lost_at_once(world: ProbedWorld, caplog: pytest.
     assert "last heartbeat 0.0 s ago" in record
 
 
+def copies(world: ProbedWorld, reported: dict[str, list[int]]) -> None:
+    """The second host reports copies of partitions, by run."""
+    other = world.infos[1]
+    warm = {run: {"op": dict.fromkeys(partitions, 0)} for run, partitions in reported.items()}
+    number = world.c.registries.hosts.leases[other.host_id].hand_over.number + 1
+    world.c.heartbeat_host(other.host_id, other.incarnation, {}, HandOver(number, warm))
+
+
 @pytest.mark.parametrize("standbys", [0, 1])
 def test_a_host_that_refuses_and_owns_partitions_is_lost_at_once_only_if_there_are_copies(
     world: ProbedWorld, standbys: int
@@ -99,6 +107,8 @@ def test_a_host_that_refuses_and_owns_partitions_is_lost_at_once_only_if_there_a
     world.c.register_query(world.registration("run2", n=4, standby_replicas=standbys))
     dead, other = world.infos
     assert world.owners() == {dead.host_id, other.host_id}
+    if standbys:
+        copies(world, {"run2": owned_by(world, "run2", dead)})
     world.shows[dead.address] = Probed.REFUSED
     world.suspect(dead)
     assert world.owners() == ({other.host_id} if standbys else {dead.host_id, other.host_id})
@@ -106,6 +116,44 @@ def test_a_host_that_refuses_and_owns_partitions_is_lost_at_once_only_if_there_a
     world.beat(other)
     world.look()
     assert world.owners() == {other.host_id}, "its lease is over"
+
+
+def owned_by(world: ProbedWorld, run: str, info: HostInfo) -> list[int]:
+    return [p for p in range(4) if world.open_owner(world.c, p, run) == info]
+
+
+def test_a_host_that_refuses_is_lost_at_once_only_if_all_its_partitions_have_reported_copies(
+    world: ProbedWorld,
+) -> None:
+    dead, _ = world.infos
+    world.c.register_query(world.registration("run2", n=4, standby_replicas=1))
+    other_query = {"query_id": "q2", "checkpoint_location": "ck2", "state_location": str(world.root / "ck2/statestore")}
+    world.c.register_query(world.registration("run3", n=4, standby_replicas=1, **other_query))
+    owned = {run: owned_by(world, run, dead) for run in ("run2", "run3")}
+    assert all(len(partitions) == 2 for partitions in owned.values())
+    world.shows[dead.address] = Probed.REFUSED
+    incomplete = [{}, {"run2": owned["run2"]}, {**owned, "run3": owned["run3"][:1]}]
+    for reported in incomplete:
+        copies(world, reported)
+        world.suspect(dead)
+        assert dead.host_id in world.c.registries.hosts.leases, reported
+        world.now += suspicions.PROBE_PAUSE_SECONDS
+    copies(world, owned)
+    world.suspect(dead)
+    assert dead.host_id not in world.c.registries.hosts.leases
+
+
+def test_a_query_without_standbys_keeps_the_lease_of_a_host_that_refuses(world: ProbedWorld) -> None:
+    """Its partitions wait for the restarted process, even if another query has copies."""
+    dead, _ = world.infos
+    world.c.register_query(world.registration("run2", n=4, standby_replicas=1))
+    other_query = {"query_id": "q2", "checkpoint_location": "ck2", "state_location": str(world.root / "ck2/statestore")}
+    world.c.register_query(world.registration("run3", n=4, **other_query))
+    assert owned_by(world, "run3", dead)
+    copies(world, {"run2": owned_by(world, "run2", dead)})
+    world.shows[dead.address] = Probed.REFUSED
+    world.suspect(dead)
+    assert dead.host_id in world.c.registries.hosts.leases
 
 
 def test_a_client_reports_the_address_that_it_knows(world: ProbedWorld) -> None:

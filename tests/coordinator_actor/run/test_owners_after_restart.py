@@ -13,7 +13,7 @@ import pytest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import UnknownRunError
-from coordinator_actor.messages import NOBODY, BatchGrant, HostReport, OpenBatch, QueryRegistration
+from coordinator_actor.messages import NOBODY, BatchGrant, HandOver, HostReport, OpenBatch, QueryRegistration
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
@@ -110,6 +110,39 @@ def test_unreported_partitions_are_assigned_when_the_time_is_over(world: World, 
         b for b in before if b in ("h0", "h1")
     ]
     assert len(c.verify_instances("h0", "a", ["run1"])["run1"]["op"]) == PARTITIONS // 2
+
+
+def test_copies_own_the_partitions_of_a_host_that_was_lost_with_the_coordinator(
+    world: World, before: list[str | None]
+) -> None:
+    """``h9`` does not report: its copies are on ``h3``, an older one of the first partition on ``h4`` too."""
+    c = coordinator(world)
+    for i in range(HOSTS - 1):
+        report(world, c, i, before)
+    lost = [p for p, owner in enumerate(before) if owner == "h9"]
+    newest = dict.fromkeys(lost, 1)
+    c.heartbeat_host("h3", "a", {"run1": 0}, HandOver(1, warm={"run1": {"op": newest}}))
+    c.heartbeat_host("h4", "a", {"run1": 0}, HandOver(1, warm={"run1": {"op": {lost[0]: 0}}}))
+    reported = [None if owner == "h9" else owner for owner in before]
+    assert owners(opened(c, 0)) == reported, "h9 may still report"
+    waiting = ["h3" if p == lost[1] else owner for p, owner in enumerate(reported)]
+    assert owners(opened(c, 0, lost[1])) == waiting
+    world.now += SECONDS
+    assert owners(opened(c, 0)) == [owner or "h3" for owner in reported]
+    new = c.registries.runs.by_id["run1"].assignment.new_owners.of_host
+    assert set(new["h3"]) == {("op", p) for p in lost}, "the copies follow to the completed version"
+
+
+def test_copies_own_partitions_if_the_first_question_comes_after_all_reports(
+    world: World, before: list[str | None]
+) -> None:
+    c = coordinator(world)
+    for i in range(HOSTS - 1):
+        report(world, c, i, before)
+    lost = [p for p, owner in enumerate(before) if owner == "h9"]
+    c.heartbeat_host("h3", "a", {"run1": 0}, HandOver(1, warm={"run1": {"op": dict.fromkeys(lost, 1)}}))
+    world.now += SECONDS
+    assert owners(opened(c, 0)) == ["h3" if owner == "h9" else owner for owner in before]
 
 
 def test_time_in_which_the_coordinator_stalled_does_not_count_as_time_to_report(

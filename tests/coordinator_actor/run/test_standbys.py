@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backends.exceptions import HostMemoryBusyError, StorageError
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import HandOver, HostOrders
 from coordinator_actor.run.owners import standby_hosts
-from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from coordinator_actor.run.query_state import QueryState
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream, run_and_clean
 from tests.patience import PATIENCE
 
 ALL = dict.fromkeys(range(30), 1)
@@ -315,10 +322,61 @@ def test_a_full_disk_takes_standby_copies_one_by_one_and_spares_what_this_host_i
     assert cache.drop_least_wanted() is None and [kept.key for kept in cache.kept_copies()] == soon
 
 
+def test_orders_to_copies_name_the_newest_snapshots_of_their_owners(stream):
+    s = stream(batches=0, hosts=0)
+    for i in range(3):
+        s.add_host(i, deltas_per_snapshot=1)
+
+    def ordered() -> dict[int, int]:
+        orders = [s.c.heartbeat_host(f"h{i}", "a", {"run1": 0}).warm_up for i in s.hosts]
+        return {p: v for (order,) in orders for p, v in order.snapshots.get("op", {}).items()}
+
+    s.batch(0)
+    assert ordered() == {}
+    run_and_clean(s, 1, 5)
+    s.batch(5)
+    versions = s.c.registries.runs.by_id["run1"].versions
+    newest = {p: versions.snapshots("op", p, 6)[-1].version for p in range(s.n)}
+    assert ordered() == newest
+    run_and_clean(s, 6, 10)
+    s.batch(10)
+    later = {p: versions.snapshots("op", p, 11)[-1].version for p in range(s.n)}
+    assert ordered() == later and all(later[p] > newest[p] for p in range(s.n))
+
+
+def test_only_copies_with_something_to_do_are_ordered_and_all_are_named(stream, monkeypatch):
+    s = stream(batches=3, n=12)
+    kept = sorted(p for p in range(s.n) if standby_of(s, p) == 0)
+    assert len(kept) == 4
+    numbers = itertools.count(1000)
+
+    def orders(copied: dict[int, int], exchanged: str = "") -> HostOrders:
+        report = HandOver(next(numbers), {"run1": {"op": copied}}, exchanged={"run1": exchanged} if exchanged else {})
+        answer = s.c.heartbeat_host("h0", "a", {"run1": 3}, report)
+        assert answer.standbys == {"run1": {"op": kept}}
+        return answer
+
+    def ordered(answer: HostOrders) -> set[int]:
+        return {p for order in answer.warm_up for p in order.heads["op"]}
+
+    current = dict.fromkeys(kept, 3)
+    assert ordered(orders({})) == set(kept)
+    assert orders(current).warm_up == ()
+    behind = orders({**current, kept[0]: 2})
+    assert ordered(behind) == {kept[0]} and len(behind.warm_up[0].changelogs["op"][kept[0]]) == 1
+    monkeypatch.setattr(QueryState, "last_exchange", "rewritten/1")
+    assert ordered(orders(current)) == set(kept), "the host may hold files from before the exchange"
+    assert orders(current, "rewritten/1").warm_up == ()
+    monkeypatch.undo()
+    s.batch(3)
+    assert ordered(orders(current)) == set(kept)
+
+
 def test_queries_without_standbys_have_no_copies(stream):
     s = stream(batches=2, standby_replicas=0)
     s.heartbeat(), s.heartbeat()
     assert not any(copies(s).values())
+    assert s.c.heartbeat_host("h0", "a", {"run1": 2}).standbys == {}
 
 
 def test_each_host_keeps_the_copies_of_one_other_host():
@@ -345,7 +403,97 @@ def test_standbys_are_in_other_zones_if_there_are_any():
     standbys = standby_hosts(nodes, zones, 2)
     for owner, hosts in standbys.items():
         assert len({zones[nodes[h]] for h in (owner, *hosts)}) == 3
-    assert all(sum(h in hosts for hosts in standbys.values()) == 2 for h in nodes)
+    assert max(kept_by(standbys).values()) <= 3
+
+
+def kept_by(standbys: dict[str, tuple[str, ...]]) -> Counter[str]:
+    """Return for each host of how many hosts it keeps the copies."""
+    return Counter(h for hosts in standbys.values() for h in hosts)
+
+
+def cluster(sizes: Sequence[int], name: str = "") -> tuple[dict[str, str], dict[str, str]]:
+    """Return hosts with their nodes, and the nodes with their zones, of as many nodes as ``sizes`` says."""
+    zones = {f"{name}n{z}-{i}": f"z{z}" for z, size in enumerate(sizes) for i in range(size)}
+    return {f"h{node}": node for node in zones}, zones
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=14),
+    st.lists(st.integers(1, 3), min_size=14, max_size=14),
+    st.integers(1, 3),
+    st.text(max_size=3),
+)
+def test_standbys_of_any_cluster_are_on_other_nodes_in_other_zones_with_room(
+    zone_of_node: list[int], hosts_of_node: list[int], replicas: int, salt: str
+) -> None:
+    zones = {f"n{i}": "abcd"[zone] for i, zone in enumerate(zone_of_node)}
+    nodes = {f"h{i}-{k}": f"n{i}" for i in range(len(zones)) for k in range(hosts_of_node[i])}
+    standbys = standby_hosts(nodes, zones, replicas, salt=salt)
+    loads = kept_by(standbys)
+    room = replicas + 1
+    assert sorted(standbys) == sorted(nodes)
+    for owner, hosts in standbys.items():
+        own_and_chosen = [nodes[owner]]
+        assert len(hosts) == min(replicas, len(zones) - 1)
+        for host in hosts:
+            used_zones = {zones[node] for node in own_and_chosen}
+            assert nodes[host] not in own_and_chosen
+            free = [h for h in nodes if nodes[h] not in own_and_chosen and loads[h] < room]
+            if zones[nodes[host]] in used_zones:
+                assert not any(zones[nodes[h]] not in used_zones for h in free), (owner, hosts)
+            own_and_chosen.append(nodes[host])
+    if len(set(hosts_of_node[: len(zones)])) == 1:
+        assert max(loads.values(), default=0) <= room
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_own_zone"), [((1, 9), 7), ((2, 8), 4), ((2, 4, 6), 0), ((10, 10, 10), 0), ((15, 15), 0)]
+)
+def test_no_host_keeps_the_copies_of_more_than_two_whatever_the_zones(sizes: tuple[int, ...], in_own_zone: int) -> None:
+    for name in "abcdefgh":
+        nodes, zones = cluster(sizes, name)
+        standbys = standby_hosts(nodes, zones, 1)
+        assert max(kept_by(standbys).values()) <= 2
+        assert sum(zones[nodes[owner]] == zones[nodes[h]] for owner, (h,) in standbys.items()) == in_own_zone
+
+
+def other_changes(nodes: dict[str, str], zones: dict[str, str], replicas: int) -> list[int]:
+    """Return for each node how many copies change their host if it is lost, or joins, apart from its own copies."""
+    all_of_them = standby_hosts(nodes, zones, replicas)
+    changes: list[int] = []
+    for lost in sorted(set(nodes.values())):
+        rest = standby_hosts({h: node for h, node in nodes.items() if node != lost}, zones, replicas)
+        changes.append(
+            sum(nodes[h] != lost and h not in hosts for owner, hosts in rest.items() for h in all_of_them[owner])
+        )
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "mean", "most"),
+    [
+        ((30,), 1, 0, 0),
+        ((30,), 2, 0, 0),
+        ((10, 10, 10), 1, 0.5, 3),
+        ((10, 10, 10), 2, 2.5, 8),
+        ((15, 15), 1, 1, 4),
+        ((3, 9, 18), 1, 1.5, 6),
+    ],
+)
+def test_a_node_that_is_lost_or_joins_changes_few_standbys(
+    sizes: tuple[int, ...], replicas: int, mean: float, most: int
+) -> None:
+    changes = [n for name in "abcd" for n in other_changes(*cluster(sizes, name), replicas)]
+    assert max(changes) <= most
+    assert sum(changes) <= mean * len(changes)
+
+
+def test_in_small_clusters_with_any_zones_at_most_half_of_the_standbys_change() -> None:
+    rng = random.Random(1)
+    for number in range(60):
+        nodes, zones = cluster([rng.randint(0, 4) for _ in range(4)], str(number))
+        replicas = rng.randint(1, 3)
+        assert max(other_changes(nodes, zones, replicas), default=0) <= len(nodes) * replicas / 2
 
 
 def test_leaving_hosts_and_the_only_machine_keep_no_copies():
