@@ -179,7 +179,7 @@ class Hosts:
                 or is_over
                 or run.machine.rewriting.is_to_be_told(now)
                 # A host that was away for longer may have copies of files from before the last exchange.
-                or lease.hand_over.exchanged.get(run_id, "") != run.last_exchange
+                or run.last_exchange not in ("", lease.hand_over.exchanged.get(run_id, ""))
             ):
                 completed.append(announced)
         # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
