@@ -156,6 +156,12 @@ class HandOvers:
         }
         wanted = {key_of(order.registration, *copy[1:]) for order in orders.warm_up for copy in _copies(order)}
         self._cache.want(frozenset(wanted - standbys), frozenset(standbys))
+        for order in orders.warm_up:
+            for operator, versions in order.snapshots.items():
+                for partition, version in versions.items():
+                    kept = self._cache.kept(key_of(order.registration, operator, partition))
+                    if kept is not None:  # if it is promoted, no snapshot is due that its former owner has taken
+                        kept.snapshot_version = max(kept.snapshot_version, version)
 
     def gives(self, run_id: str) -> bool:
         """Return whether partitions of a run may be another host's by now, without this one knowing."""

@@ -344,6 +344,25 @@ def test_orders_to_copies_name_the_newest_snapshots_of_their_owners(stream):
     assert ordered() == later and all(later[p] > newest[p] for p in range(s.n))
 
 
+def test_promoted_copies_are_not_all_due_for_a_snapshot(stream):
+    s = stream(batches=0, hosts=0)
+    for i in range(3):
+        s.add_host(i, deltas_per_snapshot=4)
+    s.batch(0)
+    run_and_clean(s, 1, 9)
+    s.heartbeat_until(lambda: are_current(s))
+    s.batch(9)
+    s.heartbeat_until(lambda: are_current(s))
+    newest = {(p, v) for i in s.hosts for p, v in snapshot_versions(s, i).items()}
+    of_copies = {(kept.partition, kept.snapshot_version) for h in s.hosts.values() for kept in h.cache.kept_copies()}
+    assert of_copies == newest
+
+
+def snapshot_versions(s: Stream, i: int) -> dict[int, int]:
+    """Return the newest snapshots of the partitions that a host owns."""
+    return {instance.partition: instance.snapshot_version for instance in s.hosts[i].cache.all()}
+
+
 def test_only_copies_with_something_to_do_are_ordered_and_all_are_named(stream, monkeypatch):
     s = stream(batches=3, n=12)
     kept = sorted(p for p in range(s.n) if standby_of(s, p) == 0)
