@@ -349,6 +349,7 @@ def test_promoted_copies_are_not_all_due_for_a_snapshot(stream):
     for i in range(3):
         s.add_host(i, deltas_per_snapshot=4)
     s.batch(0)
+    s.heartbeat_until(lambda: are_current(s))
     run_and_clean(s, 1, 9)
     s.heartbeat_until(lambda: are_current(s))
     s.batch(9)
