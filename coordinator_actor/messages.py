@@ -417,7 +417,8 @@ class WarmUp(Struct, frozen=True):
     ``changelogs`` has the files that lead from the copy that the host has reported to ``version``, ascending. It has no
     entry for a copy that is too far behind, or that is not there yet: the host then asks for all files of the version.
     ``snapshots`` has the version of the newest snapshot of each of these partitions, if the coordinator knows one: a
-    copy that becomes the owner need not make one that its former owner has made.
+    copy that becomes the owner need not make one that its former owner has made. ``created_ms`` is that of
+    ``Completed``.
     """
 
     registration: QueryRegistration
@@ -426,6 +427,7 @@ class WarmUp(Struct, frozen=True):
     heads: dict[str, dict[int, str | None]]
     changelogs: dict[str, dict[int, tuple[ChangelogRef, ...]]] = field(default_factory=dict)
     snapshots: dict[str, dict[int, int]] = field(default_factory=dict)
+    created_ms: int = 0
 
 
 class HostOrders(Struct, frozen=True):

@@ -186,7 +186,8 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
                 changelogs.setdefault(operator, {})[partition] = files
         if (snapshot := run.newest_snapshot((operator, partition))) is not None:
             snapshots.setdefault(operator, {})[partition] = snapshot
-    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots)
+    created_ms = run.versions.created_ms(completed)
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots, created_ms)
 
 
 def copied_to(run: QueryState, host_id: str) -> Mapping[str, list[int]] | None:

@@ -338,7 +338,8 @@ class Host:
             for warm in orders.warm_up:
                 if warm.registration.run_id not in self._announced:
                     # A host that has only copies of a run gets no announcements of it.
-                    self.completed.note(Completed(warm.registration.run_id, warm.version, {}))
+                    completed = Completed(warm.registration.run_id, warm.version, {}, created_ms=warm.created_ms)
+                    self.completed.note(completed)
         by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
             by_run.setdefault(completed.run_id, []).append(partial(self.loader.complete, completed))
