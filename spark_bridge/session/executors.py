@@ -207,14 +207,16 @@ def own_address() -> str:
 # A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an
 # executor, since the executor may be collecting garbage, and the stream is blocked during that time. So a thread of the
 # driver connects to the ports of the executors. A machine's kernel accepts connections even if the executor is busy or
-# stopped. After two failed connections, the driver tells Spark that the executors of that machine are lost.
+# stopped. After three failed connections, the driver tells Spark that the executors of that machine are lost: 3 to 4 s
+# after it has fallen silent, which is when the coordinator gives the partitions of its host to others.
 
 
 EXECUTOR_LOOK_SECONDS = 1.0
-"""Seconds between two looks: one connection to each executor, side by side."""
-ANSWER_SECONDS = 2.0
+"""Seconds from one look to the next: one connection to each executor, side by side."""
+MIN_LOOK_PAUSE_SECONDS = 0.01
+ANSWER_SECONDS = 1.0
 """An executor's machine has this many seconds to answer a connection."""
-FAILED_LOOKS = 2
+FAILED_LOOKS = 3
 """After this many consecutive looks without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
@@ -234,9 +236,10 @@ class LostExecutors:
         self._shutdown = shutdown
         self._by_raydp = by_raydp
         self._failed: dict[str, int] = {}
+        self._looked_at = 0.0
         self._loop = BackgroundLoop(
             self.look,
-            EXECUTOR_LOOK_SECONDS,
+            self._pause,
             name="statestore-executors",
             what="look after the executors: Spark waits minutes for those whose machine is dead",
             remedy="Look at the log of the driver.",
@@ -248,10 +251,14 @@ class LostExecutors:
     def close(self) -> None:
         self._loop.close(timeout=None)
 
+    def _pause(self) -> float:
+        return max(MIN_LOOK_PAUSE_SECONDS, EXECUTOR_LOOK_SECONDS - (time.monotonic() - self._looked_at))
+
     def look(self) -> None:
         """Give up executors that do not answer, and request replacements."""
         if self._shutdown.is_ending:
             return
+        self._looked_at = time.monotonic()
         all_executors = executor_places(self._spark)
         executors = {i: place for i, place in all_executors.items() if place is not None}
         silent = silent_places(set(executors.values()), refusals=False, seconds=ANSWER_SECONDS) if executors else set()
