@@ -42,6 +42,8 @@ BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
 KEYS_ONE_BY_ONE = 12
 """Up to this many keys, single gets are faster than a bulk get."""
+FEW_KEYS = 64
+"""So few keys are read in any order: finding out whether they are sorted takes longer than the order saves."""
 BULK_DIRECTORY = "bulk"
 """Directory of files that the database takes over once they are written. RocksDB ignores names that it does not know.
 """
@@ -186,14 +188,14 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def _read(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
-        if is_strictly_sorted(keys):
-            return self._get_sorted(family, keys)
+        if len(keys) <= FEW_KEYS or is_strictly_sorted(keys):
+            return self._get_bulk(family, keys)
         order = np.asarray(key_order(keys))
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
-        return self._get_sorted(family, keys.take(pa.array(order))).take(pa.array(back))
+        return self._get_bulk(family, keys.take(pa.array(order))).take(pa.array(back))
 
-    def _get_sorted(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
+    def _get_bulk(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
         # A slice at a time: Python objects take several times the memory of the bytes.
         slices = (keys.slice(at, BULK_ROWS) for at in range(0, len(keys), BULK_ROWS))
         values = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]

@@ -23,12 +23,18 @@ from weakref import ref
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
+from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows, take_binary
 from backends.engines import row_cache_table
 from backends.host_memory import Claim, HostMemory
 
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
+MIN_KEPT = 64
+"""A read of fewer missing keys adds them only if the reads since the last addition make up for it.
+
+An addition takes as long as reading some thirty keys from RocksDB, or a thousand from here. Keys that are read often
+are soon among those that are added.
+"""
 ROW_BYTES = 44
 """The most bytes that a row takes in addition to its key and value."""
 SPARED_BYTES = 16
@@ -51,6 +57,7 @@ class RowCache:
         self.claim: Claim | None = None
         """Counts the memory of the rows."""
         self._epoch = 0
+        self._unkept = 0
         self._lock = threading.Lock()
 
     @property
@@ -63,7 +70,7 @@ class RowCache:
     ) -> pa.BinaryArray:
         """Return the values of keys, in their order; null where a key has none.
 
-        ``read`` reads the keys that are not held; with ``keep`` they are held afterwards.
+        ``read`` reads the keys that are not held; with ``keep`` they may be held afterwards (``MIN_KEPT``).
         """
         if len(keys) <= CACHE_STEP_ROWS:
             return self._get_step(keys, read, keep)
@@ -77,30 +84,25 @@ class RowCache:
         rows = self.rows
         if not (rows.count or keep):
             return read(keys)
-        if not rows.count:
-            self._memory.count_rows(len(keys), 0)
-            values = read(keys)
-            self._keep(keys, row_cache_table.hash_keys(keys), values, epoch)
-            return values
         even = even_rows(keys)
         hashes = row_cache_table.hash_keys(keys, even)
-        cached, missing = rows.get(keys, even, hashes)
-        if cached is None:
-            self._memory.count_rows(len(keys), 0)
-            values = read(keys)
+        num_missing = 0
+
+        def read_missing(missing: row_cache_table.Ints) -> pa.BinaryArray:
+            nonlocal num_missing
+            num_missing = len(missing)
+            is_all = len(missing) == len(keys)
+            asked = keys if is_all else take_binary(keys, missing)
+            values = read(asked)
             if keep:
-                self._keep(keys, hashes, values, epoch)
+                self._unkept += max(len(missing), len(keys) // 16)
+                if self._unkept >= MIN_KEPT:
+                    self._keep(asked, hashes if is_all else hashes[missing], values, epoch)
             return values
-        self._memory.count_rows(len(keys), len(keys) - len(missing))
-        if not len(missing):
-            return cached
-        asked = keys.take(pa.array(missing))
-        values = read(asked)
-        if keep:
-            self._keep(asked, hashes[missing], values, epoch)
-        order = np.arange(len(keys))
-        order[missing] = len(keys) + np.arange(len(missing))
-        return pa.concat_arrays([cached, values]).take(pa.array(order))
+
+        values = rows.get(keys, even, hashes, read_missing)
+        self._memory.count_rows(len(keys), len(keys) - num_missing)
+        return values
 
     def _keep(
         self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray, epoch: int
@@ -119,6 +121,7 @@ class RowCache:
                     keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
             if n:
                 self._insert(keys, hashes, values)
+            self._unkept = 0
         finally:
             self._lock.release()
 

@@ -9,7 +9,7 @@ value.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -227,7 +227,7 @@ EVEN_BYTES = 1 << 10
 Widths: TypeAlias = tuple[int, int | None]
 """The width of all keys and the width of all values, in bytes; None for the values if no key has one."""
 
-NO_POSITIONS: Ints = np.zeros(0, np.int64)
+ReadMissing: TypeAlias = Callable[[Ints], pa.BinaryArray]
 _ROW_OR_ABSENT = ROW | ABSENT
 
 
@@ -258,15 +258,16 @@ class EvenRows(CacheTable):
         widths = widths_of(keys, values)
         return widths is not None and common_widths(self.widths, widths) == self.widths
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
-        """Return the values of keys, and the positions of the keys that are not held here.
+    def get(
+        self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes, read_missing: ReadMissing
+    ) -> pa.BinaryArray:
+        """Return the values of keys, null for a key without one. ``asked`` is ``even_rows(keys)``.
 
-        The value is null for a key that has none or is not held. None for the values if no key is held. ``asked`` is
-        ``even_rows(keys)``.
+        ``read_missing`` reads the keys that are not held, by their positions. It is called once if there are any.
         """
         count = self.count
         if asked is None or asked.dtype.itemsize != self._key_width:
-            return self._get_uneven(keys, hashes)
+            return self._get_uneven(keys, hashes, read_missing)
         _, tags, entries_at = self.buckets_of(hashes)
         # No bucket has a tag twice: these are the entries in the order of the keys. (While a tag moves within its
         # bucket, a reader may see it twice or not at all: then whole keys differ below.)
@@ -277,30 +278,41 @@ class EvenRows(CacheTable):
             if int(rows.max()) < count:  # and none is known to have no value
                 records = self._records.take(rows)
                 if records["key"].tobytes() == asked.tobytes():
-                    return even_array(records["value"].copy()), NO_POSITIONS
-        return self._get_some(asked, slots // WAYS, entries, count)
+                    return even_array(records["value"].copy())
+        return self._get_some(asked, slots // WAYS, entries, count, read_missing)
 
-    def _get_uneven(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def _get_uneven(self, keys: pa.BinaryArray, hashes: KeyHashes, read_missing: ReadMissing) -> pa.BinaryArray:
         """Do ``get`` for keys of several widths, or of another width."""
         own = np.flatnonzero(np.diff(binary_content(keys)[1]) == self._key_width)
-        if not len(own):
-            return None, np.arange(len(keys))
-        keys_of_own = keys.take(pa.array(own))
-        values, missing = self.get(keys_of_own, even_rows(keys_of_own), hashes[own])
         is_missing = np.ones(len(keys), np.bool_)
-        if values is None:
-            return None, np.flatnonzero(is_missing)
-        rows = np.zeros(len(keys), np.int64)
-        rows[own] = np.arange(len(own))
+        if not len(own):
+            return read_missing(np.flatnonzero(is_missing))
         is_missing[own] = False
-        is_missing[own[missing]] = True
-        return values.take(pa.array(rows, mask=is_missing)), np.flatnonzero(is_missing)
+        others: list[pa.BinaryArray] = []
 
-    def _get_some(self, asked: Records, places: Ints, entries: Ints, count: int) -> tuple[pa.BinaryArray | None, Ints]:
+        def read_with_others(missing_of_own: Ints) -> pa.BinaryArray:
+            is_missing[own[missing_of_own]] = True
+            others.append(read_missing(np.flatnonzero(is_missing)))
+            return pa.nulls(len(missing_of_own), pa.binary())
+
+        keys_of_own = keys.take(pa.array(own))
+        values = self.get(keys_of_own, even_rows(keys_of_own), hashes[own], read_with_others)
+        if not others and len(own) < len(keys):
+            others.append(read_missing(np.flatnonzero(is_missing)))
+        if not others:
+            return values
+        of_own = np.zeros(len(keys), np.int64)
+        of_own[own] = np.arange(len(own))
+        return _merged(values, of_own, np.flatnonzero(is_missing), others[0])
+
+    def _get_some(
+        self, asked: Records, places: Ints, entries: Ints, count: int, read_missing: ReadMissing
+    ) -> pa.BinaryArray:
         """Do ``get`` where some keys are not held, or have no value.
 
         ``entries`` are the entries with the tags of the keys at these ``places``.
         """
+        n = len(asked)
         is_first = np.ones(len(places), np.bool_)
         is_first[1:] = places[1:] != places[:-1]
         if not is_first.all():
@@ -309,19 +321,28 @@ class EvenRows(CacheTable):
         is_held = rows < count
         records = self._records.take(np.where(is_held, rows, 0))
         is_held &= (_bytes_of(records["key"]) == _bytes_of(asked.take(places))).all(axis=1)
-        is_missing = np.ones(len(asked), np.bool_)
+        is_missing = np.ones(n, np.bool_)
         is_missing[places[is_held]] = False
         missing = np.flatnonzero(is_missing)
-        if len(missing) == len(asked):
-            return None, missing
+        if len(missing) == n:
+            return read_missing(missing)
         has_value = is_held & ((entries & ABSENT) == 0)
+        missing_values = read_missing(missing) if len(missing) else None
+        if self._has_values and missing_values is not None and np.count_nonzero(has_value) + len(missing) == n:
+            even = even_rows(missing_values)
+            if even is not None and even.dtype == records.dtype["value"]:
+                order = np.empty(n, np.int64)
+                order[places[has_value]] = np.flatnonzero(has_value)
+                order[missing] = len(records) + np.arange(len(missing))
+                return even_array(np.concatenate((records["value"], even)).take(order))
         content = np.ascontiguousarray(records["value"][has_value]) if self._has_values else np.zeros(0, "V1")
-        is_null = np.ones(len(asked), np.bool_)
+        is_null = np.ones(n, np.bool_)
         is_null[places[has_value]] = False
-        offsets = np.zeros(len(asked) + 1, np.int32)
+        offsets = np.zeros(n + 1, np.int32)
         np.cumsum(~is_null * np.int32(content.dtype.itemsize), out=offsets[1:])
         buffers = [validity(is_null), pa.py_buffer(offsets), pa.py_buffer(content.view(np.uint8))]
-        return pa.Array.from_buffers(pa.binary(), len(asked), buffers), missing
+        values = pa.Array.from_buffers(pa.binary(), n, buffers)
+        return values if missing_values is None else _merged(values, np.arange(n), missing, missing_values)
 
     @property
     def _has_values(self) -> bool:
@@ -385,6 +406,12 @@ def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
     return one if one == other else None
 
 
+def _merged(values: pa.BinaryArray, order: Ints, missing: Ints, missing_values: pa.BinaryArray) -> pa.BinaryArray:
+    """Return ``values`` in an order, with others in the place of those that are missing."""
+    order[missing] = len(values) + np.arange(len(missing))
+    return pa.concat_arrays([values, missing_values]).take(pa.array(order))
+
+
 def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
     """Return the bytes of each record: an array of shape (records, bytes of a record)."""
     return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
@@ -431,12 +458,19 @@ class VaryingRows(CacheTable):
             and int(self.value_offsets[count]) + content_bytes(values) <= len(self.value_content)
         )
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def get(
+        self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes, read_missing: ReadMissing
+    ) -> pa.BinaryArray:
+        """See ``EvenRows``."""
+        if not self.count:
+            return read_missing(np.arange(len(keys)))
         entries, is_held = self._find(keys, hashes)
-        missing = NO_POSITIONS if is_held is None else np.flatnonzero(~is_held)
-        if len(missing) == len(keys) and len(keys):
-            return None, missing
-        return self._values_of(entries, is_held if len(missing) else None), missing
+        if is_held is None or is_held.all():
+            return self._values_of(entries, None)
+        missing = np.flatnonzero(~is_held)
+        if len(missing) == len(keys):
+            return read_missing(missing)
+        return _merged(self._values_of(entries, is_held), np.arange(len(keys)), missing, read_missing(missing))
 
     def _find(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
         """Return the table's entry for each key, and whether it is that key's (None: all are). Other entries are

@@ -1,11 +1,11 @@
-"""Hashes that are the same in each run."""
+"""Row caches that do the same in each run."""
 
 import random
 
 import numpy as np
 import pytest
 
-from backends.engines import row_cache_table
+from backends.engines import row_cache, row_cache_table
 
 
 @pytest.fixture
@@ -16,3 +16,9 @@ def same_hashes_each_time(monkeypatch):
         row_cache_table, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in row_cache_table._FACTORS]
     )
     monkeypatch.setattr(row_cache_table, "_SEED", np.uint64(7))
+
+
+@pytest.fixture
+def few_rows_are_kept(monkeypatch):
+    """Rows are added at once, as those of large reads are."""
+    monkeypatch.setattr(row_cache, "MIN_KEPT", 1)

@@ -27,7 +27,7 @@ from tests.backends.engines.cache_over_dict import (
 )
 from tests.effort import effort, only_thorough
 
-pytestmark = pytest.mark.usefixtures("same_hashes_each_time")
+pytestmark = pytest.mark.usefixtures("same_hashes_each_time", "few_rows_are_kept")
 
 
 @pytest.mark.parametrize("name", key_sets())
@@ -67,6 +67,26 @@ def test_rows_read_without_keep_are_not_cached():
     assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
     assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
     assert below.num_read == 62 + 28 + 28
+
+
+def test_few_rows_are_kept_once_many_were_read(monkeypatch):
+    monkeypatch.setattr(row_cache, "MIN_KEPT", 6)
+    below = Below()
+    below.put({b"%02d" % i: b"v%02d" % i for i in range(100)})
+    below.get([b"00", b"01", b"02"])
+    assert below.cache.rows.count == 0  # three of six
+    below.get([b"03", b"04"])
+    assert below.cache.rows.count == 0  # five of six
+    below.get([b"05"])
+    assert below.cache.rows.count == 1  # the sixth, with which the reads make up for an addition
+    below.get([b"05", *(b"%02d" % i for i in range(10, 16))])
+    assert below.cache.rows.count == 7  # six at once
+    num_read = below.num_read
+    for _ in range(3):  # one of thirty-three counts as two: nothing else is read below in the meantime
+        below.get([*[b"05"] * 32, b"99"])
+    assert below.cache.rows.count == 8 and below.num_read == num_read + 3
+    below.get([b"99"])
+    assert below.num_read == num_read + 3
 
 
 def test_writes_are_visible_without_a_read():

@@ -9,7 +9,7 @@ from backends.host_memory import REQUESTS
 from tests.backends.engines.cache_over_dict import MIB, Below, row_memory, used
 from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("same_hashes_each_time")
+pytestmark = pytest.mark.usefixtures("same_hashes_each_time", "few_rows_are_kept")
 
 
 def test_the_oldest_go_first_and_dead_rows_before_them():

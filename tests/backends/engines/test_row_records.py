@@ -10,7 +10,7 @@ from backends.engines.row_cache_table import EvenRows, VaryingRows, hash_keys
 from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes, used
 from tests.effort import effort, only_thorough
 
-pytestmark = pytest.mark.usefixtures("same_hashes_each_time")
+pytestmark = pytest.mark.usefixtures("same_hashes_each_time", "few_rows_are_kept")
 
 
 def user(i):
@@ -116,9 +116,15 @@ def test_a_row_that_is_not_complete_is_not_read():
     asked = binary(keys)
     rows = below.cache.rows
     rows.count = 25
-    values, missing = rows.get(asked, even_rows(asked), hash_keys(asked))
-    assert missing.tolist() == list(range(25, 40))
-    assert values.to_pylist() == [*below.pairs.values()][:25] + [None] * 15
+    reads = []
+
+    def read_missing(missing):
+        reads.append(missing.tolist())
+        return binary([b"read"] * len(missing))
+
+    values = rows.get(asked, even_rows(asked), hash_keys(asked), read_missing)
+    assert reads == [list(range(25, 40))]
+    assert values.to_pylist() == [*below.pairs.values()][:25] + [b"read"] * 15
     values.validate(full=True)
 
 
