@@ -4,7 +4,8 @@
 
 On the lab of the tests: each turn starts the query on a new checkpoint, fills its keys, and times further batches. The
 machines share the cores of this computer, so the copies' work takes time from the batches that it would not take from
-them on machines of their own; ``cpu_ratio`` is the ratio of the CPU time of all processes.
+them on machines of their own; ``cpu_ratios`` are those of the CPU time of all processes, and each turn has that of the
+hosts alone.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ CPUS = [0, 2, 2]
 EXECUTORS = 2
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of all processes of this computer that run Ray, Spark and hosts."""
-    total = 0.0
+def cpu_seconds() -> tuple[float, float]:
+    """Return the CPU time of all processes of this computer that run Ray, Spark and hosts, and that of the hosts.
+
+    The machines of the lab see only their own processes: this computer sees all.
+    """
+    total = hosts = 0.0
     for process in psutil.process_iter(["name", "cpu_times"]):
         times = process.info["cpu_times"]
         if times is not None and process.info["name"].startswith(("python", "java", "ray", "gcs_server")):
             total += times.user + times.system
-    return total
+            if process.info["name"].startswith("ray::StateStoreH"):
+                hosts += times.user + times.system
+    return total, hosts
 
 
 def run(address: str, directory: str, keys: int, rows: int, turns: int, batches: int) -> None:
@@ -61,21 +67,21 @@ def run(address: str, directory: str, keys: int, rows: int, turns: int, batches:
 
 
 def timed(query: Any, warm_up: int, batches: int) -> dict[str, Any]:
-    """Return the seconds of each batch after the warm-up, and the CPU time per batch."""
+    """Print a line once the query is warm; return the seconds of each batch after that."""
     seen: dict[int, float] = {}
-    began = None
+    is_warm = False
     while len(seen) < warm_up + batches:
         query.awaitTermination(0.2)
         for progress in query.recentProgress:
             seen[progress["batchId"]] = progress["durationMs"]["triggerExecution"] / 1e3
-        if began is None and len(seen) >= warm_up:
-            began = len(seen), cpu_seconds()
-    assert began is not None
+        if not is_warm and len(seen) >= warm_up:
+            is_warm = True
+            print(json.dumps({"warm_at": len(seen)}), flush=True)
     described = current_cluster().coordinator.describe()["queries"]
     lags = [lag for q in described for of in q["copy_lags"].values() for lags in of for lag in lags]
     return {
+        "batches": len(seen),
         "seconds": [seen[n] for n in sorted(seen)[warm_up:]],
-        "cpu_seconds": (cpu_seconds() - began[1]) / max(1, len(seen) - began[0]),
         "copies": len(lags),
         "max_lag": max(lags, default=0),
     }
@@ -104,10 +110,16 @@ def main() -> int:
         with (Path(lab.directory) / "standbys.log").open("w") as log:
             program = lab.popen(0, argv, ray_environment(), stderr=log, **pipes)
             assert program.stdout is not None
-            turns = []
+            turns: list[dict[str, Any]] = []
             for line in program.stdout:
-                if line.startswith("{"):
-                    turns.append(json.loads(line))
+                event = json.loads(line) if line.startswith("{") else {}
+                if "warm_at" in event:
+                    warm_at, began = event["warm_at"], cpu_seconds()
+                elif event:
+                    cpus = [b - a for a, b in zip(began, cpu_seconds(), strict=True)]
+                    batches = event.pop("batches") - warm_at
+                    total, hosts = (round(cpu / batches, 3) for cpu in cpus)
+                    turns.append({**event, "cpu_seconds": total, "hosts_cpu_seconds": hosts})
                     shown = {**turns[-1], "seconds": round(float(np.median(turns[-1]["seconds"])), 3)}
                     print(json.dumps(shown), flush=True)
             if program.wait() or len(turns) < 2 * options.turns:
