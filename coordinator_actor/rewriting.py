@@ -281,7 +281,8 @@ class Rewriting:
         kept = {family: self._forgotten.without(family, pairs) for family, pairs in changes.families.items()}
         self.removed_rows += changes.num_changes - sum(map(len, kept.values()))
         # Below the lowest version that is kept no head exists, and none is searched.
-        meta = structs.replace(meta, base=base[1] if base[0] is not None and meta.base == base[0] else meta.base)
+        new_base = base[1] if base[0] is not None and meta.base == base[0] else meta.base
+        meta = structs.replace(meta, base=new_base, key_growth=None)
         return self._member(layout, partition, meta, changelog.Changes(kept))
 
     def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> changelog.GroupMember:

@@ -81,7 +81,8 @@ class Changes:
 class ChangelogMeta(msgspec.Struct, frozen=True):
     """The commit of a changelog: from the state that ``base`` made to ``version``.
 
-    ``base`` is the path of the changelog below; None for the first one.
+    ``base`` is the path of the changelog below; None for the first one. ``key_growth`` is how many pairs more there are
+    than in that state, None if the writer did not know. Who applies the changelog need not look up what it replaces.
     """
 
     query_run_id: str
@@ -93,6 +94,7 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
     base: str | None
     store: str = "default"
     format_version: int = CHANGELOG_FORMAT_VERSION
+    key_growth: int | None = None
 
 
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:

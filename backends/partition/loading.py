@@ -11,12 +11,13 @@ import os
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -235,21 +236,28 @@ def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
     return Changes({n: SortedPairs(p.keys, get(p.keys, n)) for n, p in changes.families.items()})
 
 
-def state_after(below: LocalState, version: int, head: str, changes: Changes, before: Changes | None) -> LocalState:
-    """Return the state of an engine after ``changes`` made ``version`` on top of ``below``.
+def key_growth(before: Mapping[str, SortedPairs], changes: Changes) -> int:
+    """Return how many pairs more there are after ``changes``, of which ``before`` are the before-images by family."""
+    return sum(before[name].values.null_count - pairs.values.null_count for name, pairs in changes.families.items())
 
-    Its keys are counted if those of ``below`` are, and the before-images are given.
-    """
-    if before is None or below.num_keys is None:
+
+def state_after(below: LocalState, version: int, head: str, growth: int | None) -> LocalState:
+    """Return the state of an engine after ``version``; None for the growth or the keys below: they are not counted."""
+    if growth is None or below.num_keys is None:
         return LocalState(version, head, None)
-    growth = sum(
-        before.families[name].values.null_count - pairs.values.null_count for name, pairs in changes.families.items()
-    )
     return LocalState(version, head, below.num_keys + growth)
 
 
 REPLAYED_BYTES = 1 << 20
 """Changelogs are applied together up to this many bytes: each look-up of old values and each write has a fixed cost."""
+
+
+class _Step(NamedTuple):
+    """A changelog to be applied; ``growth`` is its ``ChangelogMeta.key_growth``."""
+
+    ref: ChangelogRef
+    changes: Changes
+    growth: int | None
 
 
 class Loading:
@@ -415,16 +423,16 @@ class Loading:
     def _replay(self, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
         """Apply changelogs in their order, several small ones at once. A load that is to continue loses none."""
         head = self.head
-        waiting: list[tuple[ChangelogRef, Changes]] = []
+        waiting: list[_Step] = []
         nbytes = 0
         try:
             for ref, data in changelogs:
-                changes = self._decoded(ref, data, head)
-                if waiting and nbytes + changes.nbytes > REPLAYED_BYTES:
+                step = self._decoded(ref, data, head)
+                if waiting and nbytes + step.changes.nbytes > REPLAYED_BYTES:
                     self._apply(waiting)
                     waiting, nbytes = [], 0
-                waiting.append((ref, changes))
-                head, nbytes = ref.file.path, nbytes + changes.nbytes
+                waiting.append(step)
+                head, nbytes = ref.file.path, nbytes + step.changes.nbytes
                 if nbytes >= REPLAYED_BYTES:
                     self._apply(waiting)
                     waiting, nbytes = [], 0
@@ -436,8 +444,8 @@ class Loading:
         if waiting:
             self._apply(waiting)
 
-    def _decoded(self, ref: ChangelogRef, data: bytes, head: str | None) -> Changes:
-        """Return the changes of a changelog, which must follow ``head``."""
+    def _decoded(self, ref: ChangelogRef, data: bytes, head: str | None) -> _Step:
+        """Return the step that a changelog makes, which must follow ``head``."""
         name = self._context.storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
         if meta.version != ref.version or meta.base != head:
@@ -445,13 +453,19 @@ class Loading:
                 f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
                 f"{head} is needed here: files have been exchanged. Restore them from a copy."
             )
-        return changes
+        return _Step(ref, changes, meta.key_growth)
 
-    def _apply(self, steps: Sequence[tuple[ChangelogRef, Changes]]) -> None:
+    def _apply(self, steps: Sequence[_Step]) -> None:
         """Apply the changes of at least one changelog. Each changelog must follow the one before it."""
-        last, _ = steps[-1]
-        changes = Changes.together([changes for _, changes in steps])
-        before = replaced_pairs(self._engine, changes) if self._context.conf.track_total_number_of_rows else None
-        state = state_after(self._engine.state, last.version, last.file.path, changes, before)
+        last = steps[-1].ref
+        changes = Changes.together([step.changes for step in steps])
+        growth: int | None = None
+        if self._context.conf.track_total_number_of_rows:
+            known = [step.growth for step in steps if step.growth is not None]
+            if len(known) == len(steps):
+                growth = sum(known)
+            else:
+                growth = key_growth(replaced_pairs(self._engine, changes).families, changes)
+        state = state_after(self._engine.state, last.version, last.file.path, growth)
         self._engine.prepare(changes)(state)
         self.version, self.head = last.version, last.file.path

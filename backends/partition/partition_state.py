@@ -13,11 +13,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec import structs
 
 from backends import exceptions, fault_points
 from backends.conf import StateStoreConf
@@ -40,7 +42,14 @@ from backends.host_memory import (
     host_memory,
 )
 from backends.partition.load_watch import LoadWatch
-from backends.partition.loading import Loading, LocalDirectory, PartitionContext, replaced_pairs, state_after
+from backends.partition.loading import (
+    Loading,
+    LocalDirectory,
+    PartitionContext,
+    key_growth,
+    replaced_pairs,
+    state_after,
+)
 from backends.partition.readable_versions import BeforeImage, Delta, ReadableVersions
 from backends.partition.version_reads import RecentReads, VersionReads
 from backends.spans import Pool
@@ -197,7 +206,8 @@ class BatchAttempts:
 
     It also finds the pairs that the changes replace (before-images), which serve reads of older versions and the count
     of keys. A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and
-    looked up only if keys are counted or a reader of an older version asks for it.
+    looked up only if keys are counted or a reader of an older version asks for it. If they were read, the changelog
+    says by how many keys the state grows: loads and copies then look up nothing.
 
     Many threads may commit at once. ``bytes_written`` adds up over all changelogs, under the lock of
     ``ReadableVersions``; ``changelog_ms`` is the time of the last one, in milliseconds. ``_lock`` guards the pins.
@@ -224,6 +234,9 @@ class BatchAttempts:
         started = time.perf_counter()
         storage, directory = self._context.storage, self._context.directory
         self._versions.check_base(meta)
+        images = self._images_read(meta.base, changes)
+        if self._context.conf.track_total_number_of_rows and images.keys() == changes.families.keys():
+            meta = structs.replace(meta, key_growth=key_growth(images, changes))
         nbytes = KEPT_OF_COMMIT * changes.nbytes
         with self._versions.changed:
             is_repeated = self._versions.pending.has_version(meta.version)
@@ -233,7 +246,7 @@ class BatchAttempts:
         else:
             claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {directory}")
         apply = _submit(self._context.engine.prepare, changes)
-        before = _submit(self._when_staged, meta, changes)
+        before = _submit(self._when_staged, meta, changes, images)
         path = f"{directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
         changelog = write_changelog(changes, meta, self._context.conf.compression)
@@ -296,26 +309,30 @@ class BatchAttempts:
         """Return whether before-images are worth a look-up. Known before-images are always kept."""
         return self._context.conf.track_total_number_of_rows or bool(self._pins)
 
-    def _when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
-        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
+    def _images_read(self, base: str | None, changes: Changes) -> dict[str, SortedPairs]:
+        """Return the before-images of the families of which the task has read all keys that it changes.
 
         The task's reads are dropped: its commit has come, and another attempt reads again.
         """
+        images: dict[str, SortedPairs] = {}
+        for family, pairs in changes.families.items():
+            values = self._recent_reads.values(base, family, pairs.keys)
+            self._recent_reads.forget(family)
+            if not len(pairs):
+                images[family] = pairs
+            elif values is not None:
+                images[family] = SortedPairs(pairs.keys, values)
+        return images
+
+    def _when_staged(
+        self, meta: ChangelogMeta, changes: Changes, images: Mapping[str, SortedPairs]
+    ) -> BeforeImage | None:
+        """Return all before-images if they can be found while the changelog is written; None: later, or never."""
         if self._versions.is_loading:
             return None  # a background thread may not wait long
         try:
             with self._versions.reading(meta.version - 1, meta.base) as view:
-                images: dict[str, SortedPairs] = {}
-                unknown: dict[str, SortedPairs] = {}
-                for family, pairs in changes.families.items():
-                    values = self._recent_reads.values(meta.base, family, pairs.keys)
-                    self._recent_reads.forget(family)
-                    if not len(pairs):
-                        images[family] = pairs
-                    elif values is not None:
-                        images[family] = SortedPairs(pairs.keys, values)
-                    else:
-                        unknown[family] = pairs
+                unknown = {family: pairs for family, pairs in changes.families.items() if family not in images}
                 # With a layer over it, the engine does not show the version below.
                 if unknown and (view.layers or not self._are_looked_up()):
                     return None
@@ -333,10 +350,21 @@ class BatchAttempts:
             return before.changes
         return replaced_pairs(self._context.engine, delta.changes) if self._are_looked_up() else None
 
+    def when_followed(self, delta: Delta) -> Changes | None:
+        """Return the before-images of changes that another host has made; None if nothing needs them.
+
+        They would only keep the version below readable: a copy of it would be asked for it in the moment before this.
+        """
+        return self.when_applied(delta) if delta.meta.key_growth is None or self._pins else None
+
     def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
-        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
-        counted = before if self._context.conf.track_total_number_of_rows else None
-        return state_after(self._context.engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
+        """Return the state of the engine after ``delta`` is applied; its keys are counted if their growth is known."""
+        growth: int | None = None
+        if self._context.conf.track_total_number_of_rows:
+            growth = delta.meta.key_growth
+            if growth is None and before is not None:
+                growth = key_growth(before.families, delta.changes)
+        return state_after(self._context.engine.state, delta.meta.version, delta.file.path, growth)
 
 
 class PartitionState:
@@ -498,7 +526,8 @@ class PartitionState:
             apply: Future[Callable[[LocalState], None]] = Future()
             before.set_result(None)
             apply.set_result(context.engine.prepare(changes))
-            self._apply(Delta(meta, ref.file, changes, before, apply, claim))
+            delta = Delta(meta, ref.file, changes, before, apply, claim)
+            self._apply(delta, self.attempts.when_followed(delta))
         return changes
 
     def complete(self, version: int, head: str) -> None:
@@ -512,12 +541,11 @@ class PartitionState:
             if (self.version, self.head) == (version, head):
                 return
             for delta in self._versions.steps_to(version, head):
-                self._apply(delta)
+                self._apply(delta, self.attempts.when_applied(delta))
             self._versions.drop_unrelated()
 
-    def _apply(self, delta: Delta) -> None:
+    def _apply(self, delta: Delta, before: Changes | None) -> None:
         started = time.perf_counter()
-        before = self.attempts.when_applied(delta)
         state = self.attempts.state_after(delta, before)
         with self._versions.applying(delta, before):
             fault_points.reached("apply")

@@ -465,7 +465,7 @@ class TaskCommits:
             try:
                 with spans.step("host.changelog"):
                     encoded = attempts.encode(meta, changes)
-                    file = self._groups.write_changelog(encoded.storage, meta, encoded.path, encoded.changelog)
+                    file = self._groups.write_changelog(encoded.storage, encoded.meta, encoded.path, encoded.changelog)
                     attempts.record(encoded, file)
                     del encoded  # its bytes are not needed during the acknowledgement
                 if instance.key_windows is not None:

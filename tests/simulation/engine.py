@@ -24,7 +24,7 @@ from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
-from tests.simulation.scheduler import Process
+from tests.simulation.scheduler import Process, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Faults
 
@@ -125,6 +125,8 @@ class SimulatedEngine:
                 pairs.pop(key, None)
             else:
                 pairs[key] = value
+        if state.num_keys not in (None, len(pairs)):
+            raise Violation(f"{self._path} has {len(pairs)} keys at {state}.")
         self._keep(state, pairs)
 
     def _keep(self, state: LocalState, pairs: dict[bytes, bytes]) -> None:

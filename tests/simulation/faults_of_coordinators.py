@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats import manifest_chain
-from backends.formats.changelog import Changes
+from backends.formats.changelog import Changes, GroupMember, read_changelog, read_changelog_meta
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Retention
 from backends.partition.loading import Loading, state_after
@@ -189,7 +190,7 @@ def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
         replay(self, given[:-1])
         if given:
             last, nothing = given[-1][0], Changes({})
-            self._engine.prepare(nothing)(state_after(self._engine.state, last.version, last.file.path, nothing, None))
+            self._engine.prepare(nothing)(state_after(self._engine.state, last.version, last.file.path, None))
             self.version, self.head = last.version, last.file.path
 
     monkeypatch.setattr(Loading, "_replay", hasty)
@@ -271,6 +272,19 @@ def exchange_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unfiltered_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForgottenKeys, "without", lambda self, family, pairs: pairs)
+
+
+def kept_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    filtered: Callable[..., GroupMember] = Rewriting._filtered
+
+    def hasty(self: Any, layout: Any, partition: int, data: bytes, base: Any) -> GroupMember:
+        meta = filtered(self, layout, partition, data, base).meta
+        kept = {f: self._forgotten.without(f, pairs) for f, pairs in read_changelog(data)[1].families.items()}
+        growth = read_changelog_meta(data).key_growth
+        member: GroupMember = self._member(layout, partition, replace(meta, key_growth=growth), Changes(kept))
+        return member
+
+    monkeypatch.setattr(Rewriting, "_filtered", hasty)
 
 
 def old_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:

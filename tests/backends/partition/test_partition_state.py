@@ -257,6 +257,32 @@ def test_keys_are_counted_exactly_whatever_was_read_before(state, read):
     assert state.metrics().num_keys == len(everything(state)) == 3
 
 
+@pytest.mark.parametrize("read", [[b"a", b"b", b"x", b"y"], [b"a", b"b"]])
+@pytest.mark.parametrize("how", ["load", "follow"])
+def test_replaced_pairs_are_looked_up_only_if_the_writer_did_not_know_them(
+    tmp_path, storage, state, open_state, monkeypatch, read, how
+):
+    chain = [commit(state, {b"a": b"1", b"b": b"2", b"c": b"3"})]
+    copy = open_state(tmp_path / "copy")
+    copy.load(lineage(chain))
+    looked_up = []
+    get_many = copy._engine.get_many
+
+    def noted(keys, family="default", **options):
+        looked_up.extend(keys.to_pylist())
+        return get_many(keys, family, **options)
+
+    monkeypatch.setattr(copy._engine, "get_many", noted)
+    state.reads.get_many(binary(*read))
+    chain.append(commit(state, {b"a": b"2", b"b": None, b"x": b"new", b"y": None}))
+    if how == "load":
+        copy.load(lineage(chain))
+    else:
+        copy.follow(ChangelogRef(*chain[1]), storage.read(chain[1][1]))
+    assert looked_up == ([] if len(read) == 4 else [b"a", b"b", b"x", b"y"])
+    assert copy.metrics().num_keys == state.metrics().num_keys == len(everything(copy)) == 3
+
+
 # -- loading -----------------------------------------------------------------------------------
 
 

@@ -292,7 +292,7 @@ def test_a_copy_is_reported_while_it_applies_changes(stream, monkeypatch):
     seen: list[dict[int, int]] = []
     apply = PartitionState._apply
 
-    def seeing(self: PartitionState, delta: Any) -> None:
+    def seeing(self: PartitionState, delta: Any, before: Any) -> None:
         real = delta.apply.result()
 
         def write(state: Any) -> None:
@@ -301,7 +301,7 @@ def test_a_copy_is_reported_while_it_applies_changes(stream, monkeypatch):
 
         delta.apply = Future()
         delta.apply.set_result(write)
-        apply(self, delta)
+        apply(self, delta, before)
 
     monkeypatch.setattr(PartitionState, "_apply", seeing)
     s.batch(2)

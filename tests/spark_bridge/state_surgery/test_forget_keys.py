@@ -50,6 +50,14 @@ def unlikely(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_letters + string.digits, k=24))
 
 
+def check_counts(host: Any) -> None:
+    """The host has counted the pairs of each partition right."""
+    for instance in host.cache.instances.values():
+        engine = instance.state._engine
+        pairs = sum(b.num_rows for family in engine.column_families for b in engine.scan(None, None, family))
+        assert engine.state.num_keys == pairs
+
+
 class Clicks:
     """A stream over keys with unique names, with snapshots and removals in between."""
 
@@ -98,6 +106,7 @@ class Clicks:
                     table = state_table(self.flow.location, "op", name, version)
                     rows = list(zip(*(table.column(i).to_pylist() for i in range(table.num_columns - 2)), strict=True))
                     assert in_order(rows) == in_order(flat(name, self.flow.at[version][name])), (version, name)
+        check_counts(self.flow.host)
 
 
 @pytest.fixture
@@ -373,6 +382,10 @@ def test_all_windows_of_a_key_go(tmp_path):
     forget_keys(q.location, "op", ["a", None])
     for version in (1, 2):
         assert set(state_table(q.location, "op", version=version)["k"].to_pylist()) == {"bb"}
+    again = Query(tmp_path, schema, "aggregate", run="run2")
+    again.process(logic, ("window", "k"), batch_of(values, [((0, 5), k, 1.0) for k in ("a", "bb")]))
+    check_counts(again.host)
+    again.stop()
 
 
 def test_rows_kept_by_time_are_forgotten_with_their_key(tmp_path):
