@@ -38,18 +38,21 @@ from spark_bridge.transport.tls import TlsConf
 # them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process
 # watches the calls that are in progress. When a call takes long, the thread connects to the host's port, which the
 # host's kernel answers however busy the host is. After two failed connections, the thread shuts down all connections
-# of this process to that port, and gRPC fails their calls at once: 3 to 4 s after the machine has fallen silent, which
-# is when the coordinator gives its partitions to others.
+# of this process to that port, and gRPC fails their calls at once: within 2 s. A task that begins while a host has been
+# quiet connects in this way before it calls. The coordinator gives the partitions of a silent machine to others after
+# 4 s. A host that was given up wrongly is found again, and the task repeats its call.
 
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 1.0
+SILENT_SECONDS = 0.5
 """After this many seconds of waiting for a host, the thread checks whether the host is alive."""
-CALL_WATCH_SECONDS = 0.5
+CALL_WATCH_SECONDS = 0.25
 """Seconds between two looks at the running calls."""
-PROBE_SECONDS = 1.0
+PROBE_SECONDS = 0.5
 """A host has this many seconds to take a connection."""
+QUIET_SECONDS = 1.0
+"""A host that has answered no call for longer must take a connection before a task calls it again."""
 FAILED_PROBES = 2
 """After this many consecutive probes without an answer a host counts as silent."""
 
@@ -83,12 +86,24 @@ class SilentHosts:
 
     def __init__(self) -> None:
         self._calls: dict[int, CallUnderWay] = {}
+        self._answered: dict[tuple[str, int], float] = {}
+        """When each host has answered last. As many as there were hosts."""
         self._failed: dict[tuple[str, int], int] = {}
         self._loop: BackgroundLoop | None = None
 
     def begin_anew(self) -> None:
         """Forget calls and loop: this process is the child of a fork, which has neither."""
-        self._calls, self._failed, self._loop = {}, {}, None
+        self._calls, self._answered, self._failed, self._loop = {}, {}, {}, None
+
+    def answers(self, place: tuple[str, int]) -> bool:
+        """Return False if a host has answered no call for ``QUIET_SECONDS`` and takes no connection now."""
+        answered = self._answered.get(place)
+        if answered is None or time.monotonic() - answered < QUIET_SECONDS:
+            return True
+        if silent_places({place}):
+            return False
+        self._answered[place] = time.monotonic()
+        return True
 
     @contextmanager
     def watched(self, place: tuple[str, int]) -> Iterator[CallUnderWay]:
@@ -108,6 +123,7 @@ class SilentHosts:
             yield call
         finally:
             self._calls.pop(id(call), None)  # not there after a fork in the midst of the call
+        self._answered[place] = time.monotonic()
 
     def look(self) -> None:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""
@@ -146,8 +162,12 @@ def silent_places(
                     silent.discard(place)
         deadline = time.monotonic() + seconds
         left = len(connecting)
-        while left and (wait := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(wait * 1e3):
+        while left:
+            wait = max(0.0, deadline - time.monotonic())
+            answers = poll.poll(wait * 1e3)
+            if not answers and not wait:  # asked once more after the end: this process may have stood still
+                break
+            for descriptor, _ in answers:
                 poll.unregister(descriptor)
                 left -= 1
                 probe, place = connecting[descriptor]
@@ -188,10 +208,8 @@ UNREACHABLE = (
     flight.FlightInternalError,
 )
 
-CONNECT_MS = 3000
-"""A host has this many seconds to take a connection: the first packet is sent again after 1 s."""
-SILENT_AGAIN_SECONDS = 0.5
-"""A host that was given up has this many seconds to take a connection before it is called again."""
+CONNECT_MS = 1500
+"""A host has this many milliseconds to take a connection: the first packet is sent again after 1 s."""
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
@@ -212,8 +230,8 @@ def _error_of(error: flight.FlightError) -> Exception:
 class HostClient:
     """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
-    Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: after some
-    4 s if the host accepts no connections any more (``SilentHosts``).
+    Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: within 2 s
+    if the host accepts no connections any more (``SilentHosts``).
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
@@ -383,13 +401,16 @@ _clients_lock = threading.Lock()
 def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
     """Return this process's connection to a host. Connections are kept: a PySpark worker runs many tasks.
 
-    A host that was given up is called again if it accepts connections; otherwise raises ``HostUnavailableError``
-    at once, since each task would need ``CONNECT_MS`` to find that out.
+    A host that was given up, or has been quiet, is called again if it accepts connections; otherwise raises
+    ``HostUnavailableError``, since each task would need ``CONNECT_MS`` to find that out.
     """
+    place = _place_of(address)
     if address in _given_up:
-        if silent_places({_place_of(address)}, seconds=SILENT_AGAIN_SECONDS):
+        if silent_places({place}):
             raise exceptions.HostUnavailableError(f"No connection to {address}, where a call was given up before.")
         _given_up.discard(address)
+    elif not calls.answers(place):
+        raise exceptions.HostUnavailableError(f"No connection to {address} within {PROBE_SECONDS:g} s.")
     with _clients_lock:
         client = _clients.get((address, token))
         if client is None:

@@ -15,8 +15,9 @@ from pyarrow import flight
 
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.transport import flight_client
-from spark_bridge.transport.flight_client import HostClient, SilentHosts
+from spark_bridge.transport.flight_client import HostClient, SilentHosts, client_for, forget_client, silent_places
 from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.conftest import wait_until
 
 
 class Cable:
@@ -170,3 +171,26 @@ def test_one_unanswered_probe_does_not_end_calls(monkeypatch: pytest.MonkeyPatch
         assert given_up == [], "it has answered in between"
         hosts.look()
         assert given_up == [place]
+
+
+def test_a_host_that_was_quiet_is_called_only_if_it_takes_a_connection(
+    server: Server, cable: Cable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.may_answer.set()
+    address = f"grpc://127.0.0.1:{cable.port}"
+    monkeypatch.setattr(flight_client, "QUIET_SECONDS", HANG)
+    assert client_for(address, "token").describe() == {}
+    before = cable.connections
+    assert client_for(address, "token").describe() == {} and cable.connections == before, "it has just answered"
+    monkeypatch.setattr(flight_client, "QUIET_SECONDS", 0.0)
+    assert client_for(address, "token").describe() == {}
+    wait_until(lambda: cable.connections == before + 1)
+    cable.take_out()
+    with pytest.raises(HostUnavailableError, match=rf"No connection to {address} within 0\.5 s"):
+        client_for(address, "token")
+    forget_client(address, "token")
+
+
+def test_a_process_that_stood_still_during_a_probe_does_not_take_its_host_for_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert silent_places({listener.getsockname()}, seconds=-1.0) == set()
