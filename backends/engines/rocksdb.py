@@ -42,7 +42,7 @@ BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
 KEYS_ONE_BY_ONE = 12
 """Up to this many keys, single gets are faster than a bulk get."""
-FEW_KEYS = 64
+UNSORTED_KEYS = 64
 """So few keys are read in any order: finding out whether they are sorted takes longer than the order saves."""
 BULK_DIRECTORY = "bulk"
 """Directory of files that the database takes over once they are written. RocksDB ignores names that it does not know.
@@ -188,7 +188,7 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def _read(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
-        if len(keys) <= FEW_KEYS or is_strictly_sorted(keys):
+        if len(keys) <= UNSORTED_KEYS or is_strictly_sorted(keys):
             return self._get_bulk(family, keys)
         order = np.asarray(key_order(keys))
         back = np.empty(len(order), np.int64)

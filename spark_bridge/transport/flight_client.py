@@ -51,7 +51,7 @@ CALL_WATCH_SECONDS = 0.25
 """Seconds between two looks at the running calls."""
 PROBE_SECONDS = 0.5
 """A host has this many seconds to take a connection."""
-QUIET_SECONDS = 1.0
+MAX_UNANSWERED_SECONDS = 1.0
 """A host that has answered no call for longer must take a connection before a task calls it again."""
 FAILED_PROBES = 2
 """After this many consecutive probes without an answer a host counts as silent."""
@@ -96,9 +96,9 @@ class SilentHosts:
         self._calls, self._answered, self._failed, self._loop = {}, {}, {}, None
 
     def answers(self, place: tuple[str, int]) -> bool:
-        """Return False if a host has answered no call for ``QUIET_SECONDS`` and takes no connection now."""
+        """Return False if a host has answered no call for ``MAX_UNANSWERED_SECONDS`` and takes no connection now."""
         answered = self._answered.get(place)
-        if answered is None or time.monotonic() - answered < QUIET_SECONDS:
+        if answered is None or time.monotonic() - answered < MAX_UNANSWERED_SECONDS:
             return True
         if silent_places({place}):
             return False

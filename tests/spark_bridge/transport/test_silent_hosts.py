@@ -178,11 +178,11 @@ def test_a_host_that_was_quiet_is_called_only_if_it_takes_a_connection(
 ) -> None:
     server.may_answer.set()
     address = f"grpc://127.0.0.1:{cable.port}"
-    monkeypatch.setattr(flight_client, "QUIET_SECONDS", HANG)
+    monkeypatch.setattr(flight_client, "MAX_UNANSWERED_SECONDS", HANG)
     assert client_for(address, "token").describe() == {}
     before = cable.connections
     assert client_for(address, "token").describe() == {} and cable.connections == before, "it has just answered"
-    monkeypatch.setattr(flight_client, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(flight_client, "MAX_UNANSWERED_SECONDS", 0.0)
     assert client_for(address, "token").describe() == {}
     wait_until(lambda: cable.connections == before + 1)
     cable.take_out()
