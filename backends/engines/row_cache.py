@@ -30,8 +30,9 @@ from backends.host_memory import Claim, HostMemory
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
 MIN_KEPT = 64
-"""A read of fewer missing keys adds them only if the reads since the last addition make up for it.
+"""Missing keys are added once there were so many since the last addition, in this read and earlier ones.
 
+A read counts at least a sixteenth of its keys, so that large reads with few missing keys add them.
 An addition takes as long as reading some thirty keys from RocksDB, or a thousand from here. Keys that are read often
 are soon among those that are added.
 """

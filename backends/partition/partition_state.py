@@ -353,7 +353,7 @@ class BatchAttempts:
     def when_followed(self, delta: Delta) -> Changes | None:
         """Return the before-images of changes that another host has made; None if nothing needs them.
 
-        They would only keep the version below readable: a copy of it would be asked for it in the moment before this.
+        They would only keep the version below readable. Clients that want that version ask the owner.
         """
         return self.when_applied(delta) if delta.meta.key_growth is None or self._pins else None
 

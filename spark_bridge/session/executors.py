@@ -207,15 +207,15 @@ def own_address() -> str:
 # A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an
 # executor, since the executor may be collecting garbage, and the stream is blocked during that time. So a thread of the
 # driver connects to the ports of the executors. A machine's kernel accepts connections even if the executor is busy or
-# stopped. After three failed connections, the driver tells Spark that the executors of that machine are lost: 3 to 4 s
+# stopped. After three failed connections, the driver tells Spark that the executors of that machine are lost: 4 to 5 s
 # after it has fallen silent, which is when the coordinator gives the partitions of its host to others.
 
 
 EXECUTOR_LOOK_SECONDS = 1.0
-"""Seconds from one look to the next: one connection to each executor, side by side."""
+"""Seconds from one look to the next, if all answer: one connection to each executor, side by side."""
 MIN_LOOK_PAUSE_SECONDS = 0.01
-ANSWER_SECONDS = 1.0
-"""An executor's machine has this many seconds to answer a connection."""
+ANSWER_SECONDS = 1.25
+"""An executor's machine has this many seconds to answer a connection: the first packet is sent again after 1 s."""
 FAILED_LOOKS = 3
 """After this many consecutive looks without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
@@ -256,9 +256,9 @@ class LostExecutors:
 
     def look(self) -> None:
         """Give up executors that do not answer, and request replacements."""
+        self._looked_at = time.monotonic()
         if self._shutdown.is_ending:
             return
-        self._looked_at = time.monotonic()
         all_executors = executor_places(self._spark)
         executors = {i: place for i, place in all_executors.items() if place is not None}
         silent = silent_places(set(executors.values()), refusals=False, seconds=ANSWER_SECONDS) if executors else set()

@@ -311,8 +311,8 @@ class TaskStore:
     def _open_with(self, opening: Callable[[HostClient], tuple[protocol.OpenReply, T]]) -> tuple[protocol.OpenReply, T]:
         """Open the store at its last known owner; a host that is not the owner any more names the new owner."""
         address, token = _owners[self._key]
-        host = client_for(address, token, self._endpoints.tls)
         try:
+            host = client_for(address, token, self._endpoints.tls)
             opened, answer = opening(host)
         except HostUnavailableError:
             self._give_up(address, token)

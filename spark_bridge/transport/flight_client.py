@@ -38,9 +38,9 @@ from spark_bridge.transport.tls import TlsConf
 # them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process
 # watches the calls that are in progress. When a call takes long, the thread connects to the host's port, which the
 # host's kernel answers however busy the host is. After two failed connections, the thread shuts down all connections
-# of this process to that port, and gRPC fails their calls at once: within 2 s. A task that begins while a host has been
-# quiet connects in this way before it calls. The coordinator gives the partitions of a silent machine to others after
-# 4 s. A host that was given up wrongly is found again, and the task repeats its call.
+# of this process to that port, and gRPC fails their calls at once: within 2 s. A task connects in this way before it
+# opens its partition at a host that has been quiet. The coordinator gives the partitions of a silent machine to others
+# after 4 s. A host that was given up wrongly is found again, and the task repeats its call.
 
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class SilentHosts:
         answered = self._answered.get(place)
         if answered is None or time.monotonic() - answered < MAX_UNANSWERED_SECONDS:
             return True
-        if silent_places({place}):
+        if all(silent_places({place}) for _ in range(FAILED_PROBES)):  # a single packet may be lost
             return False
         self._answered[place] = time.monotonic()
         return True
@@ -410,7 +410,9 @@ def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClie
             raise exceptions.HostUnavailableError(f"No connection to {address}, where a call was given up before.")
         _given_up.discard(address)
     elif not calls.answers(place):
-        raise exceptions.HostUnavailableError(f"No connection to {address} within {PROBE_SECONDS:g} s.")
+        raise exceptions.HostUnavailableError(
+            f"{address} took none of {FAILED_PROBES} connections within {PROBE_SECONDS:g} s each."
+        )
     with _clients_lock:
         client = _clients.get((address, token))
         if client is None:

@@ -394,6 +394,33 @@ def test_a_task_says_which_owner_it_cannot_reach_and_asks_again_soon(monkeypatch
     assert slept == [0.02, 0.04, 0.08, 0.1]
 
 
+def test_a_known_owner_that_takes_no_connection_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Asked:
+        def __init__(self, address: str, *_: object, **__: object) -> None:
+            asked.append((address, ""))
+            if address == "quiet":
+                raise HostUnavailableError("took none of 2 connections")
+            self.address = address
+
+        def open(self, opening: TaskIdentity) -> OpenReply:
+            asked.append((self.address, opening.unreachable))
+            return OpenReply(None, 0, 1024, SCHEMA)
+
+        def get_many(self, command: object, keys: pa.BinaryArray) -> pa.BinaryArray:
+            return keys
+
+    monkeypatch.setattr(task_client, "client_for", Asked)
+    identity, other = task(0), task(0, 1)
+    for one in (identity, other):
+        task_client._owners[one.run_id, one.operator, one.partition] = ("quiet", "token")
+    TaskStore(identity, 2, 1024, Endpoints(("host",), "token", "", PATIENCE)).get_many(pa.array([b"k"]))
+    assert asked == [("quiet", ""), ("host", ""), ("host", "quiet")]
+    assert "quiet" not in {address for address, _ in task_client._owners.values()}
+    task_client._owners.clear()
+
+
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:
     start(world, served, tmp_path)
     write_offsets(world, 0, 0, 1000)
