@@ -234,9 +234,6 @@ class BatchAttempts:
         started = time.perf_counter()
         storage, directory = self._context.storage, self._context.directory
         self._versions.check_base(meta)
-        images = self._images_read(meta.base, changes)
-        if self._context.conf.track_total_number_of_rows and images.keys() == changes.families.keys():
-            meta = structs.replace(meta, key_growth=key_growth(images, changes))
         nbytes = KEPT_OF_COMMIT * changes.nbytes
         with self._versions.changed:
             is_repeated = self._versions.pending.has_version(meta.version)
@@ -245,6 +242,10 @@ class BatchAttempts:
             claim = self._memory.note(STAGED, nbytes)
         else:
             claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {directory}")
+        # A commit that found no room comes back, and needs the reads then.
+        images = self._images_read(meta.base, changes)
+        if self._context.conf.track_total_number_of_rows and images.keys() == changes.families.keys():
+            meta = structs.replace(meta, key_growth=key_growth(images, changes))
         apply = _submit(self._context.engine.prepare, changes)
         before = _submit(self._when_staged, meta, changes, images)
         path = f"{directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
@@ -310,7 +311,7 @@ class BatchAttempts:
         return self._context.conf.track_total_number_of_rows or bool(self._pins)
 
     def _images_read(self, base: str | None, changes: Changes) -> dict[str, SortedPairs]:
-        """Return the before-images of the families of which the task has read all keys that it changes.
+        """Return before-images by family. A family is left out unless the task has read all keys that it changes there.
 
         The task's reads are dropped: its commit has come, and another attempt reads again.
         """

@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from backends import FileStateStoreProvider
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
+    HostMemoryError,
     InvalidStateStoreArgument,
     LineageMismatchError,
     MissingFileError,
@@ -281,6 +283,16 @@ def test_replaced_pairs_are_looked_up_only_if_the_writer_did_not_know_them(
         copy.follow(ChangelogRef(*chain[1]), storage.read(chain[1][1]))
     assert looked_up == ([] if len(read) == 4 else [b"a", b"b", b"x", b"y"])
     assert copy.metrics().num_keys == state.metrics().num_keys == len(everything(copy)) == 3
+
+
+def test_a_commit_that_found_no_memory_still_knows_what_its_task_has_read(state, monkeypatch):
+    commit(state, {b"a": b"1"})
+    state.reads.get_many(binary(b"a", b"b"))
+    begun = meta(2, state.head), changes({b"a": None, b"b": b"2"})
+    with monkeypatch.context() as full, pytest.raises(HostMemoryError):
+        full.setattr(state.attempts._memory, "claim", Mock(side_effect=HostMemoryError("full")))
+        state.attempts.encode(*begun)
+    assert state.attempts.encode(*begun).meta.key_growth == 0
 
 
 # -- loading -----------------------------------------------------------------------------------
