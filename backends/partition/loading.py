@@ -237,7 +237,7 @@ def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
 
 
 def key_growth(before: Mapping[str, SortedPairs], changes: Changes) -> int:
-    """Return how many pairs more there are after ``changes``, of which ``before`` are the before-images by family."""
+    """Return by how many pairs ``changes`` let the state grow; ``before`` has their before-images by family."""
     return sum(before[name].values.null_count - pairs.values.null_count for name, pairs in changes.families.items())
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.on_machines.standbys               ten minutes, root; writes benchmarks/results/standbys.json
 
 On the lab of the tests: each turn starts the query on a new checkpoint, fills its keys, and times further batches. The
-machines share the cores of this computer, so the copies' work takes time from the batches that it would not take from
-them on machines of their own; ``cpu_ratios`` are those of the CPU time of all processes, and each turn has that of the
-hosts alone. Run it alone: other programs of Python and Java count as well.
+machines share the cores of this computer, so the copies' work takes time from the batches, which it would not do on
+separate machines. ``cpu_ratios`` are those of the CPU time of all processes, and each turn has that of the hosts alone.
+Run it alone: other programs of Python and Java count as well.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def silent_places(
         while left:
             wait = max(0.0, deadline - time.monotonic())
             answers = poll.poll(wait * 1e3)
-            if not answers and not wait:  # asked once more after the end: this process may have stood still
+            if not answers and not wait:  # polled after the end as well: this process may have stood still
                 break
             for descriptor, _ in answers:
                 poll.unregister(descriptor)
