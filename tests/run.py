@@ -33,6 +33,9 @@ from tests.scratch import SCRATCH
 ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
+MOST_FAILURES = 20
+COLUMNS = "160"
+"""The report names so many failed tests, each on a line of pytest of so many columns."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class Part:
 class Outcome:
     """How a part ended: the status of its process, its time in seconds, and its last line, of pytest's if there is one.
 
-    Libraries may also print while the process ends.
+    Libraries may also print while the process ends. ``failures`` are the lines of pytest's summary that name a test.
     """
 
     part: Part
     status: int
     seconds: float
     last_line: str
+    failures: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -71,11 +75,17 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
     """Run a part; write its output line by line, each behind ``prefix``."""
     begun = time.monotonic()
     files = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
-    last = ""
+    last, failures = "", []
     try:
         with subprocess.Popen(
             part.command,
-            env={**os.environ, "RAY_TMPDIR": files, "PYTEST_DEBUG_TEMPROOT": files, **part.environment},
+            env={
+                **os.environ,
+                "COLUMNS": COLUMNS,
+                "RAY_TMPDIR": files,
+                "PYTEST_DEBUG_TEMPROOT": files,
+                **part.environment,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -88,10 +98,12 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
                 out.flush()
                 if line.startswith("=") or not last.startswith("="):
                     last = line.strip() or last
+                if line.startswith(("FAILED ", "ERROR ")):
+                    failures.append(line.strip())
     finally:
         # Tests leave tens of thousands of files: pytest's own way to remove those of earlier runs takes seconds.
         subprocess.run(["rm", "-rf", files], check=False)
-    return Outcome(part, process.returncode, time.monotonic() - begun, last.strip(" ="))
+    return Outcome(part, process.returncode, time.monotonic() - begun, last.strip(" ="), tuple(failures))
 
 
 def keep_to_core(pid: int, core: int | None) -> None:
@@ -125,13 +137,18 @@ def spoken(seconds: float) -> str:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> str:
-    """Return a table of the parts, their times and results, with the time of all of them as its last line."""
+    """Return a table of the parts, their times and results: first all that failed, the time of all as the last line.
+
+    Logs of CI are often cut to their end, so the names of failed tests belong there.
+    """
     rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in outcomes]
     rows.append(("in all", spoken(seconds), bound, "right" if all(o.is_right for o in outcomes) else "FAILED"))
-    return "\n".join(
+    failures = [f"{o.part.name}: {line}" for o in outcomes for line in o.failures]
+    table = [
         f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
         for name, took, most, said in rows
-    )
+    ]
+    return "\n".join([*failures[:MOST_FAILURES], *table])
 
 
 LINES_AND_THEIR_REST = (

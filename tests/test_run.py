@@ -65,6 +65,17 @@ def test_a_failure_ends_the_run_after_its_step() -> None:
     assert "FAILED" in report(outcomes, 1.0, None)
 
 
+def test_the_report_names_failed_tests_once_more(tmp_path: Path) -> None:
+    """Behind the lines of parts that went on for longer, and with what each said."""
+    (tmp_path / "test_one.py").write_text("def test_wrong():\n    assert 1 == 2\n\ndef test_right():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    outcomes = run_steps([[Part("tested", command), python("other", "print('FAILED')")]], io.StringIO())
+    lines = report(outcomes, 1.0, None).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("tested: FAILED ") and lines[0].endswith("test_one.py::test_wrong - assert 1 == 2")
+    assert lines[1].startswith("tested ") and "1 failed, 1 passed" in lines[1]
+
+
 def test_the_report() -> None:
     parts = Part("without clusters", [], 60.0), Part("Spark 3.5", [])
     outcomes = [Outcome(parts[0], 0, 48.4, "3000 passed"), Outcome(parts[1], 0, 425.0, "150 passed")]
