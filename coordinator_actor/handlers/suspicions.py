@@ -16,7 +16,8 @@ from coordinator_actor.messages import HostInfo
 log = logging.getLogger(__name__)
 
 CONNECTION_SECONDS = 1.0
-"""A host's machine has this many seconds to take or refuse a connection."""
+LEAST_CONNECTION_SECONDS = 0.5
+"""A host's machine has so many seconds to take or refuse a connection: fewer only if it can be given up after them."""
 PROBE_PAUSE_SECONDS = 0.25
 """The least seconds between two probes of a host."""
 SILENT_PROBES = 2
@@ -44,11 +45,11 @@ class Probed(Enum):
     UNCLEAR = "unclear"
 
 
-Probe = Callable[[str], Probed]
-"""Connects to a host by its address for tasks."""
+Probe = Callable[[str, float], Probed]
+"""Connects to a host by its address for tasks, within so many seconds."""
 
 
-def probe_address(address: str, seconds: float = CONNECTION_SECONDS) -> Probed:
+def probe_address(address: str, seconds: float) -> Probed:
     """Connect to a host's address, such as ``grpc://10.0.0.7:40123``, and close the connection at once."""
     ip, _, port = address.rpartition("//")[2].rpartition(":")
     try:
@@ -140,12 +141,14 @@ class Suspicions:
         assert self._probe is not None
         with self._registries.lock:
             lease = self._lease_of(info)
-            seen = None if lease is None else lease.seen
-        if seen is None:
-            return None
+            if lease is None:
+                return None
+            seen = lease.seen
+            left = self._silent_timeout - (self._registries.clock() - seen)
         began = time.monotonic()
-        probed = self._probe(info.address)
-        stood_still = time.monotonic() - began > CONNECTION_SECONDS + STOOD_STILL_SECONDS
+        probed = self._probe(info.address, max(LEAST_CONNECTION_SECONDS, min(CONNECTION_SECONDS, left)))
+        took = time.monotonic() - began
+        stood_still = took > CONNECTION_SECONDS + STOOD_STILL_SECONDS
         with self._registries.lock:
             lease = self._lease_of(info)
             if lease is None:
@@ -165,7 +168,7 @@ class Suspicions:
                 self._registries.hosts.lose(lease, Loss.SILENT, age)
                 return None
         # The next probe ends when the host may be given up, or begins soon.
-        return max(PROBE_PAUSE_SECONDS, self._silent_timeout - CONNECTION_SECONDS - age)
+        return max(PROBE_PAUSE_SECONDS - took, self._silent_timeout - CONNECTION_SECONDS - age, 0.0)
 
     def _has_copies(self, host_id: str) -> bool:
         """Return whether standbys have reported copies of all partitions that a host owns; True if it owns none."""

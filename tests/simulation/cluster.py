@@ -14,7 +14,7 @@ from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.handlers.registries import HostLease, Loss
-from coordinator_actor.handlers.suspicions import CONNECTION_SECONDS, Probed
+from coordinator_actor.handlers.suspicions import Probed
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
@@ -61,7 +61,7 @@ class Cluster:
             conf,
             apart=lambda query, work: queries.submit(query, partial(self._do, work)),
             dead_nodes=lambda: self.dead_nodes,
-            probe=lambda address: self._probe(process, address),
+            probe=lambda address, seconds: self._probe(process, address, seconds),
         )
         hosts = made.registries.hosts
         hosts.lose = partial(self._lose, hosts.lose)  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ class Cluster:
         s.spawn(process, lambda: self._every(1.0, "expire"), "leases")
         s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
 
-    def _probe(self, coordinator: Process, address: str) -> Probed:
+    def _probe(self, coordinator: Process, address: str, seconds: float) -> Probed:
         """Connect to a host as ``probe_address`` does: its kernel answers, unless its machine is gone or cut off.
 
         A suspended process takes connections all the same. Now and then the answer is wrong: a living host seems
@@ -83,7 +83,7 @@ class Cluster:
             shown = Probed.SILENT if is_silent or zlib.crc32(address.encode()) % 3 == 0 else Probed.REFUSED
         if self.world.faults.wrong_probe and s.random.random() < self.world.faults.wrong_probe:
             shown = Probed.SILENT if target.is_alive else Probed.CONNECTED
-        s.sleep(CONNECTION_SECONDS if shown is Probed.SILENT else self.world.network.delay())
+        s.sleep(seconds if shown is Probed.SILENT else self.world.network.delay())
         return shown
 
     def _lose(self, lose: Callable[[HostLease, Loss, float], None], lease: HostLease, why: Loss, age: float) -> None:

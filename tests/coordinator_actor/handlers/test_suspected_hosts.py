@@ -21,12 +21,13 @@ from tests.coordinator_actor.coordinator_world import World
 
 
 class ProbedWorld(World):
-    """Two hosts with a query, and what probes of their addresses show. A probe of a silent machine takes a second."""
+    """Two hosts with a query, and what probes of them show. A silent machine takes all seconds of a probe."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.shows: dict[str, Probed] = {}
         self.probes: Counter[str] = Counter()
+        self.timeouts: list[float] = []
         self.infos = [msgspec.structs.replace(self.host(i), query_address=f"127.0.0.1:7{i}") for i in range(2)]
         self.c = Coordinator(lambda: self.now, self.storage, CoordinatorConf(report_timeout=0.0), probe=self.probe)
 
@@ -38,11 +39,12 @@ class ProbedWorld(World):
         self.probes.clear()
         self.now += 1
 
-    def probe(self, address: str) -> Probed:
+    def probe(self, address: str, seconds: float) -> Probed:
         self.probes[address] += 1
         shown = self.shows.get(address, Probed.CONNECTED)
         if shown is Probed.SILENT:
-            self.now += 1
+            self.now += seconds
+            self.timeouts.append(seconds)
         return shown
 
     def settle(self) -> None:
@@ -187,23 +189,27 @@ def test_a_suspended_process_keeps_its_lease(world: ProbedWorld) -> None:
     assert world.c.lost_hosts()["no_heartbeat"] == 1
 
 
-def test_a_silent_machine_is_superseded_after_four_seconds(world: ProbedWorld) -> None:
+@pytest.mark.parametrize("suspected_after", [0.0, 1.0, 2.1, 2.6, 2.9, 3.0])
+def test_a_silent_machine_is_superseded_after_four_seconds(world: ProbedWorld, suspected_after: float) -> None:
+    """Whenever it was suspected: the coordinator looks at late hosts each second, and a probe takes as long."""
     silent, other = world.infos
     world.beat(silent)
     last = world.now
     world.shows[silent.address] = Probed.SILENT
     world.beat(other)
+    world.now += suspected_after
     world.suspect(silent)
     assert world.owners() == {other.host_id}
     assert 4.0 <= world.now - last <= 4.5
     assert world.probes[silent.address] == suspicions.SILENT_PROBES
+    assert all(suspicions.LEAST_CONNECTION_SECONDS <= t <= suspicions.CONNECTION_SECONDS for t in world.timeouts)
     assert world.c.lost_hosts()["silent"] == 1
 
 
 def test_one_packet_that_is_lost_is_no_silence(world: ProbedWorld) -> None:
     one, _ = world.infos
     answers = [Probed.SILENT, Probed.CONNECTED]
-    world.c._suspicions._probe = lambda address: answers.pop(0)
+    world.c._suspicions._probe = lambda address, seconds: answers.pop(0)
     world.now += 4
     world.suspect(one)
     assert answers == []
@@ -215,7 +221,7 @@ def test_a_network_that_reports_a_machine_as_unreachable_at_once_does_not_shorte
     world.beat(gone)
     last = world.now
 
-    def unreachable(address: str) -> Probed:
+    def unreachable(address: str, seconds: float) -> Probed:
         world.probes[address] += 1
         return Probed.SILENT
 
@@ -260,7 +266,7 @@ def test_a_late_heartbeat_is_a_suspicion(world: ProbedWorld) -> None:
 def test_heartbeats_of_an_unreachable_address_keep_the_lease(world: ProbedWorld) -> None:
     one, other = world.infos
 
-    def silent(address: str) -> Probed:
+    def silent(address: str, seconds: float) -> Probed:
         world.now += 1
         world.probes[address] += 1
         assert world.probes[address] <= 10, "each suspicion costs one probe"
@@ -318,7 +324,7 @@ def test_a_refusal_of_the_last_incarnation_says_nothing_of_the_next(world: Probe
     dead, _ = world.infos
     again = msgspec.structs.replace(dead, incarnation="b", restart=1, address="grpc://10.0.0.1:77")
 
-    def refused(address: str) -> Probed:
+    def refused(address: str, seconds: float) -> Probed:
         world.c.register_host(again, HostReport())
         world.c.registries.hosts.leases["h0"].is_reachable = True
         return Probed.REFUSED
@@ -342,7 +348,7 @@ def test_probes_are_shared_and_a_hanging_one_delays_nothing(world: ProbedWorld) 
     hanging, other = world.infos
     begun, done, other_probed = threading.Event(), threading.Event(), threading.Event()
 
-    def probe(address: str) -> Probed:
+    def probe(address: str, seconds: float) -> Probed:
         world.probes[address] += 1
         if address == hanging.address:
             begun.set()
@@ -370,7 +376,7 @@ def test_probes_are_shared_and_a_hanging_one_delays_nothing(world: ProbedWorld) 
 def test_a_coordinator_that_stood_still_gives_up_no_host(world: ProbedWorld) -> None:
     one, _ = world.infos
 
-    def suspended(address: str) -> Probed:
+    def suspended(address: str, seconds: float) -> Probed:
         world.now += 30  # of this process itself
         world.probes[address] += 1
         assert world.probes[address] <= 3, "the heartbeat ends the suspicion"
@@ -396,16 +402,16 @@ def test_a_host_relies_on_its_lease_for_no_longer_than_the_coordinator_waits(wor
 
 def test_a_process_that_listens_is_connected_though_it_accepts_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        assert probe_address(f"grpc://127.0.0.1:{listening.getsockname()[1]}") is Probed.CONNECTED
+        assert probe_address(f"grpc://127.0.0.1:{listening.getsockname()[1]}", 1.0) is Probed.CONNECTED
 
 
 def test_a_port_without_a_listener_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    assert probe_address(f"grpc+tls://127.0.0.1:{port}") is Probed.REFUSED
+    assert probe_address(f"grpc+tls://127.0.0.1:{port}", 1.0) is Probed.REFUSED
     with socket.socket(socket.AF_INET6) as bound:
         bound.bind(("::1", 0))
-        assert probe_address(f"grpc://[::1]:{bound.getsockname()[1]}") is Probed.REFUSED
+        assert probe_address(f"grpc://[::1]:{bound.getsockname()[1]}", 1.0) is Probed.REFUSED
 
 
 def test_a_kernel_that_does_not_answer_is_silent() -> None:
@@ -425,4 +431,4 @@ def test_an_address_that_cannot_be_tried_is_unclear(monkeypatch: pytest.MonkeyPa
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(socket, "create_connection", too_many)
-    assert probe_address("grpc://127.0.0.1:1") is Probed.UNCLEAR
+    assert probe_address("grpc://127.0.0.1:1", 1.0) is Probed.UNCLEAR
