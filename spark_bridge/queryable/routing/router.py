@@ -23,7 +23,7 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.routing.hedged import HedgedReads, WaitForAny, wait_for_any
+from spark_bridge.queryable.routing.hedged import MARKS_SLOW, HedgedReads, WaitForAny, wait_for_any
 from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
 from spark_bridge.queryable.routing.scatter_gather import (
     KeyPositions,
@@ -155,6 +155,8 @@ if hasattr(os, "register_at_fork"):
 P = TypeVar("P")
 T = TypeVar("T")
 
+OLDER_SECONDS = 0.25
+"""An owner whose copy has answered in its place has this many seconds to answer at an older version; copies lack it."""
 MAX_RESTARTS = 3
 """The most times that all chunks of a large request are read again, before chunks are read from storage."""
 
@@ -213,9 +215,12 @@ class VersionAlignment:
             ahead = [i for i, version in enumerate(versions) if version > low]
             try:
                 lowest = replace(floor, isolation="version", version=low, held_only=True)
-                again = self._answers([requests[i] for i in ahead], lowest, deadline)
-            except exceptions.StateVersionError:
-                pass  # the slowest host is further behind than the other hosts hold versions
+                within = min(deadline, time.monotonic() + OLDER_SECONDS) if floor.staleness else deadline
+                again = self._answers([requests[i] for i in ahead], lowest, within)
+            except (exceptions.StateVersionError, exceptions.NotOwnerError, *MARKS_SLOW) as error:
+                # The slowest host is further behind than the others hold versions. A copy holds one only.
+                if not (floor.staleness or isinstance(error, exceptions.StateVersionError)):
+                    raise
             else:
                 return _replaced(answers, ahead, again)
         behind = [i for i, version in enumerate(versions) if version < high]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from spark_bridge.exceptions import QueryTimeoutError, RequestError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, QueryTimeoutError, RequestError
 from spark_bridge.queryable.protocol import At, KeyRowsRequest
 from spark_bridge.queryable.reads.answer_version import VersionedReader
-from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.router import SeenVersions, StateRouter, VersionAlignment
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.routing.router_world import asked, located, owned_by, soon, stored
@@ -202,3 +202,29 @@ def test_rows_of_keys_are_answered_by_copies_as_well(cluster, connections):
     answer = router.key_rows(location, request, stored(users), soon())
     rows = sorted(row["user"] for batch in answer.batches for row in batch.to_pylist())
     assert answer.version == 2 and rows == sorted(users)
+
+
+@pytest.mark.parametrize("failure", [NotOwnerError("a copy"), HostUnavailableError("hangs"), OSError("lost")])
+@pytest.mark.parametrize("is_ahead_lost", [True, False])
+def test_answers_of_a_copy_and_of_an_owner_are_aligned_at_the_version_that_both_can_give(failure, is_ahead_lost):
+    """A copy has one version, and its owner, which has more, may hang for as long as the client waits."""
+    versions, lost = [3, 2], 0 if is_ahead_lost else 1
+
+    class Hosts:
+        def answers(self, requests, at, deadline):
+            return [self.answer(request, at, deadline) for (request,) in requests]
+
+        def answer(self, request, at, deadline):
+            version = at.version if at.isolation == "version" else max(at.version, versions[request])
+            if request == lost and version != versions[request]:
+                assert deadline < soon() - 1, "the client waits for a lost host"
+                raise failure
+            return version, request
+
+    class Request(int):
+        def alternatives(self):
+            return [self]
+
+    alignment = VersionAlignment(Hosts(), SeenVersions(), Hosts())
+    answer = alignment.answers("run", [Request(0), Request(1)], At(staleness=1), soon())
+    assert answer == (versions[lost], [0, 1])
