@@ -18,6 +18,7 @@ from coordinator_actor.handlers.suspicions import Probed
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import Instance
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
@@ -28,6 +29,9 @@ from tests.simulation.sometimes import sometimes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+
+NEARLY_FULL = 50
+"""A look at the free room finds a disk nearly full so many times as often as an engine finds it full."""
 
 
 class Cluster:
@@ -234,6 +238,8 @@ class HostSlot:
             open_storage=world.disk.open,  # type: ignore[arg-type]
             clock=world.clock_of(process),
         )
+        made.disk.is_nearly_full = self._is_disk_nearly_full  # type: ignore[method-assign]
+        made.cache.evict = partial(self._evict, made.cache.evict)  # type: ignore[method-assign]
         process.memory["host"] = made
         process.memory["reads"] = HostReads(made, wait_seconds=world.constants.answer_wait_seconds)
         world.addresses[info.address] = world.addresses[info.query_address] = process
@@ -245,6 +251,17 @@ class HostSlot:
         process.memory["is_ready"] = True
         s.spawn(process, lambda: self._every(process, 1.0, made.maintenance.do_maintenance), "maintenance")
         self._every(process, world.constants.heartbeat_seconds, lambda: self._beat(process, made))
+
+    def _is_disk_nearly_full(self) -> bool:
+        world = self.session.world
+        return bool(world.faults.disk_full) and world.scheduler.random.random() < NEARLY_FULL * world.faults.disk_full
+
+    def _evict(self, evict: Callable[[Instance], bool], instance: Instance) -> bool:
+        has_changes = bool(instance.acknowledged)
+        is_evicted = evict(instance)
+        if is_evicted:
+            sometimes(f"a partition is evicted, {'after a commit of a running batch' if has_changes else 'unchanged'}")
+        return is_evicted
 
     def _beat(self, process: Process, host: Host) -> None:
         try:

@@ -214,3 +214,25 @@ def boastful_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._host.completed.newest(plan.run_id).version, results
 
     monkeypatch.setattr(VersionedReader, "_stale", boastful)
+
+
+def forgetful_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict: Callable[..., bool] = PartitionCache.evict
+
+    def forgetful(self: PartitionCache, instance: Any) -> bool:
+        is_evicted = evict(self, instance)
+        self._evicted.pop(instance.key, None)
+        return is_evicted
+
+    monkeypatch.setattr(PartitionCache, "evict", forgetful)
+
+
+def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict: Callable[..., bool] = PartitionLoader._evict_least_used
+
+    def hasty(self: PartitionLoader, key: Any = None) -> bool:
+        for instance in self._cache.all():
+            instance.in_use_until = -math.inf
+        return evict(self, key)
+
+    monkeypatch.setattr(PartitionLoader, "_evict_least_used", hasty)

@@ -140,13 +140,17 @@ def _verify(world: World, stream: Stream) -> None:
 
 
 def _verify_seconds(stream: Stream, run: Any) -> None:
-    """Check that the versions of the last ``keep_seconds`` are kept, by clocks that may have been turned back a bit."""
+    """Check that the versions of the last ``keep_seconds`` are kept, by clocks that may have been turned back a bit.
+
+    A version that is newer than the head by the clock of an earlier coordinator shows nothing.
+    """
     chain, oldest = run.versions.chain, run.versions.oldest
     following, head = chain.get(oldest + 1), stream.model.head()
     if not stream.keep_seconds or not oldest or following is None:
         return
     completed_ms = following.parent_completed_ms or following.created_ms
-    if completed_ms > head.created_ms - (stream.keep_seconds - TURNED_BACK) * 1000:
+    since = head.created_ms - (stream.keep_seconds - TURNED_BACK) * 1000
+    if since < completed_ms <= head.created_ms:
         raise Violation(
             f"Version {oldest} is the oldest one kept, at {head.created_ms} ms: it is of {completed_ms} ms."
         )

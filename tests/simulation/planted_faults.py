@@ -60,7 +60,9 @@ from tests.simulation.faults_of_hosts import (
     any_base,
     boastful_copies,
     cold_moves,
+    evicted_in_use,
     first_part_counts,
+    forgetful_eviction,
     hasty_group,
     loads_pin_no_groups,
     lost_orders,
@@ -331,6 +333,21 @@ FAULTS: Sequence[PlantedFault] = (
         range(100, 300),
         None,
         "tests/coordinator_actor/run/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
+    ),
+    PlantedFault(
+        "forgetful-eviction",
+        "A host forgets the accepted commits to a partition that it evicts.",
+        forgetful_eviction,
+        range(104, 1000),
+        None,
+        "tests/spark_bridge/host/test_small_disk.py::"
+        "test_a_commit_to_an_evicted_partition_counts_also_for_a_restarted_coordinator",
+    ),
+    PlantedFault(
+        "evicted-in-use",
+        "A partition is evicted although its task has not committed.",
+        evicted_in_use,
+        test="tests/spark_bridge/host/test_small_disk.py::test_a_partition_stays_until_its_task_has_committed",
     ),
     PlantedFault(
         "loads-pin-no-groups",

@@ -44,6 +44,8 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "Spark commits a batch that no manifest names",
         "a version that was prepared is made again by another run",
         "an engine finds its disk full",
+        "a partition is evicted, after a commit of a running batch",
+        "a partition is evicted, unchanged",
         "a file is there again after it was deleted",
     ),
     "savepoints": (
