@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -207,21 +208,58 @@ def own_address() -> str:
 # A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an
 # executor, since the executor may be collecting garbage, and the stream is blocked during that time. So a thread of the
 # driver connects to the ports of the executors. A machine's kernel accepts connections even if the executor is busy or
-# stopped. After three failed connections, the driver tells Spark that the executors of that machine are lost: 4 to 5 s
-# after it has fallen silent, which is when the coordinator gives the partitions of its host to others.
+# stopped. After three failed connections, the driver tells Spark that the executors of that machine are lost: 4 s after
+# it has answered for the last time, which is when the coordinator gives the partitions of its host to others.
 
 
 EXECUTOR_LOOK_SECONDS = 1.0
 """Seconds from one look to the next, if all answer: one connection to each executor, side by side."""
 MIN_LOOK_PAUSE_SECONDS = 0.01
-ANSWER_SECONDS = 1.25
-"""An executor's machine has this many seconds to answer a connection: the first packet is sent again after 1 s."""
+ANSWER_SECONDS, LEAST_ANSWER_SECONDS = 1.25, 0.5
+"""An executor's machine has this many seconds to answer a connection: the first packet is sent again after 1 s. The
+last look before it is given up may be shorter.
+"""
+SILENT_SECONDS = 4.0
 FAILED_LOOKS = 3
-"""After this many consecutive looks without an answer an executor counts as lost."""
+"""An executor counts as lost so many seconds after the last look that it has answered, and after at least so many looks
+without an answer.
+"""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
 Place = tuple[str, int]
+
+
+class SilentExecutors:
+    """Counts the looks that executors have not answered. ``clock`` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silences: dict[str, tuple[float, int]] = {}  # by id: the last answer, and the looks since then
+        self._answered_at = 0.0
+        self.looked_at = -math.inf
+        """When the last look began."""
+
+    def begin(self) -> float:
+        """Begin a look; return the seconds that machines have for their answers."""
+        before, self.looked_at = self.looked_at, self._clock()
+        self._answered_at = max(before, self.looked_at - EXECUTOR_LOOK_SECONDS)
+        due = [since for since, looks in self._silences.values() if looks + 1 >= FAILED_LOOKS]
+        left = SILENT_SECONDS - (self.looked_at - min(due)) if due else ANSWER_SECONDS
+        return max(LEAST_ANSWER_SECONDS, min(ANSWER_SECONDS, left))
+
+    def end(self, silent: Collection[str]) -> set[str]:
+        """End a look that these executors, by id, have not answered; return those that are lost."""
+        before = self._silences
+        self._silences = {}
+        for i in silent:
+            since, looks = before.get(i, (self._answered_at, 0))
+            self._silences[i] = since, looks + 1
+        now = self._clock()
+        return {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= SILENT_SECONDS}
+
+    def forget(self, executor_id: str) -> None:
+        self._silences.pop(executor_id, None)
 
 
 class LostExecutors:
@@ -235,8 +273,7 @@ class LostExecutors:
         self._spark = spark
         self._shutdown = shutdown
         self._by_raydp = by_raydp
-        self._failed: dict[str, int] = {}
-        self._looked_at = 0.0
+        self._silent = SilentExecutors()
         self._loop = BackgroundLoop(
             self.look,
             self._pause,
@@ -252,18 +289,17 @@ class LostExecutors:
         self._loop.close(timeout=None)
 
     def _pause(self) -> float:
-        return max(MIN_LOOK_PAUSE_SECONDS, EXECUTOR_LOOK_SECONDS - (time.monotonic() - self._looked_at))
+        return max(MIN_LOOK_PAUSE_SECONDS, EXECUTOR_LOOK_SECONDS - (time.monotonic() - self._silent.looked_at))
 
     def look(self) -> None:
         """Give up executors that do not answer, and request replacements."""
-        self._looked_at = time.monotonic()
+        seconds = self._silent.begin()
         if self._shutdown.is_ending:
             return
         all_executors = executor_places(self._spark)
         executors = {i: place for i, place in all_executors.items() if place is not None}
-        silent = silent_places(set(executors.values()), refusals=False, seconds=ANSWER_SECONDS) if executors else set()
-        self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
-        lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
+        silent = silent_places(set(executors.values()), refusals=False, seconds=seconds) if executors else set()
+        lost = {i: executors[i] for i in self._silent.end([i for i, place in executors.items() if place in silent])}
         if lost and not is_cut_off(set(executors.values()), silent, own_address()):
             self._give_up(lost, len(all_executors))
 
@@ -286,7 +322,7 @@ class LostExecutors:
             scala.killAndReplaceExecutor(executor_id)
             remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)
-            self._failed.pop(executor_id, None)
+            self._silent.forget(executor_id)
         if self._by_raydp:
             # RayDP's master has those that are left, and starts as many as are missing from the total.
             default_profile_only = jvm.org.apache.spark.api.python.PythonUtils.toScalaMap({})

@@ -10,10 +10,12 @@ import socket
 
 import pytest
 
+from spark_bridge.session import executors
 from spark_bridge.session.executors import (
     INSTANCES,
     MASTER_JAVA_OPTIONS,
     MasterSettings,
+    SilentExecutors,
     expected_executors,
     is_cut_off,
     machine_of,
@@ -42,6 +44,54 @@ def test_if_no_other_machine_answers_this_one_is_cut_off(
     places: set[tuple[str, int]], silent: set[tuple[str, int]], cut_off: bool
 ) -> None:
     assert is_cut_off(places, silent, OWN[0]) is cut_off
+
+
+class Looks:
+    """Looks at executors, whose time passes as the watch would let it."""
+
+    def __init__(self) -> None:
+        self.now = self.ended = 100.0
+        self.executors = SilentExecutors(lambda: self.now)
+
+    def look(self, *silent: str, at_once: bool = False) -> set[str]:
+        seconds = self.executors.begin()
+        assert executors.LEAST_ANSWER_SECONDS <= seconds <= executors.ANSWER_SECONDS
+        self.now += seconds if silent and not at_once else 0.0
+        lost = self.executors.end(silent)
+        self.ended = self.now
+        self.now = max(self.now, self.executors.looked_at + executors.EXECUTOR_LOOK_SECONDS)
+        return lost
+
+
+@pytest.mark.parametrize(("at_once", "looks_until_lost"), [(False, 3), (True, 4)])
+def test_an_executor_is_lost_four_seconds_after_its_last_answer(at_once: bool, looks_until_lost: int) -> None:
+    """Also if the network says at once that the machine cannot be reached."""
+    looks = Looks()
+    for _ in range(3):
+        assert looks.look() == set()
+    answered = looks.executors.looked_at
+    for _ in range(looks_until_lost - 1):
+        assert looks.look("1", at_once=at_once) == set()
+    assert looks.look("1", "2", at_once=at_once) == {"1"}, "the other one has been silent for one look"
+    assert looks.ended - answered == pytest.approx(4.0)
+
+
+def test_an_executor_that_answers_once_is_not_lost() -> None:
+    looks = Looks()
+    looks.look()
+    for _ in range(5):
+        assert looks.look("1") == set() and looks.look("1") == set()
+        assert looks.look() == set()
+
+
+def test_a_watch_that_stood_still_gives_up_no_executor_by_its_first_looks() -> None:
+    looks = Looks()
+    looks.look()
+    looks.now += 60
+    began = looks.now
+    assert looks.look("1") == set() and looks.look("1") == set()
+    assert looks.look("1") == {"1"}
+    assert looks.now - began >= 3.0
 
 
 def test_machine_that_refuses_a_connection_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,16 +110,17 @@ class Flow:
     def check(
         self,
         client: QueryableStateClient,
-        query: StreamingQuery,
+        query: StreamingQuery | str,
         operators: Sequence[str] = ("per_key", "per_s"),
     ) -> None:
-        """Ask the running query for every key there is, and for as many that are not."""
+        """Ask the running query, or the one of an id, for every key there is, and for as many that are not."""
+        query_id = query if isinstance(query, str) else str(query.id)
         expected = self.expected()
         for operator in operators:
             wanted = expected[operator]
             keys = [unmarked(key) for key in wanted.index]
             absent = [(k + 1000, s) if operator == "per_key" else f"{s}-" for k, s in expected["per_key"].index]
-            got = client.get_many(operator, [*keys, *absent], query=str(query.id)).to_pandas()
+            got = client.get_many(operator, [*keys, *absent], query=query_id).to_pandas()
             values = got[list(wanted.columns)]
             assert values.iloc[len(keys) :].isna().all(axis=None), operator
             same_state(values.iloc[: len(keys)].set_index(wanted.index), wanted)

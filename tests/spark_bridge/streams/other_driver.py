@@ -43,7 +43,7 @@ for name, value in {"spark.jars": ",".join(connector_jars()), **options["configs
     builder = builder.config(name, value)
 spark = builder.getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
-conf = StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3)
+conf = StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3, **options["conf"])
 coordinator_conf = CoordinatorConf(**options["coordinator_conf"])
 attach(spark, num_hosts=2, namespace=options["namespace"], conf=conf, coordinator_conf=coordinator_conf)
 
@@ -93,6 +93,7 @@ class Driver:
         namespace: str = "statestore",
         coordinator_conf: dict[str, float] | None = None,
         configs: dict[str, str] | None = None,
+        conf: dict[str, int] | None = None,
     ) -> None:
         self._ready, self._end, self._log = scratch / "ready.json", scratch / "end", scratch / "driver.log"
         options = {
@@ -105,6 +106,7 @@ class Driver:
             "namespace": namespace,
             "coordinator_conf": coordinator_conf or {},
             "configs": configs or {},
+            "conf": conf or {},
             "ready": str(self._ready),
             "end": str(self._end),
         }

@@ -237,6 +237,35 @@ def actors_of(namespace: str) -> list[str]:
     return sorted(a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace)
 
 
+@pytest.mark.thorough  # otherwise: host/test_small_disk.py
+def test_a_stream_goes_on_with_local_disks_that_are_smaller_than_its_state(
+    flow: Flow, client: QueryableStateClient, tmp_path: Path
+) -> None:
+    """Partitions are evicted and loaded again, again and again, and no number changes."""
+    namespace = "small-disks"
+    flow.add(2)
+    small = {"local_disk_bytes": 1 << 20}
+    with Driver(flow.stream, tmp_path, ray="same", namespace=namespace, partitions=(64, 32), conf=small) as driver:
+        client_of_driver = driver.wait_until_ready()
+        query = client_of_driver.operators()[0]["query_id"]
+
+        def evictions() -> list[int]:
+            hosts = [ray.get_actor(name, namespace=namespace) for name in actors_of(namespace) if "Host" in name]
+            return [host["disk"]["evictions"] for host in ray.get([host.describe.remote() for host in hosts])]
+
+        for batch in range(2, 5):
+            before = evictions()
+            flow.add()
+            wait_until(lambda batch=batch: Path(flow.stream.checkpoint, "commits", str(batch)).exists())
+            flow.check(client_of_driver, query)
+            assert len(before) == 2 and all(now > then for now, then in zip(evictions(), before, strict=True))
+        client_of_driver.close()
+        driver.end()
+    again = start(flow.frame(3, 2), flow.stream.checkpoint, Sink())
+    settle(again)
+    flow.check(client, again)
+
+
 @pytest.mark.thorough  # otherwise: leases and idleness in coordinator_actor/test_coordinator.py, test_demo.py
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     """Its hosts end with it, its leases expire, and the unused coordinator ends."""
