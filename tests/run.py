@@ -33,6 +33,8 @@ from tests.scratch import SCRATCH
 ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
+MOST_RETRIED = 3
+"""With ``--retry``, so many failed tests of a part with clusters run once more; more failures are no accident."""
 MOST_FAILURES = 20
 COLUMNS = "160"
 """The report names so many failed tests, each on a line of pytest of so many columns."""
@@ -64,11 +66,12 @@ class Outcome:
     seconds: float
     last_line: str
     failures: tuple[str, ...] = ()
+    retry: Outcome | None = None
 
     @property
     def is_right(self) -> bool:
-        """Whether no test failed."""
-        return self.status in (0, NOTHING_COLLECTED)
+        """Whether no test failed, or all that did have passed when they ran once more."""
+        return self.status in (0, NOTHING_COLLECTED) or (self.retry is not None and self.retry.status == 0)
 
 
 def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
@@ -130,6 +133,19 @@ def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
     return outcomes
 
 
+def retried(outcome: Outcome, out: TextIO) -> Outcome:
+    """Run the failed tests of a part with clusters once more, alone, if they are few.
+
+    A shared machine may stand still for longer than a cluster's leases last. Reports name these tests all the same.
+    """
+    is_few = outcome.status == 1 and 0 < len(outcome.failures) <= MOST_RETRIED
+    if not outcome.part.name.startswith("Spark") or not is_few:
+        return outcome
+    tests = [line.partition(" ")[2].partition(" - ")[0] for line in outcome.failures]
+    again = replace(outcome.part, name=f"{outcome.part.name} again", command=[*outcome.part.command[:3], *tests])
+    return replace(outcome, retry=run_part(again, out, f"{again.name} | "))
+
+
 def spoken(seconds: float) -> str:
     """Return a time as it is read: ``48 s``, ``7 min 05 s``."""
     minutes, rest = divmod(round(seconds), 60)
@@ -141,9 +157,10 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
 
     Logs of CI are often cut to their end, so the names of failed tests belong there.
     """
-    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in outcomes]
+    every = [one for o in outcomes for one in (o, o.retry) if one is not None]
+    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in every]
     rows.append(("in all", spoken(seconds), bound, "right" if all(o.is_right for o in outcomes) else "FAILED"))
-    failures = [f"{o.part.name}: {line}" for o in outcomes for line in o.failures]
+    failures = [f"{o.part.name}: {line}" for o in every for line in o.failures]
     table = [
         f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
         for name, took, most, said in rows
@@ -299,6 +316,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
+    parser.add_argument("--retry", action="store_true", help="run a few failed tests of clusters once more")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:
@@ -311,6 +329,8 @@ def main(arguments: Sequence[str]) -> int:
     is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)
     bound = 600.0 if is_usual else None
     outcomes = run_steps(steps, sys.stdout)
+    if given.retry:
+        outcomes = [retried(outcome, sys.stdout) for outcome in outcomes]
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1
 

@@ -76,6 +76,36 @@ def test_the_report_names_failed_tests_once_more(tmp_path: Path) -> None:
     assert lines[1].startswith("tested ") and "1 failed, 1 passed" in lines[1]
 
 
+@pytest.mark.parametrize(("failures", "is_accident", "is_right"), [(1, 1, True), (2, 0, False), (4, 1, False)])
+def test_a_few_failed_tests_of_clusters_run_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, is_accident: int, is_right: bool
+) -> None:
+    """A mistake fails again, and many failures are no accident. The report names them in any case."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_one.py").write_text(f"""
+import pathlib, pytest
+
+@pytest.mark.parametrize("i", range({failures}))
+def test_unsteady(i):
+    flag = pathlib.Path(f"ran{{i}}")
+    assert (flag.exists() and {is_accident}) or flag.touch(), "stood still"
+
+def test_right():
+    pass
+""")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    outcomes = run_steps([[Part("Spark 3.5", command)]], io.StringIO())
+    assert not outcomes[0].is_right
+    outcomes = [run.retried(outcome, io.StringIO()) for outcome in outcomes]
+    assert outcomes[0].is_right == is_right
+    lines = report(outcomes, 1.0, None).splitlines()
+    named = [line for line in lines if line.startswith("Spark 3.5: FAILED test_one.py::test_unsteady[")]
+    assert len(named) == failures and all("stood still" in line for line in named)
+    assert any(line.startswith("Spark 3.5 again") for line in lines) == (failures <= run.MOST_RETRIED)
+    assert lines[-1].endswith("right" if is_right else "FAILED")
+
+
 def test_the_report() -> None:
     parts = Part("without clusters", [], 60.0), Part("Spark 3.5", [])
     outcomes = [Outcome(parts[0], 0, 48.4, "3000 passed"), Outcome(parts[1], 0, 425.0, "150 passed")]
