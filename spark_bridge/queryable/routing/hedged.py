@@ -34,6 +34,8 @@ HEDGE_SHARE = 0.1
 HEDGE_BURST = 5.0
 HEDGE_ANYWAY = 20
 """A request that has waited so many times longer than the delay needs no budget: its host hangs."""
+REFUSED_SECONDS = 0.1
+"""A copy that was too old is asked again after this many seconds, while no other host has answered."""
 COPY_CONNECT_SECONDS = 0.25
 """Connecting to one of several hosts that may answer takes at most this many seconds."""
 SLOW_SECONDS = 2.0
@@ -97,12 +99,14 @@ class AnswerTimes:
 class _Race(Generic[T]):
     """The attempts at one answer: the requests to send, and those under way, in order, with the times of sending.
 
-    ``last_resort`` is sent if all have failed. A hedge is sent at ``hedge_at`` if there is budget for it, and at
-    ``hedge_anyway_at`` else.
+    ``last_resort`` is sent to the owner if all have failed. A hedge is sent at ``hedge_at`` if there is budget for it,
+    and at ``hedge_anyway_at`` else. Copies that have refused a request may answer a moment later.
     """
 
     requests: list[ScatteredRequest[T]]
     last_resort: ScatteredRequest[T] | None
+    owner: str
+    refused: list[ScatteredRequest[T]] = field(default_factory=list)
     under_way: dict[KvExchange, tuple[ScatteredRequest[T], float]] = field(default_factory=dict)
     hedge_at: float = 0.0
     hedge_anyway_at: float = 0.0
@@ -143,7 +147,7 @@ class HedgedReads:
         of a request that no host has answered, and errors that no other host can help at once.
         """
         self._budget = min(HEDGE_BURST, self._budget + HEDGE_SHARE * len(requests))
-        races = [_Race(sorted(hosts, key=self._is_slow), hosts[0]) for hosts in requests]
+        races = [_Race(sorted(hosts, key=self._is_slow), hosts[0], hosts[0].address) for hosts in requests]
         races_by_speed = sorted(races, key=lambda race: self._is_slow(race.requests[0]))
         try:
             while pending := [race for race in races_by_speed if race.answer is None]:
@@ -151,6 +155,10 @@ class HedgedReads:
                     if not race.under_way or self._may_hedge(race):
                         self._send_next(race, at, deadline)
                 pending = [race for race in pending if race.answer is None]
+                for race in pending:
+                    if race.under_way and race.refused and not race.requests:
+                        race.requests, race.refused = race.refused, []
+                        race.hedge_at = race.hedge_anyway_at = self._clock() + REFUSED_SECONDS
                 exchanges = [exchange for race in pending for exchange in race.under_way]
                 if exchanges:
                     hedges = [race.hedge_at for race in pending if race.requests]
@@ -225,6 +233,8 @@ class HedgedReads:
         if isinstance(error, HOPELESS):
             raise error
         race.failure = error
+        if isinstance(error, exceptions.NotOwnerError) and request.address != race.owner:
+            race.refused.append(request)
         if isinstance(error, MARKS_SLOW):
             self._note_slow([request])
 

@@ -150,9 +150,21 @@ def test_only_connecting_is_limited_while_others_may_answer() -> None:
     hosts = SlowHosts(lambda address: NotOwnerError("It has no copy."))
     with pytest.raises(NotOwnerError):
         hosts.get()
-    assert hosts.asked == [OWNER, COPY, OWNER]
-    assert [seconds > 9 for seconds, _ in hosts.limits] == [True] * 3
-    assert [seconds for _, seconds in hosts.limits] == [0.25, 0.25, float("inf")]
+    assert hosts.asked == [OWNER, COPY, OWNER, COPY]
+    assert [seconds > 9 for seconds, _ in hosts.limits] == [True] * 4
+    assert [seconds for _, seconds in hosts.limits] == [0.25, 0.25, float("inf"), 0.25]
+
+
+@pytest.mark.parametrize("is_known_to_hang", [False, True])
+def test_a_copy_that_was_too_old_is_asked_again_while_the_owner_hangs(is_known_to_hang: bool) -> None:
+    refusals: list[Delay] = [NotOwnerError("It is too old.")] * 3
+    hosts = SlowHosts(lambda address: HANG if address == OWNER else refusals.pop() if refusals else 0.001)
+    if is_known_to_hang:
+        hosts.reads._slow_until[OWNER] = hosts.now + 2
+    begun = hosts.now
+    assert hosts.get() == [COPY.encode()]
+    assert 0.2 < hosts.now - begun < 0.5
+    assert sorted(hosts.asked) == [COPY] * 4 + [OWNER]
 
 
 @pytest.mark.parametrize("error", [RequestError("A null key."), StateVersionError("Not completed.")])
