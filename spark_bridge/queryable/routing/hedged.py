@@ -32,8 +32,10 @@ SECONDS_PER_KEY = 2e-6
 HEDGE_SHARE = 0.1
 """At most so many hedges go out per request, and ``HEDGE_BURST`` more."""
 HEDGE_BURST = 5.0
-HEDGE_ANYWAY = 20
-"""A request that has waited so many times longer than the delay needs no budget: its host hangs."""
+HEDGE_ANYWAY, HEDGE_ANYWAY_SECONDS = 20, 1.0
+"""A request that has waited so many times longer than the delay, or longer than both the delay and so many seconds,
+needs no budget: its host hangs.
+"""
 REFUSED_SECONDS = 0.1
 """A copy that was too old is asked again after this many seconds, while no other host has answered."""
 COPY_CONNECT_SECONDS = 0.25
@@ -208,7 +210,8 @@ class HedgedReads:
         now = self._clock()
         race.under_way[exchange] = request, now
         delay = self._times.hedge_delay(request.num_keys)
-        race.hedge_at, race.hedge_anyway_at = now + delay, now + HEDGE_ANYWAY * delay
+        race.hedge_at = now + delay
+        race.hedge_anyway_at = now + max(delay, min(HEDGE_ANYWAY * delay, HEDGE_ANYWAY_SECONDS))
 
     def _collect(self, race: _Race[T], ready: set[KvExchange], deadline: float) -> None:
         for exchange in [exchange for exchange in race.under_way if exchange in ready]:

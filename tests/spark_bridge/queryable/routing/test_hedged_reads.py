@@ -108,6 +108,17 @@ def test_hosts_that_hang_are_left_without_a_budget() -> None:
     assert hosts.now - begun < 0.5
 
 
+def test_a_host_that_hangs_is_left_within_a_second_though_answers_take_long() -> None:
+    hosts = SlowHosts(lambda address: 0.15)
+    for _ in range(5):
+        hosts.get()
+    hosts.reads._budget = 0.0
+    hosts.delay_of = lambda address: 0.15 if address == COPY else HANG
+    begun = hosts.now
+    assert hosts.get() == [COPY.encode()]
+    assert 0.9 < hosts.now - begun < 1.2
+
+
 def test_a_request_for_many_keys_is_given_more_time() -> None:
     hosts = SlowHosts(lambda address: 0.2)
     hosts.get(num_keys=200_000)
