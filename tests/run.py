@@ -33,6 +33,7 @@ from tests.scratch import SCRATCH
 ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
+SUMMARY = "short test summary info"
 MOST_RETRIED = 3
 """With ``--retry``, so many failed tests of a part with clusters run once more; more failures are no accident."""
 MOST_FAILURES = 20
@@ -71,14 +72,16 @@ class Outcome:
     @property
     def is_right(self) -> bool:
         """Whether no test failed, or all that did have passed when they ran once more."""
-        return self.status in (0, NOTHING_COLLECTED) or (self.retry is not None and self.retry.status == 0)
+        return self.status in (0, NOTHING_COLLECTED) or (
+            self.retry is not None and self.retry.status == 0 and "passed" in self.retry.last_line
+        )
 
 
 def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
     """Run a part; write its output line by line, each behind ``prefix``."""
     begun = time.monotonic()
     files = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
-    last, failures = "", []
+    last, is_summary, failures = "", False, []
     try:
         with subprocess.Popen(
             part.command,
@@ -101,7 +104,8 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
                 out.flush()
                 if line.startswith("=") or not last.startswith("="):
                     last = line.strip() or last
-                if line.startswith(("FAILED ", "ERROR ")):
+                is_summary = is_summary or SUMMARY in line  # before it, logged errors may begin with the same word
+                if is_summary and line.startswith(("FAILED ", "ERROR ")):
                     failures.append(line.strip())
     finally:
         # Tests leave tens of thousands of files: pytest's own way to remove those of earlier runs takes seconds.
@@ -121,13 +125,14 @@ def keep_to_core(pid: int, core: int | None) -> None:
             os.sched_setaffinity(pid, {cores[core % len(cores)]})
 
 
-def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
+def run_steps(steps: Sequence[Sequence[Part]], out: TextIO, *, retries: bool = False) -> list[Outcome]:
     """Run step after step, the parts of a step side by side; stop after a step with a failure."""
     outcomes: list[Outcome] = []
     for step in steps:
         with ThreadPoolExecutor(len(step) or 1) as threads:
             running = [threads.submit(run_part, p, out, f"{p.name} | " if len(step) > 1 else "") for p in step]
-            outcomes += [one.result() for one in running]
+            ended = [one.result() for one in running]
+        outcomes += [retried(outcome, out) if retries else outcome for outcome in ended]
         if not all(outcome.is_right for outcome in outcomes):
             break
     return outcomes
@@ -165,7 +170,9 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
         f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
         for name, took, most, said in rows
     ]
-    return "\n".join([*failures[:MOST_FAILURES], *table])
+    if len(failures) > MOST_FAILURES:
+        failures[MOST_FAILURES:] = [f"and {len(failures) - MOST_FAILURES} more failed tests"]
+    return "\n".join([*failures, *table])
 
 
 LINES_AND_THEIR_REST = (
@@ -328,9 +335,7 @@ def main(arguments: Sequence[str]) -> int:
         steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
     is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)
     bound = 600.0 if is_usual else None
-    outcomes = run_steps(steps, sys.stdout)
-    if given.retry:
-        outcomes = [retried(outcome, sys.stdout) for outcome in outcomes]
+    outcomes = run_steps(steps, sys.stdout, retries=given.retry)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1
 

@@ -84,21 +84,23 @@ def test_a_few_failed_tests_of_clusters_run_once_more(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_one.py").write_text(f"""
-import pathlib, pytest
+import logging, pathlib, pytest
 
 @pytest.mark.parametrize("i", range({failures}))
 def test_unsteady(i):
     flag = pathlib.Path(f"ran{{i}}")
+    logging.error("Host h1 is lost")
     assert (flag.exists() and {is_accident}) or flag.touch(), "stood still"
 
 def test_right():
     pass
 """)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    outcomes = run_steps([[Part("Spark 3.5", command)]], io.StringIO())
-    assert not outcomes[0].is_right
-    outcomes = [run.retried(outcome, io.StringIO()) for outcome in outcomes]
+    steps = [[Part("Spark 3.5", command)], [python("next", "")]]
+    outcomes = run_steps(steps, io.StringIO(), retries=True)
     assert outcomes[0].is_right == is_right
+    assert len(outcomes) == 1 + is_right, "the next step runs"
+    assert len(outcomes[0].failures) == failures
     lines = report(outcomes, 1.0, None).splitlines()
     named = [line for line in lines if line.startswith("Spark 3.5: FAILED test_one.py::test_unsteady[")]
     assert len(named) == failures and all("stood still" in line for line in named)
@@ -155,7 +157,7 @@ def test_each_test_of_services_runs_with_services_only(marks: tuple[int, ...]) -
 @pytest.mark.parametrize("given", [["--without-clusters", "-x"], ["--thorough", "--without-clusters", "-x"]])
 def test_a_run_without_clusters_has_all_tests_without(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
     ran: list[Part] = []
-    monkeypatch.setattr(run, "run_steps", lambda steps, out: ran.extend(p for step in steps for p in step) or [])
+    monkeypatch.setattr(run, "run_steps", lambda steps, out, retries: ran.extend(p for step in steps for p in step) or [])
     assert run.main(given) == 0
     assert [p.name for p in ran] == [*run.WITHOUT_CLUSTERS, *run.AROUND]
     assert all("not ray and not spark" in " ".join(p.command) for p in ran)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 CONNECTION_SECONDS = 1.0
 LEAST_CONNECTION_SECONDS = 0.5
-"""A host's machine has so many seconds to take or refuse a connection: fewer only if it can be given up after them."""
+"""A host's machine has so many seconds to take or refuse a connection, the fewer only if it was silent before."""
 PROBE_PAUSE_SECONDS = 0.25
 """The least seconds between two probes of a host."""
 SILENT_PROBES = 2
@@ -27,7 +27,7 @@ REACH_SECONDS = 10.0
 MOST_PROBES = 256
 """Hosts that are probed at the same time, each by its own thread. The next report or look repeats other suspicions."""
 STOOD_STILL_SECONDS = 1.0
-"""A probe that takes this much longer than ``CONNECTION_SECONDS`` shows nothing: this process itself stood still."""
+"""A probe that takes this much longer than its time shows nothing: this process itself stood still."""
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN})
 
 
@@ -145,10 +145,12 @@ class Suspicions:
                 return None
             seen = lease.seen
             left = self._silent_timeout - (self._registries.clock() - seen)
+        is_last = earlier + 1 >= SILENT_PROBES
+        seconds = max(LEAST_CONNECTION_SECONDS, min(CONNECTION_SECONDS, left)) if is_last else CONNECTION_SECONDS
         began = time.monotonic()
-        probed = self._probe(info.address, max(LEAST_CONNECTION_SECONDS, min(CONNECTION_SECONDS, left)))
+        probed = self._probe(info.address, seconds)
         took = time.monotonic() - began
-        stood_still = took > CONNECTION_SECONDS + STOOD_STILL_SECONDS
+        stood_still = took > seconds + STOOD_STILL_SECONDS
         with self._registries.lock:
             lease = self._lease_of(info)
             if lease is None:
@@ -164,7 +166,7 @@ class Suspicions:
                 return None
             if probed is not Probed.SILENT or not lease.is_reachable or lease.seen > seen:
                 return None
-            if age >= self._silent_timeout and earlier + 1 >= SILENT_PROBES and not stood_still:
+            if age >= self._silent_timeout and is_last and not stood_still:
                 self._registries.hosts.lose(lease, Loss.SILENT, age)
                 return None
         # The next probe ends when the host may be given up, or begins soon.

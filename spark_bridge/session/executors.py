@@ -224,6 +224,8 @@ FAILED_LOOKS = 3
 """An executor counts as lost so many seconds after the last look that it has answered, and after at least so many looks
 without an answer.
 """
+STOOD_STILL_SECONDS = 5.0
+"""If looks began further apart, the driver stood still, and earlier looks show nothing."""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
@@ -243,8 +245,10 @@ class SilentExecutors:
     def begin(self) -> float:
         """Begin a look; return the seconds that machines have for their answers."""
         before, self.looked_at = self.looked_at, self._clock()
+        if self.looked_at - before > STOOD_STILL_SECONDS:
+            self.forget_all()
         self._answered_at = max(before, self.looked_at - EXECUTOR_LOOK_SECONDS)
-        due = [since for since, looks in self._silences.values() if looks + 1 >= FAILED_LOOKS]
+        due = [since for since, looks in self._silences.values() if looks + 1 == FAILED_LOOKS]
         left = SILENT_SECONDS - (self.looked_at - min(due)) if due else ANSWER_SECONDS
         return max(LEAST_ANSWER_SECONDS, min(ANSWER_SECONDS, left))
 
@@ -258,8 +262,9 @@ class SilentExecutors:
         now = self._clock()
         return {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= SILENT_SECONDS}
 
-    def forget(self, executor_id: str) -> None:
-        self._silences.pop(executor_id, None)
+    def forget_all(self) -> None:
+        """Begin again: this process stood still, or its own machine was cut off."""
+        self._silences.clear()
 
 
 class LostExecutors:
@@ -300,7 +305,9 @@ class LostExecutors:
         executors = {i: place for i, place in all_executors.items() if place is not None}
         silent = silent_places(set(executors.values()), refusals=False, seconds=seconds) if executors else set()
         lost = {i: executors[i] for i in self._silent.end([i for i, place in executors.items() if place in silent])}
-        if lost and not is_cut_off(set(executors.values()), silent, own_address()):
+        if lost and is_cut_off(set(executors.values()), silent, own_address()):
+            self._silent.forget_all()
+        elif lost:
             self._give_up(lost, len(all_executors))
 
     def _give_up(self, lost: Mapping[str, Place], total: int) -> None:
@@ -322,7 +329,6 @@ class LostExecutors:
             scala.killAndReplaceExecutor(executor_id)
             remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)
-            self._silent.forget(executor_id)
         if self._by_raydp:
             # RayDP's master has those that are left, and starts as many as are missing from the total.
             default_profile_only = jvm.org.apache.spark.api.python.PythonUtils.toScalaMap({})

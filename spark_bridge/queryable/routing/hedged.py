@@ -32,12 +32,14 @@ SECONDS_PER_KEY = 2e-6
 HEDGE_SHARE = 0.1
 """At most so many hedges go out per request, and ``HEDGE_BURST`` more."""
 HEDGE_BURST = 5.0
-HEDGE_ANYWAY, HEDGE_ANYWAY_SECONDS = 20, 1.0
-"""A request that has waited so many times longer than the delay, or longer than both the delay and so many seconds,
-needs no budget: its host hangs.
+HEDGE_ANYWAY, HEDGE_ANYWAY_SECONDS, LEAST_HEDGE_ANYWAY = 20, 1.0, 3
+"""A request needs no budget after so many times the delay, or so many seconds if that is sooner, but not before the
+least number of delays: its host hangs.
 """
-REFUSED_SECONDS = 0.1
-"""A copy that was too old is asked again after this many seconds, while no other host has answered."""
+REFUSED_SECONDS, MAX_REFUSED_SECONDS = 0.1, 1.0
+"""A copy that was too old is asked again after this many seconds, and then after twice as many each time, while no
+other host has answered.
+"""
 COPY_CONNECT_SECONDS = 0.25
 """Connecting to one of several hosts that may answer takes at most this many seconds."""
 SLOW_SECONDS = 2.0
@@ -109,6 +111,7 @@ class _Race(Generic[T]):
     last_resort: ScatteredRequest[T] | None
     owner: str
     refused: list[ScatteredRequest[T]] = field(default_factory=list)
+    refused_seconds: float = REFUSED_SECONDS
     under_way: dict[KvExchange, tuple[ScatteredRequest[T], float]] = field(default_factory=dict)
     hedge_at: float = 0.0
     hedge_anyway_at: float = 0.0
@@ -149,8 +152,8 @@ class HedgedReads:
         of a request that no host has answered, and errors that no other host can help at once.
         """
         self._budget = min(HEDGE_BURST, self._budget + HEDGE_SHARE * len(requests))
-        races = [_Race(sorted(hosts, key=self._is_slow), hosts[0], hosts[0].address) for hosts in requests]
-        races_by_speed = sorted(races, key=lambda race: self._is_slow(race.requests[0]))
+        races = [_Race(sorted(hosts, key=self.is_slow), hosts[0], hosts[0].address) for hosts in requests]
+        races_by_speed = sorted(races, key=lambda race: self.is_slow(race.requests[0]))
         try:
             while pending := [race for race in races_by_speed if race.answer is None]:
                 for race in pending:
@@ -160,7 +163,8 @@ class HedgedReads:
                 for race in pending:
                     if race.under_way and race.refused and not race.requests:
                         race.requests, race.refused = race.refused, []
-                        race.hedge_at = race.hedge_anyway_at = self._clock() + REFUSED_SECONDS
+                        race.hedge_at = race.hedge_anyway_at = self._clock() + race.refused_seconds
+                        race.refused_seconds = min(2 * race.refused_seconds, MAX_REFUSED_SECONDS)
                 exchanges = [exchange for race in pending for exchange in race.under_way]
                 if exchanges:
                     hedges = [race.hedge_at for race in pending if race.requests]
@@ -173,7 +177,8 @@ class HedgedReads:
                     exchange.abandon()
         return [race.answer for race in races if race.answer is not None]
 
-    def _is_slow(self, request: ScatteredRequest[T]) -> bool:
+    def is_slow(self, request: ScatteredRequest[T]) -> bool:
+        """Return whether the host of a request was slower than a copy, or could not be reached, a moment ago."""
         return bool(self._slow_until) and self._slow_until.get(request.address, 0.0) > self._clock()
 
     def _may_hedge(self, race: _Race[T]) -> bool:
@@ -211,7 +216,7 @@ class HedgedReads:
         race.under_way[exchange] = request, now
         delay = self._times.hedge_delay(request.num_keys)
         race.hedge_at = now + delay
-        race.hedge_anyway_at = now + max(delay, min(HEDGE_ANYWAY * delay, HEDGE_ANYWAY_SECONDS))
+        race.hedge_anyway_at = now + max(LEAST_HEDGE_ANYWAY * delay, min(HEDGE_ANYWAY * delay, HEDGE_ANYWAY_SECONDS))
 
     def _collect(self, race: _Race[T], ready: set[KvExchange], deadline: float) -> None:
         for exchange in [exchange for exchange in race.under_way if exchange in ready]:

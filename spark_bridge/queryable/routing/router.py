@@ -164,10 +164,13 @@ MAX_RESTARTS = 3
 class VersionAlignment:
     """Ask several hosts until all their answers are of one version."""
 
-    def __init__(self, hosts: ScatterGather, seen: SeenVersions, hedged: HedgedReads) -> None:
+    def __init__(
+        self, hosts: ScatterGather, seen: SeenVersions, hedged: HedgedReads, clock: Callable[[], float]
+    ) -> None:
         self._hosts = hosts
         self._seen = seen
         self._hedged = hedged
+        self._clock = clock
 
     def _answers(
         self, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
@@ -215,7 +218,8 @@ class VersionAlignment:
             ahead = [i for i, version in enumerate(versions) if version > low]
             try:
                 lowest = replace(floor, isolation="version", version=low, held_only=True)
-                within = min(deadline, time.monotonic() + OLDER_SECONDS) if floor.staleness else deadline
+                is_limited = floor.staleness and any(self._hedged.is_slow(requests[i]) for i in ahead)
+                within = min(deadline, self._clock() + OLDER_SECONDS) if is_limited else deadline
                 again = self._answers([requests[i] for i in ahead], lowest, within)
             except (exceptions.StateVersionError, exceptions.NotOwnerError, *MARKS_SLOW) as error:
                 # The slowest host is further behind than the others hold versions. A copy holds one only.
@@ -341,7 +345,7 @@ class StateRouter:
         self.seen = SeenVersions()
         hedged = HedgedReads(connections, self._local_address, self._local, clock=clock, wait=wait)
         hosts = ScatterGather(connections, self._local_address, self._local)
-        self._hosts = VersionAlignment(hosts, self.seen, hedged)
+        self._hosts = VersionAlignment(hosts, self.seen, hedged, clock)
         self._clock = clock
         self._sleep = sleep
         self._tables: dict[int, RoutingTable] = {}

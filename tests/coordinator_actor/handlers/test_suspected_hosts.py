@@ -202,7 +202,18 @@ def test_a_silent_machine_is_superseded_after_four_seconds(world: ProbedWorld, s
     assert world.owners() == {other.host_id}
     assert 4.0 <= world.now - last <= 4.5
     assert world.probes[silent.address] == suspicions.SILENT_PROBES
-    assert all(suspicions.LEAST_CONNECTION_SECONDS <= t <= suspicions.CONNECTION_SECONDS for t in world.timeouts)
+    assert world.timeouts[0] == suspicions.CONNECTION_SECONDS
+    assert suspicions.LEAST_CONNECTION_SECONDS <= world.timeouts[1] <= suspicions.CONNECTION_SECONDS
+
+
+def test_a_heartbeat_that_is_very_late_does_not_shorten_the_first_probe(world: ProbedWorld) -> None:
+    silent, other = world.infos
+    world.shows[silent.address] = Probed.SILENT
+    world.now += 4
+    world.beat(other)
+    world.suspect(silent)
+    assert world.owners() == {other.host_id}
+    assert world.timeouts == [suspicions.CONNECTION_SECONDS, suspicions.LEAST_CONNECTION_SECONDS]
     assert world.c.lost_hosts()["silent"] == 1
 
 

@@ -84,14 +84,29 @@ def test_an_executor_that_answers_once_is_not_lost() -> None:
         assert looks.look() == set()
 
 
-def test_a_watch_that_stood_still_gives_up_no_executor_by_its_first_looks() -> None:
+@pytest.mark.parametrize("silent_before", [0, 1, 2])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_watch_that_stood_still_begins_again(silent_before: int, at_once: bool) -> None:
     looks = Looks()
     looks.look()
+    for _ in range(silent_before):
+        assert looks.look("1") == set()
     looks.now += 60
     began = looks.now
+    while not looks.look("1", at_once=at_once):
+        assert looks.now < began + 10
+    assert looks.ended - began >= 3.0
+
+
+def test_a_driver_whose_own_cable_is_back_begins_again() -> None:
+    looks = Looks()
+    looks.look()
+    for _ in range(9):
+        if looks.look("1", "2"):
+            looks.executors.forget_all()
+    began = looks.now
     assert looks.look("1") == set() and looks.look("1") == set()
-    assert looks.look("1") == {"1"}
-    assert looks.now - began >= 3.0
+    assert looks.now - began >= 2 * executors.EXECUTOR_LOOK_SECONDS
 
 
 def test_machine_that_refuses_a_connection_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,3 +315,43 @@ def test_example_answers_while_a_host_dies(tmp_path: Path) -> None:
     assert int(caught[1]) > 0
     assert "15,300 payments scored" in done.stdout
     assert (tmp_path / "fraud.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.spark42_only
+def test_recipe_of_the_page_writes_changes_to_a_topic(topics: Topics, tmp_path: Path) -> None:
+    """The code of ``docs/how-to/kafka.md`` for Spark 4, with the names of this test."""
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "kafka.md"
+    recipe = page.read_text().partition("### From Spark 4")[2].partition("```python\n")[2].partition("```")[0]
+    names = {"broker:9092": topics.broker.address, "ck/": topics.checkpoint, "ck-of-feed/": str(tmp_path / "feed")}
+    names |= {"user-totals": f"changes-{topics.prefix}"}
+    for name, value in names.items():
+        assert f'"{name}"' in recipe
+        recipe = recipe.replace(f'"{name}"', repr(value))
+    topics.create("a")
+    topics.send("a", 5)
+    topics.broker.topics.create(names["user-totals"], 2)
+    user = F.col("key").cast("string").alias("user")
+    counted = aggregate(topics.read().select(user), by="user", operator="user_totals", num_partitions=3, n=S.count())
+    counts = topics.start(counted)
+    settle(counts)
+    variables: dict[str, Any] = {"spark": topics.spark}
+    exec(recipe.replace("(feed.select", "query = (feed.select"), variables)
+    feed: StreamingQuery = variables["query"]
+    for _ in range(3):
+        topics.send("a", 50)
+        settle(counts)
+        feed.processAllAvailable()
+    newest: dict[str, tuple[int, int]] = {}
+    versions = set()
+    for record in topics.broker.topics.records(names["user-totals"]):
+        assert record.key is not None and record.value is not None
+        version = int(dict(record.headers)["statestore-version"])
+        key = json.loads(record.key)["user"]
+        assert version >= newest.get(key, (0, 0))[0]
+        versions.add(version)
+        newest[key] = version, json.loads(record.value)["n"]
+    stored = {row["user"]: row["n"] for row in state_table(topics.checkpoint, "user_totals").to_pylist()}
+    assert {key: n for key, (_, n) in newest.items()} == stored
+    assert versions == {1, 2, 3, 4}
+    feed.stop()
+    counts.stop()

@@ -101,6 +101,19 @@ def test_hedges_have_a_budget() -> None:
     assert 10 < hosts.asked.count(COPY) <= 95
 
 
+def test_hosts_that_all_take_seconds_are_not_asked_twice() -> None:
+    hosts = SlowHosts(lambda address: 0.6)
+    for _ in range(20):
+        hosts.get()
+    hosts.asked.clear()
+    hosts.reads._budget = 0.0
+    hosts.delay_of = lambda address: 1.5
+    for _ in range(5):
+        hosts.reads._budget = 0.0
+        hosts.get()
+    assert hosts.asked == [OWNER] * 5
+
+
 def test_hosts_that_hang_are_left_without_a_budget() -> None:
     hosts = SlowHosts(lambda address: 0.001 if address == COPY else HANG)
     begun = hosts.now
@@ -172,10 +185,18 @@ def test_a_copy_that_was_too_old_is_asked_again_while_the_owner_hangs(is_known_t
     hosts = SlowHosts(lambda address: HANG if address == OWNER else refusals.pop() if refusals else 0.001)
     if is_known_to_hang:
         hosts.reads._slow_until[OWNER] = hosts.now + 2
+    hosts.reads._budget = 1.0
     begun = hosts.now
     assert hosts.get() == [COPY.encode()]
-    assert 0.2 < hosts.now - begun < 0.5
+    assert 0.29 < hosts.now - begun < 0.8, "after 0.1 and 0.2 s, and 0.4 s if the first refusal came later"
     assert sorted(hosts.asked) == [COPY] * 4 + [OWNER]
+
+
+def test_a_copy_that_stays_too_old_is_not_asked_all_the_time() -> None:
+    hosts = SlowHosts(lambda address: HANG if address == OWNER else NotOwnerError("It is too old."))
+    with pytest.raises(HostUnavailableError):
+        hosts.get()
+    assert 10 <= hosts.asked.count(COPY) <= 15, "in ten seconds"
 
 
 @pytest.mark.parametrize("error", [RequestError("A null key."), StateVersionError("Not completed.")])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, QueryTimeoutError, RequestError
@@ -214,6 +215,9 @@ def test_answers_of_a_copy_and_of_an_owner_are_aligned_at_the_version_that_both_
         def answers(self, requests, at, deadline):
             return [self.answer(request, at, deadline) for (request,) in requests]
 
+        def is_slow(self, request):
+            return request == lost
+
         def answer(self, request, at, deadline):
             version = at.version if at.isolation == "version" else max(at.version, versions[request])
             if request == lost and version != versions[request]:
@@ -225,6 +229,38 @@ def test_answers_of_a_copy_and_of_an_owner_are_aligned_at_the_version_that_both_
         def alternatives(self):
             return [self]
 
-    alignment = VersionAlignment(Hosts(), SeenVersions(), Hosts())
+    alignment = VersionAlignment(Hosts(), SeenVersions(), Hosts(), time.monotonic)
     answer = alignment.answers("run", [Request(0), Request(1)], At(staleness=1), soon())
     assert answer == (versions[lost], [0, 1])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_owners_that_answer_slowly_have_all_the_time_there_is(staleness):
+    deadline = soon()
+
+    class Hosts:
+        def answers(self, requests, at, until):
+            assert until == deadline
+            return [(at.version or 3 - request, request) for request in map(int, np.ravel(requests))]
+
+        def is_slow(self, request):
+            return False
+
+    class Request(int):
+        def alternatives(self):
+            return [self]
+
+    alignment = VersionAlignment(Hosts(), SeenVersions(), Hosts(), time.monotonic)
+    answer = alignment.answers("run", [Request(0), Request(1)], At(staleness=staleness), deadline)
+    assert answer == (2, [0, 1])
+
+
+def test_without_staleness_a_lost_owner_is_an_error_that_the_caller_retries():
+    class Hosts:
+        def answers(self, requests, at, deadline):
+            if at.isolation == "version":
+                raise NotOwnerError("It has moved.")
+            return [(3 - request, request) for request in requests]
+
+    with pytest.raises(NotOwnerError):
+        VersionAlignment(Hosts(), SeenVersions(), Hosts(), time.monotonic).answers("run", [0, 1], At(), soon())
