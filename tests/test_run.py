@@ -157,7 +157,7 @@ def test_each_test_of_services_runs_with_services_only(marks: tuple[int, ...]) -
 @pytest.mark.parametrize("given", [["--without-clusters", "-x"], ["--thorough", "--without-clusters", "-x"]])
 def test_a_run_without_clusters_has_all_tests_without(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
     ran: list[Part] = []
-    monkeypatch.setattr(run, "run_steps", lambda steps, out, retries: ran.extend(p for step in steps for p in step) or [])
+    monkeypatch.setattr(run, "run_steps", lambda steps, *_, **__: ran.extend(p for step in steps for p in step) or [])
     assert run.main(given) == 0
     assert [p.name for p in ran] == [*run.WITHOUT_CLUSTERS, *run.AROUND]
     assert all("not ray and not spark" in " ".join(p.command) for p in ran)
