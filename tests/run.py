@@ -35,7 +35,7 @@ NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
 SUMMARY = "short test summary info"
 MOST_RETRIED = 3
-"""With ``--retry``, so many failed tests of a part with clusters run once more; more failures are no accident."""
+"""With ``--retry``, so many failed tests of a part with clusters get a second attempt."""
 MOST_FAILURES = 20
 COLUMNS = "160"
 """The report names so many failed tests, each on a line of pytest of so many columns."""
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether no test failed, or all that did have passed when they ran once more."""
+        """Whether no test failed, or a second attempt has passed."""
         return self.status in (0, NOTHING_COLLECTED) or (
             self.retry is not None and self.retry.status == 0 and "passed" in self.retry.last_line
         )
@@ -139,7 +139,7 @@ def run_steps(steps: Sequence[Sequence[Part]], out: TextIO, *, retries: bool = F
 
 
 def retried(outcome: Outcome, out: TextIO) -> Outcome:
-    """Run the failed tests of a part with clusters once more, alone, if they are few.
+    """Give the failed tests of a part with clusters a second attempt, alone, if they are few.
 
     A shared machine may stand still for longer than a cluster's leases last. Reports name these tests all the same.
     """
@@ -323,7 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
-    parser.add_argument("--retry", action="store_true", help="run a few failed tests of clusters once more")
+    parser.add_argument("--retry", action="store_true", help="repeat up to three failed tests of each part with clusters")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:

@@ -65,7 +65,7 @@ def test_a_failure_ends_the_run_after_its_step() -> None:
     assert "FAILED" in report(outcomes, 1.0, None)
 
 
-def test_the_report_names_failed_tests_once_more(tmp_path: Path) -> None:
+def test_the_report_repeats_the_names_of_failed_tests(tmp_path: Path) -> None:
     """Behind the lines of parts that went on for longer, and with what each said."""
     (tmp_path / "test_one.py").write_text("def test_wrong():\n    assert 1 == 2\n\ndef test_right():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
@@ -77,10 +77,10 @@ def test_the_report_names_failed_tests_once_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("failures", "is_accident", "is_right"), [(1, 1, True), (2, 0, False), (4, 1, False)])
-def test_a_few_failed_tests_of_clusters_run_once_more(
+def test_a_few_failed_tests_of_clusters_get_a_second_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, is_accident: int, is_right: bool
 ) -> None:
-    """A mistake fails again, and many failures are no accident. The report names them in any case."""
+    """A mistake fails twice, and many failures have one cause. The report names them in any case."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_one.py").write_text(f"""
