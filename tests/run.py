@@ -323,7 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
-    parser.add_argument("--retry", action="store_true", help="repeat up to three failed tests of each part with clusters")
+    parser.add_argument("--retry", action="store_true", help="repeat up to three failed tests of each cluster part")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:

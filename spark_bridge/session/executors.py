@@ -219,12 +219,12 @@ ANSWER_SECONDS, LEAST_ANSWER_SECONDS = 1.25, 0.5
 """An executor's machine has this many seconds to answer a connection: the first packet is sent again after 1 s. The
 last look before it is given up may be shorter.
 """
-SILENT_SECONDS = 4.0
+EXECUTOR_SILENT_SECONDS = 4.0
 FAILED_LOOKS = 3
 """An executor counts as lost so many seconds after the last look that it has answered, and after at least so many looks
 without an answer.
 """
-STOOD_STILL_SECONDS = 5.0
+FORGOTTEN_LOOK_SECONDS = 5.0
 """If looks began further apart, the driver stood still, and earlier looks show nothing."""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
@@ -245,11 +245,11 @@ class SilentExecutors:
     def begin(self) -> float:
         """Begin a look; return the seconds that machines have for their answers."""
         before, self.looked_at = self.looked_at, self._clock()
-        if self.looked_at - before > STOOD_STILL_SECONDS:
+        if self.looked_at - before > FORGOTTEN_LOOK_SECONDS:
             self.forget_all()
         self._answered_at = max(before, self.looked_at - EXECUTOR_LOOK_SECONDS)
         due = [since for since, looks in self._silences.values() if looks + 1 == FAILED_LOOKS]
-        left = SILENT_SECONDS - (self.looked_at - min(due)) if due else ANSWER_SECONDS
+        left = EXECUTOR_SILENT_SECONDS - (self.looked_at - min(due)) if due else ANSWER_SECONDS
         return max(LEAST_ANSWER_SECONDS, min(ANSWER_SECONDS, left))
 
     def end(self, silent: Collection[str]) -> set[str]:
@@ -260,7 +260,7 @@ class SilentExecutors:
             since, looks = before.get(i, (self._answered_at, 0))
             self._silences[i] = since, looks + 1
         now = self._clock()
-        return {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= SILENT_SECONDS}
+        return {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= EXECUTOR_SILENT_SECONDS}
 
     def forget_all(self) -> None:
         """Begin again: this process stood still, or its own machine was cut off."""

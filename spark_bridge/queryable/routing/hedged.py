@@ -36,7 +36,7 @@ HEDGE_ANYWAY, HEDGE_ANYWAY_SECONDS, LEAST_HEDGE_ANYWAY = 20, 1.0, 3
 """A request needs no budget after so many times the delay, or so many seconds if that is sooner, but not before the
 least number of delays: its host hangs.
 """
-REFUSED_SECONDS, MAX_REFUSED_SECONDS = 0.1, 1.0
+COPY_AGAIN_SECONDS, MAX_COPY_AGAIN_SECONDS = 0.1, 1.0
 """A copy that was too old is asked again after this many seconds, and then after twice as many each time, while no
 other host has answered.
 """
@@ -111,7 +111,7 @@ class _Race(Generic[T]):
     last_resort: ScatteredRequest[T] | None
     owner: str
     refused: list[ScatteredRequest[T]] = field(default_factory=list)
-    refused_seconds: float = REFUSED_SECONDS
+    refused_seconds: float = COPY_AGAIN_SECONDS
     under_way: dict[KvExchange, tuple[ScatteredRequest[T], float]] = field(default_factory=dict)
     hedge_at: float = 0.0
     hedge_anyway_at: float = 0.0
@@ -164,7 +164,7 @@ class HedgedReads:
                     if race.under_way and race.refused and not race.requests:
                         race.requests, race.refused = race.refused, []
                         race.hedge_at = race.hedge_anyway_at = self._clock() + race.refused_seconds
-                        race.refused_seconds = min(2 * race.refused_seconds, MAX_REFUSED_SECONDS)
+                        race.refused_seconds = min(2 * race.refused_seconds, MAX_COPY_AGAIN_SECONDS)
                 exchanges = [exchange for race in pending for exchange in race.under_way]
                 if exchanges:
                     hedges = [race.hedge_at for race in pending if race.requests]
