@@ -253,14 +253,17 @@ class SilentExecutors:
         return max(LEAST_ANSWER_SECONDS, min(ANSWER_SECONDS, left))
 
     def end(self, silent: Collection[str]) -> set[str]:
-        """End a look that these executors, by id, have not answered; return those that are lost."""
+        """End a look that these executors, by id, have not answered; return those that are lost, once each."""
         before = self._silences
         self._silences = {}
         for i in silent:
             since, looks = before.get(i, (self._answered_at, 0))
             self._silences[i] = since, looks + 1
         now = self._clock()
-        return {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= EXECUTOR_SILENT_SECONDS}
+        lost = {i for i, (at, n) in self._silences.items() if n >= FAILED_LOOKS and now - at >= EXECUTOR_SILENT_SECONDS}
+        for i in lost:
+            del self._silences[i]
+        return lost
 
     def forget_all(self) -> None:
         """Begin again: this process stood still, or its own machine was cut off."""

@@ -74,6 +74,7 @@ def test_an_executor_is_lost_four_seconds_after_its_last_answer(at_once: bool, l
         assert looks.look("1", at_once=at_once) == set()
     assert looks.look("1", "2", at_once=at_once) == {"1"}, "the other one has been silent for one look"
     assert looks.ended - answered == pytest.approx(4.0)
+    assert looks.look("1", "2", at_once=at_once) == set(), "Spark lists it for a moment longer"
 
 
 def test_an_executor_that_answers_once_is_not_lost() -> None:
