@@ -24,28 +24,20 @@ from ray_statestore import declare_feature_view, init_spark, stop_spark
 from tests.services.artifacts import connector_jars
 from tests.services.kafka import running_kafka
 
-SCALA = "2.12" if pyspark.__version__ < "4" else "2.13"
-CONNECTOR = f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{pyspark.__version__}"
+CONNECTOR = f"org.apache.spark:spark-sql-kafka-0-10_2.1{2 + (pyspark.__version__ > '4')}:{pyspark.__version__}"
 LABEL_SECONDS = 3.0  # a bank waits weeks
 
 
-def kill_a_host() -> str:
-    """Kill a process of the state store, as a crash does; return the name of its actor."""
-    hosts = [a for a in ray.util.list_named_actors(all_namespaces=True) if "host" in a["name"].lower()]
-    ray.kill(ray.get_actor(hosts[0]["name"], hosts[0]["namespace"]), no_restart=False)
-    return str(hosts[0]["name"])
-
-
-def run(bootstrap: str, arguments: argparse.Namespace, screen: view.Screen, checkpoint: Path) -> None:
+def run(arguments: argparse.Namespace, screen: view.Screen, checkpoint: Path) -> None:
     """Send payments, have each scored, and teach the model by the labels that come later."""
     packages = connector_jars() or [CONNECTOR]
     spark = init_spark("fraud", 2, 1, "1g", packages=packages, configs={"spark.log.level": "OFF"})
     screen.say("Spark and the state store run. The stream and the model start ...")
-    query = features.start(spark, bootstrap, TOPIC, str(checkpoint))
+    query = features.start(spark, arguments.bootstrap, TOPIC, str(checkpoint))
     declare_feature_view(features.CARD_FRAUD)
     query.processAllAvailable()
     model = serve.run(FraudModel.bind(features.CARD_FRAUD.name))  # type: ignore[attr-defined]
-    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 5})
+    producer = Producer({"bootstrap.servers": arguments.bootstrap, "linger.ms": 5})
     unlabelled, has_killed = deque[tuple[float, Any, Any]](), False
     screen.say("Payments begin. The model knows nothing yet.")
     begun = time.monotonic()
@@ -64,15 +56,18 @@ def run(bootstrap: str, arguments: argparse.Namespace, screen: view.Screen, chec
             unlabelled = deque(islice(unlabelled, len(labelled), None))
         if not has_killed and now - begun > arguments.seconds / 2:
             has_killed = True
-            screen.say(f"[b red]{kill_a_host()} is killed.[/] The model keeps asking.")
+            host = next(a for a in ray.util.list_named_actors(all_namespaces=True) if "StateStoreHost" in a["name"])
+            ray.kill(ray.get_actor(**host), no_restart=False)
+            screen.say(f"[b red]{host['name']} is killed.[/] The model keeps asking.")
         time.sleep(max(0.0, asked + 0.1 - time.monotonic()))
+    screen.draw()
     producer.flush()
     query.stop()
 
 
 def main() -> None:
     """Run the example with a new broker, or with yours."""
-    parser = argparse.ArgumentParser(prog="python -m examples.fraud", description=__doc__)
+    parser = argparse.ArgumentParser("python -m examples.fraud", description=__doc__)
     parser.add_argument("--bootstrap", help="host:port of your broker, which has a topic `payments`")
     parser.add_argument("--seconds", type=int, default=60, help="how long payments are made (60)")
     parser.add_argument("--rate", type=int, default=500, help="payments a second (500)")
@@ -86,15 +81,16 @@ def main() -> None:
         console.print(f"The output of Kafka, Ray and Spark goes to {name}")
         os.dup2(log, 1)
         os.dup2(log, 2)
-        screen = stack.enter_context(view.Screen(console))
-        bootstrap = arguments.bootstrap
-        if bootstrap is None:
+        screen = view.Screen(console)
+        stack.enter_context(screen.live)
+        screen.say("Kafka, Ray and Spark start, which takes half a minute ...")
+        if arguments.bootstrap is None:
             broker = stack.enter_context(running_kafka(directory))
             broker.topics.create(TOPIC, partitions=4)
-            bootstrap = broker.address
+            arguments.bootstrap = broker.address
         stack.callback(stop_spark)  # last, since callbacks run backwards
         stack.callback(serve.shutdown)
-        run(bootstrap, arguments, screen, directory / "checkpoint")
+        run(arguments, screen, directory / "checkpoint")
     if arguments.picture is not None:
         console.save_svg(str(arguments.picture), title="python -m examples.fraud")
 

@@ -16,7 +16,6 @@ CARD_FRAUD = FeatureView(
         Feature("merchants", "cards", column="merchants_1m", default=0),
         Feature("usual", "cards", column="mean_10m", default=0.0),
     ],
-    owner="risk@example.com",
     description="Payments of a card in the last minute, and its usual amount.",
 )
 

@@ -19,24 +19,15 @@ COLUMNS = ("card", "amount", "payments/min", "spent/min", "merchants/min", "usua
 
 
 class Screen:
-    """Draws at most five times a second; a context manager."""
+    """Draws at most five times a second, while ``live`` is entered."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False)
+        self.live = Live(console=console, auto_refresh=False)
         self._begun, self._drawn = time.monotonic(), 0.0
         self._alarms = deque[tuple[Payment, dict[str, Any], float]](maxlen=ALARMS_SHOWN)
         self._events = deque[str](maxlen=4)
         self._verdicts = deque[tuple[bool, bool]](maxlen=10_000)
         self._payments, self._seconds, self._reads, self._age = 0, [0.0], [0.0], 0.0
-
-    def __enter__(self) -> "Screen":
-        self._live.start()
-        self.say("Kafka, Ray and Spark start, which takes half a minute ...")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.draw()
-        self._live.stop()
 
     def say(self, event: str) -> None:
         self._events.append(f"[dim]{time.monotonic() - self._begun:5.1f} s[/]  {event}")
@@ -44,39 +35,31 @@ class Screen:
 
     def add(self, batch: list[Payment], scores: Scores, seconds: float) -> None:
         """Show the scores of payments, which took the model so many seconds."""
-        if len(self._seconds) > 10 and seconds > max(0.5, *self._seconds):
-            self.say(f"The slowest answer so far took {seconds:.1f} s. None has failed.")
         self._payments, self._age = self._payments + len(batch), scores.age
         self._seconds.append(seconds)
         self._reads.append(scores.read_seconds)
-        for i, payment in enumerate(batch):
-            probability = float(scores.probabilities[i])
+        for i, (payment, probability) in enumerate(zip(batch, scores.probabilities, strict=True)):
             self._verdicts.append((probability >= ALARM, payment.is_fraud))
             if probability >= ALARM:
                 row = {name: values[i] for name, values in scores.features.items()}
-                self._alarms.appendleft((payment, row, probability))
+                self._alarms.appendleft((payment, row, float(probability)))
         if time.monotonic() > self._drawn + 0.2:
             self.draw()
 
     def draw(self) -> None:
         self._drawn = time.monotonic()
         picture = Group(self._numbers(), "", self._table(), "", *map(Text.from_markup, self._events))
-        self._live.update(Panel(picture, title="Kafka → Spark → state in Ray → model on Ray Serve"), refresh=True)
+        self.live.update(Panel(picture, title="Kafka → Spark → state in Ray → model on Ray Serve"), refresh=True)
 
     def _numbers(self) -> Table:
         recent, reads = self._seconds[-100:], self._reads[-100:]
         alarms, frauds, caught = (sum(map(of, self._verdicts)) for of in (lambda v: v[0], lambda v: v[1], all))
         grid = Table.grid(padding=(0, 4))
-        grid.add_row(
-            f"[b]{self._payments:,}[/] payments scored",
-            f"caught [b green]{caught}[/] of the last {frauds} frauds",
-            f"[b]{alarms - caught}[/] wrong alarms",
-        )
-        grid.add_row(
-            f"features [b]{self._age:.1f} s[/] old, read in [b]{np.median(reads) * 1e3:.1f} ms[/]",
-            f"answer [b]{np.median(recent) * 1e3:.0f} ms[/], slowest [b]{max(recent) * 1e3:.0f} ms[/]",
-            "[cyan]" + "".join(BARS[min(7, int(s * 200))] for s in recent[-30:]),
-        )
+        caught_of = f"caught [b green]{caught}[/] of the last {frauds} frauds"
+        grid.add_row(f"[b]{self._payments:,}[/] payments scored", caught_of, f"[b]{alarms - caught}[/] wrong alarms")
+        age = f"features [b]{self._age:.1f} s[/] old, read in [b]{np.median(reads) * 1e3:.1f} ms[/]"
+        answers = f"answer [b]{np.median(recent) * 1e3:.0f} ms[/], slowest [b]{max(recent) * 1e3:.0f} ms[/]"
+        grid.add_row(age, answers, "[cyan]" + "".join(BARS[min(7, int(s * 200))] for s in recent[-30:]))
         return grid
 
     def _table(self) -> Table:
