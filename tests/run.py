@@ -35,7 +35,7 @@ NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
 SUMMARY = "short test summary info"
 MOST_RETRIED = 3
-"""With ``--retry``, so many failed tests of a part with clusters get a second attempt."""
+"""With ``--retry``, so many failed tests of a part that runs beside clusters get a second attempt."""
 MOST_FAILURES = 20
 COLUMNS = "160"
 """The report names so many failed tests, each on a line of pytest of so many columns."""
@@ -139,12 +139,13 @@ def run_steps(steps: Sequence[Sequence[Part]], out: TextIO, *, retries: bool = F
 
 
 def retried(outcome: Outcome, out: TextIO) -> Outcome:
-    """Give the failed tests of a part with clusters a second attempt, alone, if they are few.
+    """Give the failed tests of a part that runs beside clusters a second attempt, alone, if they are few.
 
-    A shared machine may stand still for longer than a cluster's leases last. Reports name these tests all the same.
+    A shared machine may stand still for longer than a cluster's leases last, or a browser waits. Reports name these
+    tests all the same.
     """
     is_few = outcome.status == 1 and 0 < len(outcome.failures) <= MOST_RETRIED
-    if not outcome.part.name.startswith("Spark") or not is_few:
+    if outcome.part.name in WITHOUT_CLUSTERS or not is_few:
         return outcome
     tests = [line.partition(" ")[2].partition(" - ")[0] for line in outcome.failures]
     again = replace(outcome.part, name=f"{outcome.part.name} again", command=[*outcome.part.command[:3], *tests])
@@ -323,7 +324,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
-    parser.add_argument("--retry", action="store_true", help="repeat up to three failed tests of each cluster part")
+    parser.add_argument(
+        "--retry", action="store_true", help="repeat up to three failed tests of a part beside clusters"
+    )
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:

@@ -108,6 +108,13 @@ def test_right():
     assert lines[-1].endswith("right" if is_right else "FAILED")
 
 
+def test_no_failed_test_without_clusters_gets_a_second_attempt() -> None:
+    for name, attempts in (("state", 1), ("the page", 2)):
+        outcome = Outcome(python(name, "print('1 passed')"), 1, 1.0, "1 failed", ("FAILED tests/a.py::test_a - so",))
+        retried = run.retried(outcome, io.StringIO())
+        assert (retried.retry is not None) == (attempts == 2) == retried.is_right
+
+
 def test_the_report() -> None:
     parts = Part("without clusters", [], 60.0), Part("Spark 3.5", [])
     outcomes = [Outcome(parts[0], 0, 48.4, "3000 passed"), Outcome(parts[1], 0, 425.0, "150 passed")]
