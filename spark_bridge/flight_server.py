@@ -259,8 +259,13 @@ def decoded(message: bytes, kind: Any) -> Any:
 
 
 def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
-    """Return the ranges of a scan from a batch of ``RANGES_SCHEMA``. Raises ``RequestError`` for another schema."""
+    """Return the ranges of a scan from a batch of ``RANGES_SCHEMA``.
+
+    Raises ``RequestError`` for another schema, and for a range without a start.
+    """
     check_schema(batch.schema, protocol.RANGES_SCHEMA)
+    if batch.column(0).null_count:
+        raise RequestError("A range of a scan has no start: b'' is the start of the first key.")
     starts, ends = (to_bytes_list(batch.column(i)) for i in range(2))
     return list(zip(starts, ends, strict=True))  # type: ignore[arg-type]
 

@@ -383,6 +383,29 @@ def test_changes_of_other_columns_are_refused(served):
     assert served.host.describe()["commits"] == commits
 
 
+def test_a_range_without_a_start_is_refused(served):
+    """The end of the last range may be null, which is the end of all keys."""
+    client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
+    command = ScanCommand("run1", "op", 0, 1)
+    for starts, message in (([b"a", None], "has no start"), ([b"a", b"b"], None)):
+        columns = [pa.array(starts, pa.binary()), pa.array([b"b", None], pa.binary())]
+        ranges = pa.record_batch(columns, schema=RANGES_SCHEMA)
+        writer, reader = client.do_exchange(
+            flight.FlightDescriptor.for_command(msgspec.json.encode(command)), options()
+        )
+        writer.begin(ranges.schema)
+        writer.write_batch(ranges)
+        writer.done_writing()
+        if message is None:
+            reader.read_all()
+        else:
+            with pytest.raises(flight.FlightServerError, match=message):
+                reader.read_all()
+        with contextlib.suppress(flight.FlightError):
+            writer.close()
+    client.close()
+
+
 @pytest.mark.parametrize(
     "ending", ["the client closes", "the client is gone", "no time is left", "an error of the client"]
 )
