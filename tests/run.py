@@ -34,8 +34,6 @@ ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
 SUMMARY = "short test summary info"
-MOST_RETRIED = 3
-"""With ``--retry``, so many failed tests of a part that runs beside clusters get a second attempt."""
 MOST_FAILURES = 20
 COLUMNS = "160"
 """The report names so many failed tests, each on a line of pytest of so many columns."""
@@ -67,14 +65,11 @@ class Outcome:
     seconds: float
     last_line: str
     failures: tuple[str, ...] = ()
-    retry: Outcome | None = None
 
     @property
     def is_right(self) -> bool:
-        """Whether no test failed, or a second attempt has passed."""
-        return self.status in (0, NOTHING_COLLECTED) or (
-            self.retry is not None and self.retry.status == 0 and "passed" in self.retry.last_line
-        )
+        """Whether no test failed."""
+        return self.status in (0, NOTHING_COLLECTED)
 
 
 def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
@@ -125,31 +120,16 @@ def keep_to_core(pid: int, core: int | None) -> None:
             os.sched_setaffinity(pid, {cores[core % len(cores)]})
 
 
-def run_steps(steps: Sequence[Sequence[Part]], out: TextIO, *, retries: bool = False) -> list[Outcome]:
+def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
     """Run step after step, the parts of a step side by side; stop after a step with a failure."""
     outcomes: list[Outcome] = []
     for step in steps:
         with ThreadPoolExecutor(len(step) or 1) as threads:
             running = [threads.submit(run_part, p, out, f"{p.name} | " if len(step) > 1 else "") for p in step]
-            ended = [one.result() for one in running]
-        outcomes += [retried(outcome, out) if retries else outcome for outcome in ended]
+            outcomes += [one.result() for one in running]
         if not all(outcome.is_right for outcome in outcomes):
             break
     return outcomes
-
-
-def retried(outcome: Outcome, out: TextIO) -> Outcome:
-    """Give the failed tests of a part that runs beside clusters a second attempt, alone, if they are few.
-
-    A shared machine may stand still for longer than a cluster's leases last, or a browser waits. Reports name these
-    tests all the same.
-    """
-    is_few = outcome.status == 1 and 0 < len(outcome.failures) <= MOST_RETRIED
-    if outcome.part.name in WITHOUT_CLUSTERS or not is_few:
-        return outcome
-    tests = [line.partition(" ")[2].partition(" - ")[0] for line in outcome.failures]
-    again = replace(outcome.part, name=f"{outcome.part.name} again", command=[*outcome.part.command[:3], *tests])
-    return replace(outcome, retry=run_part(again, out, f"{again.name} | "))
 
 
 def spoken(seconds: float) -> str:
@@ -163,10 +143,9 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
 
     Logs of CI are often cut to their end, so the names of failed tests belong there.
     """
-    every = [one for o in outcomes for one in (o, o.retry) if one is not None]
-    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in every]
+    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in outcomes]
     rows.append(("in all", spoken(seconds), bound, "right" if all(o.is_right for o in outcomes) else "FAILED"))
-    failures = [f"{o.part.name}: {line}" for o in every for line in o.failures]
+    failures = [f"{o.part.name}: {line}" for o in outcomes for line in o.failures]
     table = [
         f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
         for name, took, most, said in rows
@@ -324,9 +303,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
-    parser.add_argument(
-        "--retry", action="store_true", help="repeat up to three failed tests of a part beside clusters"
-    )
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
     if given.pythons and given.without_clusters:
@@ -338,7 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
     is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)
     bound = 600.0 if is_usual else None
-    outcomes = run_steps(steps, sys.stdout, retries=given.retry)
+    outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1
 
