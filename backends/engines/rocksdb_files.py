@@ -6,10 +6,11 @@ import logging
 import shutil
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,15 @@ def write_batches(changes: Changes, handles: Mapping[str, object]) -> list[rocks
 
 
 def _fill(batch: rocksdict.WriteBatch, pairs: SortedPairs, handle: object) -> None:
-    put, delete = batch.put, batch.delete
-    for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
-        if value is None:
-            delete(key, handle)
-        else:
-            put(key, value, handle)
+    keys, values = to_bytes_list(pairs.keys), to_bytes_list(pairs.values)
+    if pairs.values.null_count:
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                batch.delete(key, handle)
+            else:
+                batch.put(key, value, handle)
+    else:
+        deque(map(batch.put, keys, values, repeat(handle)), maxlen=0)  # a loop without Python's own steps
 
 
 ROCKSDB_SCAN_ROWS = 1 << 14

@@ -2,10 +2,11 @@
 
     python -m benchmarks.on_machines.standbys               ten minutes, root; writes benchmarks/results/standbys.json
 
-On the lab of the tests: each turn starts the query on a new checkpoint, fills its keys, and times further batches. The
-machines share the cores of this computer, so the copies' work takes time from the batches, which it would not do on
-separate machines. ``cpu_ratios`` are those of the CPU time of all processes, and each turn has that of the hosts alone.
-Run it alone: other programs of Python and Java count as well.
+On the lab of the tests: each turn starts the query on a new checkpoint, writes all its keys ``FILLS`` times, and times
+further batches. A first turn, which warms up the JVMs, does not count. The machines share the cores of this computer,
+so the copies' work takes time from the batches, which it would not do on separate machines. ``cpu_ratios`` are those of
+the CPU time of all processes, and each turn has that of the hosts alone. Run it alone: other programs of Python and
+Java count as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tests.lab.ray_nodes import ray_address, ray_environment, start_ray
 
 CPUS = [0, 2, 2]
 EXECUTORS = 2
+FILLS = 3
+"""After so many writes of all keys, RocksDB's write buffers are full and it writes files, as in a long run."""
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -52,8 +55,9 @@ def cpu_seconds() -> tuple[float, float]:
 def run(address: str, directory: str, keys: int, rows: int, turns: int, batches: int) -> None:
     """Run the turns on machine 0, and print a line of JSON for each."""
     spark = init_spark("standbys", EXECUTORS, 1, "768m", ray_address=address, configs=CONFIGS)
-    for turn in range(turns):
-        for standbys in (0, 1) if turn % 2 == 0 else (1, 0):
+    orders = [(0, 1) if turn % 2 == 0 else (1, 0) for turn in range(turns)]
+    for turn, order in enumerate([(0,), *orders]):
+        for standbys in order:
             spark.conf.set(STANDBY_REPLICAS_CONF, str(standbys))
             source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
             numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
@@ -61,7 +65,7 @@ def run(address: str, directory: str, keys: int, rows: int, turns: int, batches:
             totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), s=S.sum("v"))
             out = totals.writeStream.queryName("stream").format("noop").trigger(processingTime="0 seconds")
             query = out.option("checkpointLocation", f"{directory}/{turn}-{standbys}").start()
-            print(json.dumps({"standbys": standbys, **timed(query, keys // rows, batches)}), flush=True)
+            print(json.dumps({"standbys": standbys, **timed(query, FILLS * keys // rows, batches)}), flush=True)
             query.stop()
     stop_spark()
 
@@ -122,9 +126,10 @@ def main() -> int:
                     turns.append({**event, "cpu_seconds": total, "hosts_cpu_seconds": hosts})
                     shown = {**turns[-1], "seconds": round(float(np.median(turns[-1]["seconds"])), 3)}
                     print(json.dumps(shown), flush=True)
-            if program.wait() or len(turns) < 2 * options.turns:
+            if program.wait() or len(turns) < 1 + 2 * options.turns:
                 print((Path(lab.directory) / "standbys.log").read_text()[-3000:])
                 return 1
+    del turns[0]
     by_standbys = {n: [t for t in turns if t["standbys"] == n] for n in (0, 1)}
     ratios = [
         float(np.median(b["seconds"]) / np.median(a["seconds"]))

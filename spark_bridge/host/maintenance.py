@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -192,6 +192,20 @@ class Maintenance:
                 if not instance.is_read:
                     self._cache.lay_aside(instance, waits=False)
                 instance.is_read = False
+
+    def write_out_ended(self, run_ids: Collection[str]) -> list[Future[None]]:
+        """Begin to flush the partitions and copies of queries that have just ended; return what was begun.
+
+        All databases of a process share the write buffers, and RocksDB makes room by flushing the database that writes.
+        Without this flush, the next query would write many small files until the ended one is unloaded.
+        """
+        with self._cache.lock:
+            idle = [*self._cache.instances.values(), *self._cache.kept_copies()]
+        return [
+            self._uploads.submit(self._write_out, instance, instance.state.version)
+            for instance in idle
+            if instance.registration.run_id in run_ids and not instance.state.is_loading
+        ]
 
     def _write_out(self, instance: Instance, version: int) -> None:
         try:

@@ -517,13 +517,19 @@ class PartitionCache:
             self.registrations[run_id] = registration
             self._opened[run_id] = max(batch_id, self._opened.get(run_id, 0))
 
-    def note_ended(self, run_ids: Sequence[str]) -> None:
-        """Record that queries have ended: a restarted coordinator must know, and no snapshot is due."""
+    def note_ended(self, run_ids: Sequence[str]) -> frozenset[str]:
+        """Record that queries have ended, and return the runs for which this is news.
+
+        A restarted coordinator must know them, and no snapshot of them is due.
+        """
+        news = set()
         with self.lock:
             for run_id in run_ids:
                 registration = self.registrations.get(run_id)
                 if registration is not None and not registration.ended:
                     self.registrations[run_id] = replace(registration, ended=True)
+                    news.add(run_id)
+        return frozenset(news)
 
     def has_ended(self, run_id: str) -> bool:
         """Return whether the query of a run is known to have ended. Its last version is read on."""

@@ -46,6 +46,7 @@ class Query:
             operators=(OperatorSpec("op", PARTITIONS, SCHEMA),),
         )
         assert self.coordinator.register_query(registration).refusal is None
+        self.registration = registration
 
     def run_batch(self, value_bytes: int) -> None:
         """Run a batch, and have the host complete the one before it."""
@@ -141,3 +142,26 @@ def test_idle_query_flushes_when_others_need_memory(
     assert idle.files() and not busy.files() and used()["copies"] < room // 2
     for query in (idle, busy):
         query.check()
+
+
+def test_an_ended_query_flushes_at_once(
+    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
+    begun: list[Any] = []
+    write_out = host[2].maintenance.write_out_ended
+    monkeypatch.setattr(host[2].maintenance, "write_out_ended", lambda runs: begun.append(write_out(runs)))
+    ended, busy = Query(*host, "ended"), Query(*host, "busy")
+    for _ in range(4):
+        ended.run_batch(2_000)
+    busy.run_batch(10)
+    buffers = host[2].memory.held()["write_buffers"]
+    assert not ended.files()
+    host[1].serve_ended(ended.registration)
+    host[2].heartbeat()
+    host[2].heartbeat()
+    assert [len(flushes) for flushes in begun] == [PARTITIONS, 0]
+    for flush in begun[0]:
+        flush.result()
+    assert ended.files() and not busy.files() and host[2].memory.held()["write_buffers"] < buffers // 2
+    ended.check()
