@@ -43,6 +43,9 @@ def run(size: Size, steps: Steps) -> Measured:
             measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed.")
             names.remove(QUIX)
         stand = stack.enter_context(_stand(root))
+        for name in names:
+            if name != QUIX:  # the JVMs' first minutes are slower than all that follow
+                stand.turn(name, min(size["rates"]), size["seconds"], size["keys"], python)
         for rate in size["rates"]:
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             for name in steps.turns(f"{rate:,} records a second", names, size["turns"]):
