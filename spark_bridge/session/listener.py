@@ -396,22 +396,35 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             is_registered = run_id in self._registrations
         if is_registered and not self._stopping.is_set():
+            # First of all: clients see the version once the hosts know it.
+            is_reported = self._report(run_id, batch_id, self._complete)
             progress = progress_json()
             self._metrics.batch(run_id, progress)
             self._traces.batch(run_id, batch_id, progress)
-            try:
-                with spans.span("driver.committed", spans.batch(run_id, batch_id + 1)):
-                    self._cluster.batch_committed(run_id, batch_id)
-                if has_listeners():
-                    # Spark reports a batch with a delay: later batches may have been committed since.
-                    tell_listeners(
-                        run_id,
-                        progress_of_batch(self._cluster, run_id, batch_id),
-                        lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
-                    )
-            except STATESTORE_ERRORS as error:
-                # The first task of the next batch completes the version anyway.
-                log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
+            if is_reported and has_listeners():
+                self._report(run_id, batch_id, self._tell_listeners)
+
+    def _report(self, run_id: str, batch_id: int, report: Callable[[str, int], None]) -> bool:
+        """Call ``report`` and return whether it succeeded; log its error."""
+        try:
+            report(run_id, batch_id)
+            return True
+        except STATESTORE_ERRORS as error:
+            # The first task of the next batch completes the version anyway.
+            log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
+            return False
+
+    def _complete(self, run_id: str, batch_id: int) -> None:
+        with spans.span("driver.committed", spans.batch(run_id, batch_id + 1)):
+            self._cluster.batch_committed(run_id, batch_id)
+
+    def _tell_listeners(self, run_id: str, batch_id: int) -> None:
+        # Spark reports a batch with a delay: later batches may have been committed since.
+        tell_listeners(
+            run_id,
+            progress_of_batch(self._cluster, run_id, batch_id),
+            lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
+        )
 
     def onQueryIdle(self, event: Any) -> None:
         """Do nothing: an idle query has no new version."""
