@@ -144,9 +144,7 @@ def test_idle_query_flushes_when_others_need_memory(
         query.check()
 
 
-def test_an_ended_query_flushes_at_once(
-    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_query_flushes_at_once(host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
     begun: list[Any] = []
     write_out = host[2].maintenance.write_out_ended
