@@ -274,7 +274,10 @@ def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -
             "ssr2.<id>.<expiry>.<scope>.<signature>. Was it cut short when it was copied?"
         )
     if not hmac.compare_digest(signature.encode(), _signature(signed, secret).encode()):
-        raise InvalidTokenError("The token is unknown: it was issued by another cluster, or altered.")
+        raise InvalidTokenError(
+            "The token is unknown: it was issued by another cluster, or before this one was started again, or altered. "
+            "Issue a new one in this cluster (statestore token issue)."
+        )
     token_id, expiry = parts[:2]
     if token_id in revoked:
         raise InvalidTokenError(f"The token {token_id} has been revoked; ask for another one (statestore token issue).")

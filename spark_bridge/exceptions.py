@@ -117,7 +117,8 @@ class StateTimeError(QueryableStateError, ValueError):
         """Return the error for a moment before the watermark of the last merge."""
         return cls(
             f"at={_utc(moment)} is older than the retained tiles, which were merged as of the watermark "
-            f"{_utc(oldest)}. Ask as of that time or later, or for an older version=, which has the tiles of its time."
+            f"{_utc(oldest)}. Ask as of that time or later, or for an older version= (of a view: versions=), which has "
+            "the tiles of its time."
         )
 
     @classmethod
@@ -126,7 +127,7 @@ class StateTimeError(QueryableStateError, ValueError):
         return cls(
             f"at={_utc(moment)} is older than the retained rows: a horizon as of that time has rows of keys that the "
             f"watermark has expired, or rows that came too late. Ask as of {_utc(first)} or later, or for an older "
-            "version=, which has the rows of its time."
+            "version= (of a view: versions=), which has the rows of its time."
         )
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
     """Join the Ray cluster at ``address`` (None: the one that this machine has on record), and leave it at the end.
 
-    Raises ``EnvironmentProblemError`` if no Ray cluster answers.
+    Without an address, a note on stderr names the cluster if several run on this machine. Raises
+    ``EnvironmentProblemError`` if no Ray cluster answers.
     """
     import ray
 
@@ -51,9 +52,24 @@ def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
             f"name one with --address or RAY_ADDRESS. Ray says: {error}"
         ) from error
     try:
+        if address is None:
+            _note_other_clusters(ray.get_runtime_context().gcs_address)
         yield
     finally:
         ray.shutdown()
+
+
+def _note_other_clusters(joined: str) -> None:
+    """Say which cluster was joined, if several run on this machine: Ray's record names the one that started last."""
+    from ray._private.services import find_gcs_addresses
+
+    others = sorted(find_gcs_addresses() - {joined})
+    if others:
+        complain(
+            f"Several Ray clusters run on this machine. This is the one at {joined}; others are at "
+            f"{', '.join(others)}. Name one with --address or RAY_ADDRESS.",
+            style=None,
+        )
 
 
 @contextmanager

@@ -64,11 +64,15 @@ def check_declaration(view: FeatureView) -> None:
     try:
         json_decoder(FeatureView).decode(msgspec.json.encode(view))
     except (TypeError, msgspec.MsgspecError) as error:
-        raise RequestError(f"{view!r} cannot be stored: {error}.") from error
+        raise RequestError(
+            f"Feature view {view.name!r} cannot be stored: {error}. features is a list of Feature(name, operator), "
+            "max_age is a duration such as '5 minutes' or None, on_stale is 'error' or 'null', and names are strings."
+        ) from error
     names = [feature.name for feature in view.features]
     twice = sorted({name for name in names if names.count(name) > 1})
-    if not view.name or not names or not view.keys:
-        raise RequestError(f"A feature view needs a name, an entity and features; {view!r} lacks one of them.")
+    parts = {"a name": view.name, "an entity": view.keys, "features": names}
+    if missing := [part for part, value in parts.items() if not value]:
+        raise RequestError(f"Feature view {view.name!r} needs {' and '.join(missing)}.")
     if twice:
         raise RequestError(f"View {view.name!r} has two features of one name: {', '.join(map(repr, twice))}.")
     if both := sorted(set(names) & set(view.keys)):

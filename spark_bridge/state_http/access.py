@@ -79,6 +79,7 @@ STATUS: list[tuple[type[exceptions.SparkBridgeError], int]] = [
     (exceptions.UnknownKvStateIdError, 404),
     (exceptions.QueryEndedError, 409),
     (exceptions.StateVersionError, 409),
+    (exceptions.StateTimeError, 409),
     (exceptions.StaleFeatureError, 409),
     (exceptions.UnknownKeyOrNamespaceError, 400),
     (exceptions.RequestLimitError, 413),

@@ -217,17 +217,18 @@ def create_app(
         "/v1/features/{view}",
         response_model=models.FeaturesAnswer,
         summary="Get the features of many entities, all of one version of each query",
-        description="As an Arrow IPC stream, the answer has the versions in a header, and no ages.",
+        description="As an Arrow IPC stream, the answer has the versions and the time in headers, and no ages.",
         responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
         dependencies=schemes,
     )
     async def features(view: str, body: models.FeaturesRequest, request: Request) -> Response:
         rows = await service.features(view, body)
         if _wants_arrow(request):
-            headers = {VERSIONS_HEADER: _named(rows.versions)}
+            headers = {VERSIONS_HEADER: _named(rows.versions), **_time_header(rows.at)}
             return Response(await asyncio.to_thread(arrow_stream, rows.to_arrow()), media_type=ARROW, headers=headers)
         plain = await asyncio.to_thread(json_values.rows_to_json, rows.to_arrow())
-        return _json({"view": view, "versions": rows.versions, "ages": rows.ages, "rows": plain})
+        at = {} if rows.at is None else {"at": json_values.to_json(rows.at)}
+        return _json({"view": view, "versions": rows.versions, **at, "ages": rows.ages, "rows": plain})
 
     @app.post(
         "/v1/operators/{operator}/scan",

@@ -152,6 +152,12 @@ class FeaturesRequest(BaseModel):
     versions: Annotated[
         dict[str, int] | None, Field(description="A retained version of each query of the view, by name or id.")
     ] = None
+    at: Annotated[
+        str | None,
+        Field(
+            description="The time that rolling aggregates are of, in ISO 8601, in UTC without a zone; by default now."
+        ),
+    ] = None
 
 
 class FeaturesAnswer(BaseModel):
@@ -162,6 +168,7 @@ class FeaturesAnswer(BaseModel):
 
     view: str
     versions: dict[str, int]
+    at: str | None = Field(default=None, description="The time that rolling aggregates are of; absent for others.")
     ages: dict[str, float | None]
     rows: list[dict[str, Any]]
 

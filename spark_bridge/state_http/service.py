@@ -217,6 +217,7 @@ class StateService:
             defaults=request.defaults,
             isolation=request.isolation.value,
             versions=request.versions,
+            at=None if request.at is None else json_values.at_of_text(request.at),
             timeout=self.limits.timeout,
         )
 

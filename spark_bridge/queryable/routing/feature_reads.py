@@ -164,7 +164,13 @@ class ResolvedView:
         view, location = self.located.view, self.by_query[query][0].location
         feature = view.features[self.of_feature.index(query)].name
         title = location.query_name or location.query_id
-        age = "of unknown age: no batch is known to be completed" if age_ms is None else f"{age_ms / 1000:.1f} s old"
+        if age_ms is None:
+            return exceptions.StaleFeatureError(
+                f"Feature {feature!r} of view {view.name!r} is of unknown age: no batch of query {title!r} is known to "
+                f"be completed, and max_age={view.max_age!r}. Wait for its first batch (statestore status). A view "
+                "with on_stale='null' gives nulls until then."
+            )
+        age = f"{age_ms / 1000:.1f} s old"
         return exceptions.StaleFeatureError(
             f"Feature {feature!r} of view {view.name!r} is {age}, and max_age={view.max_age!r}. See whether query "
             f"{title!r} runs and gets input (statestore status). A view with on_stale='null' gives nulls instead; one "

@@ -177,7 +177,7 @@ def _constructor(kind: type) -> str:
 def _signature(function: _Function, name: str, source: _Source) -> str:
     decorators = _decorators(function)
     result = f" -> {source.segment(function.returns)}" if function.returns is not None else ""
-    if "property" in decorators:
+    if {"property", "cached_property"} & set(decorators):
         return f"```py\nproperty {name}{result.replace(' ->', ':', 1)}\n```"
     words = sorted(decorators & {"classmethod", "staticmethod"})
     words += ["async"] if isinstance(function, ast.AsyncFunctionDef) else []

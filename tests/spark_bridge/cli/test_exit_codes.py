@@ -8,12 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import ray
 from click.testing import Result
 from msgspec import structs
+from ray._private import services
 
 from spark_bridge.cli import main as program
+from spark_bridge.cli import sources
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import Source
 from spark_bridge.host.instances import in_columns
@@ -93,3 +97,16 @@ def test_damaged_savepoint_is_a_finding(stream: Make) -> None:
     assert file.name in told["damage"]
     run("savepoint", "describe", path)
     run("savepoint", "describe", str(s.world.root), code=2)
+
+
+def test_one_of_several_clusters_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here, other = "10.0.0.1:6379", "10.0.0.2:6379"
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=here))
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {here, other})
+    with sources.joined_ray(None, "statestore"):
+        assert f"This is the one at {here}; others are at {other}. Name one" in capsys.readouterr().err
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {here})
+    with sources.joined_ray(None, "statestore"):
+        assert not capsys.readouterr().err

@@ -7,8 +7,9 @@ import base64
 import pytest
 from fastapi.testclient import TestClient
 
-from spark_bridge.exceptions import AccessDeniedError
-from spark_bridge.state_http.access import token_of_header
+from spark_bridge import exceptions
+from spark_bridge.exceptions import AccessDeniedError, QueryableStateError
+from spark_bridge.state_http.access import problem_of, token_of_header
 from spark_bridge.state_http.app import create_app
 from tests.spark_bridge.state_http.http_state import BEARER, PROBLEM, connected
 from tests.spark_bridge.state_http.memory_client import TOKEN, MemoryClient, Tokens
@@ -26,6 +27,17 @@ PATHS = [
     ("OPTIONS", "/v1/operators"),
     ("HEAD", "/"),
 ]
+
+
+def test_no_error_of_a_client_is_an_internal_one() -> None:
+    kinds = {kind for kind in vars(exceptions).values() if isinstance(kind, type)}
+    answers = [
+        kind("Ask for less.") for kind in kinds if issubclass(kind, QueryableStateError) and kind != QueryableStateError
+    ]
+    assert len(answers) > 10
+    # An application with a wrong certificate does not start.
+    named = {type(error).__name__ for error in answers if problem_of(error)["status"] == 500}
+    assert named == {"TlsError"}
 
 
 @pytest.mark.parametrize(

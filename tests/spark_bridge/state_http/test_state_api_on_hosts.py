@@ -327,6 +327,29 @@ def test_feature_views_are_listed_and_read(features: TestClient) -> None:
     assert arrow.headers["X-Statestore-Versions"] == "name=1"
 
 
+def test_features_are_as_of_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FeatureCluster(tmp_path)
+    cluster.write({"totals": {1: (10, "one")}, "profile": {1: (0.5, 3, True)}})
+    cluster.declare()
+    client = cluster.client()
+    find = client._access.find_views
+    rolling = [("is_rolling", True)]
+
+    def views(request: Any, deadline: float) -> Any:
+        return [replace(location, **dict(rolling)) for location in find(request, deadline)]
+
+    monkeypatch.setattr(client._access, "find_views", views)
+    with answering(client) as http:
+        asked = {"keys": [1], "at": "2026-01-01T00:00:00Z"}
+        assert http.post("/v1/features/risk", json=asked).json()["at"] == "2026-01-01T00:00:00Z"
+        arrow = http.post("/v1/features/risk", json=asked, headers={"Accept": ARROW})
+        assert arrow.headers["X-Statestore-Time"] == "2026-01-01T00:00:00Z"
+        now = http.post("/v1/features/risk", json={"keys": [1]}).json()["at"]
+        again = http.post("/v1/features/risk", json={"keys": [1], "at": now}).json()
+        assert again["at"] == now and again["rows"][0]["n"] == 10
+    cluster.close()
+
+
 @pytest.mark.parametrize(
     ("view", "body", "status", "error"),
     [
@@ -334,6 +357,8 @@ def test_feature_views_are_listed_and_read(features: TestClient) -> None:
         ("strict", {"keys": [1]}, 409, "StaleFeatureError"),
         ("risk", {"keys": ["x"]}, 400, "UnknownKeyOrNamespaceError"),
         ("risk", {"keys": [1], "versions": {"name": 9}}, 409, "StateVersionError"),
+        ("risk", {"keys": [1], "at": "2026-01-01T00:00:00Z"}, 400, "RequestError"),
+        ("risk", {"keys": [1], "at": "yesterday"}, 400, "RequestError"),
         ("risk", {"keys": [1], "what": 1}, 400, "RequestError"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,8 +96,9 @@ def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: S
     assert top["version"] == 2 and top["keys"] == 3
     checks = {c["name"]: c for c in statestore("doctor", "--checkpoint", stream.checkpoint, code=None)["checks"]}
     assert {checks[name]["status"] for name in ("nodes", "coordinator", "ports", "create-if-absent")} == {"ok"}
-    # The session of the tests has no dashboard, by whose state API logs are read.
-    with patch.object(ray, "init"), patch.object(ray, "shutdown"):
+    # The session of the tests has no dashboard, by whose state API logs are read. Ray would ask one of another cluster.
+    nowhere = patch.dict(os.environ, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
+    with patch.object(ray, "init"), patch.object(ray, "shutdown"), nowhere:
         result = CliRunner().invoke(app, ["logs", "cli"])
     assert result.exit_code == 2 and "It needs Ray's dashboard" in result.stderr
     query.stop()
