@@ -333,10 +333,9 @@ def test_features_are_as_of_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cluster.declare()
     client = cluster.client()
     find = client._access.find_views
-    rolling = [("is_rolling", True)]
 
     def views(request: Any, deadline: float) -> Any:
-        return [replace(location, **dict(rolling)) for location in find(request, deadline)]
+        return [replace(location, is_rolling=True) for location in find(request, deadline)]
 
     monkeypatch.setattr(client._access, "find_views", views)
     with answering(client) as http:
