@@ -347,7 +347,8 @@ class Host:
             by_run.setdefault(run_id, []).append(partial(self.cache.unload_run, run_id))
         for run_id, renew in self.loads.due_leases():
             by_run.setdefault(run_id, []).append(renew)
-        self.maintenance.write_out_ended(self.cache.note_ended(orders.ended_runs))
+        for run_id in self.cache.note_ended(orders.ended_runs):
+            by_run.setdefault(run_id, []).append(partial(self.maintenance.write_out_ended, run_id))
         if orders.known:
             self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
         # Before the versions are recorded: from here on, partitions that may move are tracked.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -138,8 +138,8 @@ class Maintenance:
         )
         with self._cache.lock:
             for key, instance in self._cache.instances.items():
-                if self._cache.has_ended(instance.registration.run_id):
-                    continue  # no manifest names a snapshot any more, and nothing is written
+                # No manifest names a snapshot of an ended query any more.
+                has_ended = self._cache.has_ended(instance.registration.run_id)
                 running = self._uploading.get(key)
                 version = instance.state.version
                 # A partition built from files of an earlier layout is expensive to load until it has its first
@@ -150,7 +150,7 @@ class Maintenance:
                     is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
                 is_idle, instance.seen_version = version == instance.seen_version, version
                 # A snapshot would wait for a load in a thread that other partitions need.
-                if is_due and not instance.state.is_loading and (running is None or running.done()):
+                if is_due and not has_ended and not instance.state.is_loading and (running is None or running.done()):
                     due.setdefault(instance.registration.run_id, []).append(instance)
                 elif is_crowded and is_idle and instance.written_out != version and not instance.state.is_loading:
                     begun.append(self._uploads.submit(self._write_out, instance, version))
@@ -193,19 +193,23 @@ class Maintenance:
                     self._cache.lay_aside(instance, waits=False)
                 instance.is_read = False
 
-    def write_out_ended(self, run_ids: Collection[str]) -> list[Future[None]]:
-        """Begin to flush the partitions and copies of queries that have just ended; return what was begun.
+    def write_out_ended(self, run_id: str) -> None:
+        """Flush the partitions and copies of a query that has just ended.
 
         All databases of a process share the write buffers, and RocksDB makes room by flushing the database that writes.
-        Without this flush, the next query would write many small files until the ended one is unloaded.
+        Without this flush, the next query would write many small files until the ended one is unloaded. A partition
+        that is missed here is flushed by the maintenance.
         """
         with self._cache.lock:
             idle = [*self._cache.instances.values(), *self._cache.kept_copies()]
-        return [
-            self._uploads.submit(self._write_out, instance, instance.state.version)
-            for instance in idle
-            if instance.registration.run_id in run_ids and not instance.state.is_loading
-        ]
+        for instance in idle:
+            version = instance.state.version
+            if (
+                instance.registration.run_id == run_id
+                and not instance.state.is_loading
+                and instance.written_out != version
+            ):
+                self._write_out(instance, version)
 
     def _write_out(self, instance: Instance, version: int) -> None:
         try:

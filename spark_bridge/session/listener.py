@@ -396,11 +396,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             is_registered = run_id in self._registrations
         if is_registered and not self._stopping.is_set():
-            # First of all: clients see the version once the hosts know it.
-            is_reported = self._report(run_id, batch_id, self._complete)
             progress = progress_json()
-            self._metrics.batch(run_id, progress)
-            self._traces.batch(run_id, batch_id, progress)
+            try:  # before the metrics: clients see the version once the hosts know it
+                is_reported = self._report(run_id, batch_id, self._complete)
+            finally:
+                self._metrics.batch(run_id, progress)
+                self._traces.batch(run_id, batch_id, progress)
             if is_reported and has_listeners():
                 self._report(run_id, batch_id, self._tell_listeners)
 
