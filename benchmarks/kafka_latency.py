@@ -33,7 +33,7 @@ from typing import Any
 
 PROBE_SECONDS = 0.02
 ASK_SECONDS = 0.002
-"""A client that asks every 0.5 ms takes a sixth of a core from what it measures."""
+"""Asking every 0.5 ms would take a sixth of a core from the contestants."""
 OPERATOR = "counts"
 PARTITIONS = 2
 

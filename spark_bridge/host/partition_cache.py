@@ -518,7 +518,7 @@ class PartitionCache:
             self._opened[run_id] = max(batch_id, self._opened.get(run_id, 0))
 
     def note_ended(self, run_ids: Sequence[str]) -> frozenset[str]:
-        """Record that queries have ended, and return the runs for which this is news.
+        """Record that queries have ended, and return the runs that were not recorded before.
 
         A restarted coordinator must know them, and no snapshot of them is due.
         """
