@@ -275,6 +275,13 @@ class CoordinatorPort:
         the completed version with their next heartbeat.
         """
 
+    @message(Group.QUERIES, "run_id", "host_id")
+    def see_commit(self, run_id: str, batch_id: int, host_id: str) -> Completed:
+        """Report that a host has seen Spark's commit of batch N; return what ``completed`` returns to that host.
+
+        Raises the errors of ``batch_committed`` and ``completed``.
+        """
+
     @message(Group.QUERIES, "run_id")
     def deactivate_instances(self, run_id: str) -> bool:
         """End a run: its instances are inactive, and hosts unload them."""

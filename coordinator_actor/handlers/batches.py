@@ -73,6 +73,15 @@ def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
         savepoints.on_completed()
 
 
+def completed_for(run: QueryState, host_id: str) -> Completed:
+    """Return the last completed version of a run, with the heads of a host's partitions."""
+    run.lifetime.require_served()
+    announced = run.announcement_to(host_id)
+    if announced is None:
+        raise exceptions.UnknownRunError(f"Run {run.run_id} is being registered; ask again.")
+    return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
+
+
 class Batches:
     """Opens batches and takes the acknowledgements of their tasks. All changes to a run are made under its lock."""
 
@@ -128,12 +137,7 @@ class Batches:
         return OpenGrant(owner, completed, head, run.registration, epoch, is_begun=is_begun, created_ms=created_ms)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
-        run = self._runs.get(run_id)
-        run.lifetime.require_served()
-        announced = run.announcement_to(host_id)
-        if announced is None:
-            raise exceptions.UnknownRunError(f"Run {run_id} is being registered; ask again.")
-        return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
+        return completed_for(self._runs.get(run_id), host_id)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         run = self._runs.awaited(run_id)

@@ -18,10 +18,10 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.records import FeatureViewRecords
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
-from coordinator_actor.handlers.batches import advance, catch_up
+from coordinator_actor.handlers.batches import advance, catch_up, completed_for
 from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
-from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
+from coordinator_actor.messages import Completed, InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.run.recovery import first_look
@@ -205,6 +205,10 @@ class Queries:
                 return run.versions.completed > before
             advance(self._runs, run, batch_id + 1, is_own=by_driver)
             return True
+
+    def see_commit(self, run_id: str, batch_id: int, host_id: str) -> Completed:
+        self.batch_committed(run_id, batch_id)
+        return completed_for(self._runs.get(run_id), host_id)
 
     def deactivate_instances(self, run_id: str) -> bool:
         run = self._runs.find(run_id)

@@ -32,7 +32,8 @@ class _Prepared:
     """The last version that tasks of a run have prepared here, until it is known to be completed.
 
     ``changed`` guards all fields. ``begun`` is when the last look began, ``answered`` when the last look without an
-    error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``.
+    error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``. The thread
+    that looks opens ``commits``.
     """
 
     registration: QueryRegistration
@@ -42,14 +43,15 @@ class _Prepared:
     begun: float = float("-inf")
     answered: float = float("-inf")
     failure: Exception | None = None
+    commits: SparkCommits | None = None
 
 
 class PreparedVersions:
     """Determines whether prepared versions are completed. Thread-safe.
 
     If neither storage nor the coordinator answers, reads of that run fail; other runs are not affected. The table is
-    read without a lock, and changed under ``_noting``. A look takes one request to storage and, once per version, two
-    messages to the coordinator. One thread looks for all readers of a run, who wait without a lock. ``gives`` returns
+    read without a lock, and changed under ``_noting``. A look takes one request to storage and, once per version, one
+    message to the coordinator. One thread looks for all readers of a run, who wait without a lock. ``gives`` returns
     whether another host may own partitions of a run by now.
     """
 
@@ -168,15 +170,16 @@ class PreparedVersions:
         of, version = prepared.registration, prepared.version
         if self._is_being_prepared(of.run_id, version):
             return
-        storage = self._open_storage(of.checkpoint_location, of.storage_options)
-        commits = SparkCommits(storage)
+        if prepared.commits is None:
+            prepared.commits = SparkCommits(self._open_storage(of.checkpoint_location, of.storage_options))
+        commits = prepared.commits
         if not commits.has(version - 1) and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
             return
-        registration = self._registration
-        coordinator = registration.coordinator
-        registration.call_about(of.run_id, lambda: coordinator.batch_committed(of.run_id, version - 1))
-        host_id = registration.info.host_id
-        self._completed.note(registration.call_about(of.run_id, lambda: coordinator.completed(of.run_id, host_id)))
+        coordinator, host_id = self._registration.coordinator, self._registration.info.host_id
+        completed = self._registration.call_about(
+            of.run_id, lambda: coordinator.see_commit(of.run_id, version - 1, host_id)
+        )
+        self._completed.note(completed)
 
     def _is_being_prepared(self, run_id: str, version: int) -> bool:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
