@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class CoordinatorError(Exception):
     """Base of all errors that the coordinator raises on purpose."""
@@ -140,3 +143,20 @@ class SavepointMismatchError(CoordinatorError):
 
 class CheckpointPlaceError(CoordinatorError):
     """A checkpoint cannot be moved or forked as it is. No relevant file was changed."""
+
+
+MAX_LISTED = 10
+"""An error about an unknown name lists at most this many names."""
+
+
+def listed_names(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error about an unknown ``name``: the names that exist, and the one that was probably meant.
+
+    ``'sums', 'totals'. Did you mean 'totals'?``, or ``none``.
+    """
+    ordered = sorted(set(names))
+    text = ", ".join(map(repr, ordered[:MAX_LISTED])) or "none"
+    if len(ordered) > MAX_LISTED:
+        text += f" and {len(ordered) - MAX_LISTED} more"
+    near = get_close_matches(name, ordered, n=1)
+    return f"{text}. Did you mean {near[0]!r}?" if near else f"{text}."

@@ -11,8 +11,15 @@ from msgspec import Struct
 from coordinator_actor.exceptions import InvalidRequestError
 
 Default: TypeAlias = str | int | float | bool | None
-_UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86_400.0}
-_AGE = re.compile(r"(\d+(?:\.\d+)?) *(second|minute|hour|day)s?")
+_UNIT_SECONDS = {
+    "millisecond": 0.001,
+    "second": 1.0,
+    "minute": 60.0,
+    "hour": 3600.0,
+    "day": 86_400.0,
+    "week": 604_800.0,
+}
+_PART = re.compile(rf"(\d+(?:\.\d+)?) *({'|'.join(_UNIT_SECONDS)})s?\b *")
 
 
 class Feature(Struct, frozen=True):
@@ -49,8 +56,8 @@ class FeatureView(Struct, frozen=True):
         )
 
     ``entity``: the key column of the operators, or several in the order of their ``by``. ``max_age``: how old the
-    version that answers may be, such as ``"90 seconds"`` or ``"5 minutes"``; None for no bound. ``on_stale``: an older
-    version is an error, or its features are null.
+    version that answers may be, such as ``"90 seconds"`` or ``"1 hour 30 minutes"``; None for no bound. ``on_stale``:
+    an older version is an error, or its features are null.
     """
 
     name: str
@@ -73,13 +80,13 @@ class FeatureView(Struct, frozen=True):
 
     @property
     def max_age_seconds(self) -> float | None:
-        """Return ``max_age`` in seconds. Raises ``InvalidRequestError`` for other text than a number and a unit."""
+        """Return ``max_age`` in seconds. Raises ``InvalidRequestError`` for other text than numbers with units."""
         if self.max_age is None:
             return None
-        match = _AGE.fullmatch(self.max_age)
-        if match is None or not float(match[1]):
+        seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _PART.findall(self.max_age))
+        if _PART.sub("", self.max_age) or not seconds:
             raise InvalidRequestError(
                 f"max_age={self.max_age!r} of feature view {self.name!r} is not a duration above 0: write a number and "
-                f"one of {', '.join(f'{unit}s' for unit in _UNIT_SECONDS)}, such as '5 minutes'."
+                f"one of {', '.join(f'{unit}s' for unit in _UNIT_SECONDS)}, such as '5 minutes' or '1 hour 30 minutes'."
             )
-        return float(match[1]) * _UNIT_SECONDS[match[2]]
+        return seconds

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from backends.formats.manifest import ChangelogRef, SnapshotDescriptor, SnapshotRef
 from backends.storage.locations import FileRef
-from coordinator_actor.exceptions import InvalidRequestError, UnknownOperatorError
+from coordinator_actor.exceptions import InvalidRequestError, UnknownOperatorError, listed_names
 from coordinator_actor.feature_views import FeatureView
 
 
@@ -656,8 +656,8 @@ class KvStateLocationOracle(Struct, frozen=True):
         for operator in self.operators:
             if operator.name == name:
                 return operator
-        exist = ", ".join(repr(o.name) for o in self.operators) or "none"
+        exist = listed_names(name, (o.name for o in self.operators))
         raise UnknownOperatorError(
             f"Query {self.name or 'unnamed'} ({self.query_id}, run {self.run_id}) has no operator {name!r}; "
-            f"operators that exist: {exist}."
+            f"operators that exist: {exist}"
         )

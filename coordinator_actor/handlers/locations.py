@@ -265,9 +265,9 @@ class Locations:
                     f"No query with an operator {operator!r} has been reported yet to this coordinator, "
                     f"which was started {age:.1f} s ago; ask again."
                 )
-            exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
+            exist = exceptions.listed_names(operator, (o.name for r in named for o in r.registration.operators))
             where = "No running query" if query is None else f"No running query {query!r}"
-            message = f"{where} has an operator {operator!r}; operators that exist: {exist}."
+            message = f"{where} has an operator {operator!r}; operators that exist: {exist}"
             raise exceptions.WrongOperatorError(message) if is_final else exceptions.UnknownOperatorError(message)
         if len(runs) > 1:
             names = ", ".join(
@@ -426,9 +426,9 @@ class FeatureViews:
                 raise exceptions.UnknownRunError(
                     f"No query with a feature view {view!r} has been reported yet to this coordinator; ask again."
                 )
-            exist = ", ".join(sorted(repr(running.view.name) for running in self.feature_views())) or "none"
+            exist = exceptions.listed_names(view, (running.view.name for running in self.feature_views()))
             raise exceptions.UnknownFeatureViewError(
-                f"No running query has a feature view {view!r}; feature views that exist: {exist}. "
+                f"No running query has a feature view {view!r}; feature views that exist: {exist} "
                 "declare_feature_view declares one."
             )
         if len(runs) > 1:

@@ -6,7 +6,9 @@ import time
 
 import msgspec
 
+from backends.conf import check_name
 from backends.decoders import json_decoder
+from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import RequestError, UnknownFeatureViewError
@@ -73,6 +75,10 @@ def check_declaration(view: FeatureView) -> None:
     parts = {"a name": view.name, "an entity": view.keys, "features": names}
     if missing := [part for part, value in parts.items() if not value]:
         raise RequestError(f"Feature view {view.name!r} needs {' and '.join(missing)}.")
+    try:
+        check_name("a feature view", view.name)
+    except InvalidStateStoreArgument as error:
+        raise RequestError(str(error)) from error
     if twice:
         raise RequestError(f"View {view.name!r} has two features of one name: {', '.join(map(repr, twice))}.")
     if both := sorted(set(names) & set(view.keys)):

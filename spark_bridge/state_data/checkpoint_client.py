@@ -26,6 +26,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.records import FeatureViewRecords
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
+from coordinator_actor.exceptions import listed_names
 from coordinator_actor.messages import (
     HostInfo,
     LocatedView,
@@ -228,8 +229,8 @@ class StoredReads(PartitionedReads):
         declared = {running.view.name: running.view for running in self.feature_views()}
         if view not in declared:
             raise UnknownFeatureViewError(
-                f"The checkpoint at {self.place.checkpoint_location} has no feature view {view!r}; there are "
-                f"{', '.join(map(repr, declared)) or 'none'}."
+                f"The checkpoint at {self.place.checkpoint_location} has no feature view {view!r}; feature views "
+                f"that exist: {listed_names(view, declared)}"
             )
         # Storage has no name of the query: whatever the program calls it, its operators are here.
         operators = tuple(self.locate(operator, None) for operator, _ in declared[view].sources)

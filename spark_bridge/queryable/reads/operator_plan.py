@@ -19,6 +19,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema, StateVariable
 from backends.host_memory import BoundedDict
+from coordinator_actor.exceptions import listed_names
 from coordinator_actor.messages import OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
 from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.aggregates.rolling import Horizon
@@ -54,7 +55,7 @@ class OperatorPlan:
         if spec is None:
             raise UnknownOperatorError(
                 f"Run {registration.run_id} has no operator {operator!r}; operators that exist: "
-                f"{', '.join(repr(o.name) for o in registration.operators)}."
+                f"{listed_names(operator, (o.name for o in registration.operators))}"
             )
         return cls(registration, spec, OperatorSchema.from_json(spec.schema))
 

@@ -17,7 +17,7 @@ from backends.background_loop import failing_loops
 from backends.decoders import json_decoder
 from backends.host_memory import BoundedDict
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
+from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, listed_names
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
 from coordinator_actor.messages import (
@@ -241,10 +241,10 @@ class LocationCache:
 
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
         if operator not in {o.name for o in oracle.operators}:
-            exist = ", ".join(repr(o.name) for o in oracle.operators)
+            exist = listed_names(operator, (o.name for o in oracle.operators))
             raise exceptions.UnknownOperatorError(
                 f"Query {oracle.name or oracle.query_id} (run {oracle.run_id}) has no operator {operator!r}; "
-                f"operators that exist: {exist}."
+                f"operators that exist: {exist}"
             )
         owners = oracle.owners(operator)
         spec = self._specs.get((oracle.run_id, operator))

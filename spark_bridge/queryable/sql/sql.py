@@ -437,7 +437,12 @@ def sql(
             raise_client_error(snapshot, error)
             raise
         exist = ", ".join(sorted(s.full_name for s in all_tables)) or "none"
-        more = " ".join([*unclear, f"Tables of running queries: {exist}."])
+        more = " ".join(
+            [
+                *unclear,
+                f"Tables of running queries: {exist}. A feature view is no table: client.features(...) reads it.",
+            ]
+        )
         raise UnknownOperatorError(f"{error}\n{more}") from error
     except duckdb.Error as error:
         raise_client_error(snapshot, error, database)
