@@ -38,14 +38,23 @@ class LogFile:
 def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
     """Return the logs of a namespace, each read to its last ``tail`` lines, and a list of missing logs.
 
-    Raises ``EnvironmentProblemError`` if Ray's state API does not answer.
+    Raises ``EnvironmentProblemError`` if Ray's state API does not answer, or answers for another cluster: a cluster
+    without a dashboard names the default port, which the dashboard of another cluster of the machine may have.
     """
     import ray
+    from ray.util.state import list_nodes
     from ray.util.state.exception import RayStateApiException
 
     # Without an address Ray refuses if a machine has several heads.
     address = ray.get_runtime_context().gcs_address
     try:
+        if {node["NodeID"] for node in ray.nodes()}.isdisjoint(
+            node.node_id for node in list_nodes(address, limit=10_000)
+        ):
+            raise EnvironmentProblemError(
+                f"The dashboard that the Ray cluster at {address} names is that of another Ray cluster. Logs are read "
+                "from the dashboard of their own cluster: start its head node with Ray's dashboard (ray[default])."
+            )
         return _log_files(address, namespace, coordinator, tail)
     except (RayStateApiException, OSError) as error:
         raise EnvironmentProblemError(

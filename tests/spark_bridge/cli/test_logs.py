@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import ray
+import ray.util.state
 
-from spark_bridge.cli.logs import LogFile, events_about, is_log_of, names_asked, names_of
+from spark_bridge.cli.logs import LogFile, events_about, is_log_of, log_files, names_asked, names_of
+from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import CoordinatorInfo, LostDriver, Overview, Query
 
 QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)
@@ -72,3 +76,19 @@ def test_log_of_an_earlier_actor_process_is_found_by_its_first_lines() -> None:
     assert is_log_of(actor, begin)
     assert not is_log_of(actor.replace("host-a1-0", "host-a1-01"), begin)
     assert not is_log_of(actor.replace("statestore/", "other/"), begin) and not is_log_of(actor, begin[:2])
+
+
+@pytest.mark.parametrize("nodes", [["b1", "a1"], ["b1"], []])
+def test_logs_of_another_cluster_of_the_machine_are_not_read(nodes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="192.0.2.1:6379"))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a1"}, {"NodeID": "a2"}])
+    monkeypatch.setattr(
+        ray.util.state, "list_nodes", lambda address, limit: [SimpleNamespace(node_id=n) for n in nodes]
+    )
+    for name in ("list_actors", "list_jobs"):
+        monkeypatch.setattr(ray.util.state, name, lambda *args, **options: [])
+    if "a1" in nodes:
+        log_files("statestore", "coordinator", 10)
+        return
+    with pytest.raises(EnvironmentProblemError, match=r"192\.0\.2\.1:6379 names is that of another Ray cluster"):
+        log_files("statestore", "coordinator", 10)
