@@ -27,6 +27,7 @@ from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.state_task import Logic
 from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
+from tests.spark_bridge.host.host_steps import opened
 
 G = 16
 KEYS = pa.schema([("user", pa.string()), ("shard", pa.int32())])
@@ -171,7 +172,7 @@ class Query:
         offsets.write_text(f"v1\n{times}\n{{}}")
         for p in range(self.n):
             task = TaskIdentity(self.run, "op", p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex)
-            work(HostAccess(self.host, task, self.host.open(task), self.n), p)
+            work(HostAccess(self.host, task, opened(self.host, task), self.n), p)
         self.world.commit_spark(batch)
         self.c.batch_committed(self.run, batch)
         self.version += 1

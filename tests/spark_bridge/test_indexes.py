@@ -202,7 +202,7 @@ def test_index_agrees_with_the_rows_through_rescaling_and_forgetting(
     payments: Callable[..., Payments], backend: str, keys: pa.Schema, mode: str
 ) -> None:
     stream = payments(keys, backend, mode)
-    for _ in range(effort(4, 20)):
+    for _ in range(effort(2, 20)):
         stream.batch()
     rows = stream.check()
     assert rows > 5
@@ -316,6 +316,7 @@ class Plant:
         yield from ()
 
 
+@pytest.mark.in_turns("file", "rocksdb")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("keys", [BY_KEY, BY_WINDOW], ids=["key", "window"])
 def test_verify_compares_indexes_with_rows(payments: Callable[..., Payments], keys: pa.Schema, backend: str) -> None:

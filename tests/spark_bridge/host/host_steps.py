@@ -15,7 +15,7 @@ from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.host.host import Host
-from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 
 
@@ -76,14 +76,19 @@ def ch(value: bytes, key: bytes = b"k") -> Changes:
     return Changes.of(pa.array([key]), pa.array([value]))
 
 
+def opened(host: Any, task: TaskIdentity) -> OpenReply:
+    """Open a task's partition, and return the answer once the partition is loaded."""
+    while (reply := host.open(task)).loading is not None:
+        pass  # the host has waited a moment before it answered
+    return reply  # type: ignore[no-any-return]
+
+
 def run_task(
     hosts: list[Any], batch: int, p: int = 0, run: str = "run1", value: bytes = b"v", attempt: str | None = None
 ) -> Any:
     given = task(batch, p, run, attempt)
     for host in hosts:
-        while (opened := host.open(given)).loading is not None:
-            pass  # the host has waited a moment before it answered
-        if opened.redirect is None:
+        if opened(host, given).redirect is None:
             return host, host.commit(given, ch(value), {})
     raise AssertionError("no host owns the partition")
 

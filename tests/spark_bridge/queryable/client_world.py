@@ -33,6 +33,7 @@ from spark_bridge.transport.protocol import TaskIdentity
 from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
+from tests.spark_bridge.host.host_steps import opened
 
 if TYPE_CHECKING:
     from tests.spark_bridge.state_flows import Query
@@ -196,7 +197,7 @@ class Cluster:
     def _run_task(self, p: int, batch: int, changes: Changes) -> None:
         task = TaskIdentity(self.run, "totals", p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex)
         for h in self.hosts:
-            if h.host.open(task).redirect is None:
+            if opened(h.host, task).redirect is None:
                 h.host.commit(task, changes, {})
                 return
         raise AssertionError("no host owns the partition")

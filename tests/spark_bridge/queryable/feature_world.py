@@ -20,6 +20,7 @@ from backends.formats.changelog import Changes
 from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.spark_bridge.host.host_steps import opened
 from tests.spark_bridge.queryable.client_world import KEYS, TOTALS, Cluster, G
 
 PROFILE = StateSchema(
@@ -97,7 +98,7 @@ class FeatureCluster(Cluster):
                 own = pa.array(groups * self.partitions // self.key_groups == p, pa.bool_())
                 pairs = SortedPairs.last_wins(stored.filter(own), values.filter(own))
                 task = TaskIdentity(self.run, operator, p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex)
-                (owner,) = [h for h in self.hosts if h.host.open(task).redirect is None]
+                (owner,) = [h for h in self.hosts if opened(h.host, task).redirect is None]
                 owner.host.commit(task, Changes({"default": pairs}), {})
         if committed:
             self.world.commit_spark(batch, self.checkpoint)

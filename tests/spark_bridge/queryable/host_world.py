@@ -25,6 +25,7 @@ from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
+from tests.spark_bridge.host.host_steps import opened
 
 G = 16
 KEY = pa.schema([("k", pa.int64())])
@@ -101,7 +102,7 @@ class HostWorld:
         for p in range(self.n) if partitions is None else partitions:
             task = self.task(p)
             for host in self.hosts:
-                if host.open(task).redirect is None:
+                if opened(host, task).redirect is None:
                     host.commit(task, changes_of(values, p, self.n), {})
                     break
             else:

@@ -46,6 +46,7 @@ from spark_bridge.state_surgery.rewrite_state import planned_rewrite, rewrite_st
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.live import StoredSystem
 from tests.command_line import CliRunner
+from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import TS, batch_of
 from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows, rolling_operator
@@ -553,7 +554,7 @@ def special_values(rng: random.Random, kind: pa.DataType, num: int) -> list[Any]
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.float64()])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", effort(range(1), range(5)))
 def test_single_keys_have_the_bytes_of_the_columns(kind: pa.DataType, seed: int) -> None:
     """Each function of plain numbers, over rows with nulls: the two ways to an answer agree bit by bit."""
     rng = random.Random(seed)
