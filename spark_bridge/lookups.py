@@ -267,7 +267,7 @@ def planned_lookup(
     if how not in LOOKUP_TYPES:
         raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, LOOKUP_TYPES))}.")
     operator = location.operator.name
-    view = KnownOperator.of(location, 0.0, None).view(state)
+    view = KnownOperator.of(location).view(state)
     by_index = _is_by_index(view, on)
     if view.kind not in (ROWS, VALUE, ROLLING) and not by_index:
         raise InvalidOperatorError(

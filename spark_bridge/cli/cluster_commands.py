@@ -438,7 +438,9 @@ def ui(
     """
     with output.errors_explained():
         place = _Place(host, port, Prices.parse(prices), sql_memory)
-        _check_packages()
+        for name in ("jinja2", "starlette", "uvicorn"):
+            if find_spec(name) is None:
+                raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")
         if source.checkpoint is not None:
             _serve_checkpoint(source.checkpoint, source, place)
         else:
@@ -533,13 +535,6 @@ def _tell(system: System, own: OwnToken, host: str, port: int) -> None:
     typer.echo(f"That address signs in once. To sign in again, use the token {own.token}")
     if host not in LOOPBACK:
         output.complain("The page's content and the tokens go over the network unencrypted: put TLS before it.")
-
-
-def _check_packages() -> None:
-    """Raise ``EnvironmentProblemError`` if the page's packages are not installed."""
-    for name in ("jinja2", "starlette", "uvicorn"):
-        if find_spec(name) is None:
-            raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")
 
 
 # ``statestore grafana``: the dashboard for Grafana, where Ray's own set-up or Kubernetes finds the file.

@@ -103,8 +103,10 @@ def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Ite
     yield from token_mode_check()
     try:
         with joined_ray(address, namespace):
+            from spark_bridge.overview.from_cluster import cluster_overview
+
             yield from node_checks(_asked_nodes())
-            yield from overview_checks(_overview(namespace, coordinator))
+            yield from overview_checks(cluster_overview(namespace, coordinator))
     except EnvironmentProblemError as error:
         text, _, remedy = str(error).partition(";")
         if address is None:
@@ -113,12 +115,6 @@ def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Ite
             yield Check(
                 CLUSTER_AREA, "ray", ERROR, text, remedy.strip().capitalize() or "Look at the cluster's head node."
             )
-
-
-def _overview(namespace: str, coordinator: str) -> Overview:
-    from spark_bridge.overview.from_cluster import cluster_overview
-
-    return cluster_overview(namespace, coordinator)
 
 
 def _asked_nodes() -> list[dict[str, Any]]:

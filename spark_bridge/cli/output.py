@@ -12,7 +12,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -29,6 +29,8 @@ FAILED = 2
 DAMAGED = 3
 PIPE_WIDTH = 240
 """A pipe has no width, so lines must not be folded."""
+
+T = TypeVar("T")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -73,25 +75,20 @@ def errors_explained() -> Iterator[None]:
         raise typer.Exit(FAILED) from error
 
 
-def table(*headings: str, title: str | None = None) -> Table:
-    """Return an empty table."""
-    new_table = Table(title=None if title is None else Text(title), title_justify="left", box=None, padding=(0, 2))
-    for heading in headings:
-        new_table.add_column(heading, overflow="fold")
-    return new_table
-
-
-def add_row(to_table: Table, *cells: object) -> None:
-    """Add cells as plain text: names may contain characters that rich takes for markup. None is an empty cell."""
-    to_table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
-
-
 def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None = None) -> Table:
-    """Return a table of rows."""
-    new_table = table(*headings, title=title)
+    """Return a table of rows. None is an empty cell."""
+    table = Table(title=None if title is None else Text(title), title_justify="left", box=None, padding=(0, 2))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
     for row in rows:
-        add_row(new_table, *row)
-    return new_table
+        # As plain text: names may contain characters that rich takes for markup.
+        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+    return table
+
+
+def table_of(items: Iterable[T], columns: Mapping[str, Callable[[T], object]], title: str | None = None) -> Table:
+    """Return a table with a row per item; ``columns`` has the function that returns a cell by its heading."""
+    return filled(([value_of(item) for value_of in columns.values()] for item in items), *columns, title=title)
 
 
 # Rows as they come: as tables for people, as CSV, or as one JSON object. Memory grows with a batch of rows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -31,48 +31,42 @@ def status_view(overview: model.Overview) -> RenderableType:
     if overview.coordinator is not None:
         of = overview.coordinator
         parts.append(Text(f"Coordinator on {of.node_ip}, pid {of.pid}, namespace {of.namespace}"))
-    parts.append(queries_view(overview.queries))
-    if overview.source == model.CLUSTER:
-        parts.append(hosts_view(overview.hosts))
-        if any(host.loading for host in overview.hosts):
-            parts.append(loads_view(overview.hosts))
-    parts.append(faults_view(overview.faults))
+    parts += [queries_view(overview.queries), *_hosts_and_faults(overview)]
     if overview.source == model.STORAGE:
         parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
     return Group(*parts)
 
 
+def _hosts_and_faults(overview: model.Overview) -> Iterator[RenderableType]:
+    if overview.source == model.CLUSTER:
+        yield hosts_view(overview.hosts)
+        if any(host.loading for host in overview.hosts):
+            yield loads_view(overview.hosts)
+    yield faults_view(overview.faults)
+
+
 def queries_view(queries: Iterable[model.Query]) -> Table:
     """Return a row per query."""
-    view = output.table(
-        "query",
-        "run",
-        "operators (partitions)",
-        "completed",
-        "prepared",
-        "oldest",
-        "waits for",
-        "standby copies",
-        "last checkpoint",
-        "epoch",
-        title="Queries",
+    return output.table_of(
+        queries,
+        {
+            "query": lambda q: q.title,
+            "run": lambda q: q.run_id if q.status == model.RUNNING else f"{q.run_id} ({q.status})",
+            "operators (partitions)": lambda q: ", ".join(f"{o.name} ({o.num_partitions})" for o in q.operators),
+            "completed": lambda q: q.completed_version,
+            "prepared": lambda q: q.prepared_version,
+            "oldest": lambda q: q.oldest_version,
+            "waits for": lambda q: f"{q.pending_partitions} partitions" if q.pending_partitions else "",
+            "standby copies": standby_copies,
+            "last checkpoint": lambda q: _completed(q.checkpoints[-1]) if q.checkpoints else "",
+            "epoch": lambda q: q.epoch,
+        },
+        "Queries",
     )
-    for query in queries:
-        last = query.checkpoints[-1] if query.checkpoints else None
-        output.add_row(
-            view,
-            query.title,
-            query.run_id if query.status == model.RUNNING else f"{query.run_id} ({query.status})",
-            ", ".join(f"{o.name} ({o.num_partitions})" for o in query.operators),
-            query.completed_version,
-            query.prepared_version,
-            query.oldest_version,
-            f"{query.pending_partitions} partitions" if query.pending_partitions else "",
-            standby_copies(query),
-            "" if last is None else model.moment(last.completed_ms or last.prepared_ms),
-            query.epoch,
-        )
-    return view
+
+
+def _completed(checkpoint: model.Checkpoint) -> str:
+    return model.moment(checkpoint.completed_ms or checkpoint.prepared_ms)
 
 
 SHOWN_LOADS = 20
@@ -90,36 +84,28 @@ def standby_copies(query: model.Query) -> str:
 
 def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
     """Return a row per host."""
-    view = output.table(
-        "machine",
-        "host",
-        "query address",
-        "pid",
-        "partitions",
-        "memory",
-        "commits",
-        "loading",
-        "heartbeat",
-        "runs for",
-        title="Hosts",
+    return output.table_of(
+        hosts,
+        {
+            "machine": lambda h: h.machine,
+            "host": lambda h: h.host_id,
+            "query address": lambda h: h.query_address,
+            "pid": lambda h: h.pid,
+            "partitions": lambda h: h.partitions if h.answered else "no answer",
+            "memory": _memory,
+            "commits": lambda h: model.number(h.counters.get("commits")),
+            "loading": lambda h: len(h.loading) or "",
+            "heartbeat": lambda h: "" if h.heartbeat_ms is None else f"{model.duration(h.heartbeat_ms)} ago",
+            "runs for": lambda h: model.duration(h.up_ms) + (f", restart {h.restarts}" if h.restarts else ""),
+        },
+        "Hosts",
     )
-    for host in hosts:
-        used_bytes = sum(n for name, n in host.memory.items() if name != "host_memory")
-        budget = host.memory.get("host_memory")
-        output.add_row(
-            view,
-            host.machine,
-            host.host_id,
-            host.query_address,
-            host.pid,
-            host.partitions if host.answered else "no answer",
-            f"{model.size(used_bytes)} of {model.size(budget)}" if budget else "",
-            model.number(host.counters.get("commits")),
-            len(host.loading) or "",
-            "" if host.heartbeat_ms is None else f"{model.duration(host.heartbeat_ms)} ago",
-            model.duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
-        )
-    return view
+
+
+def _memory(host: model.HostOverview) -> str:
+    used_bytes = sum(n for name, n in host.memory.items() if name != "host_memory")
+    budget = host.memory.get("host_memory")
+    return f"{model.size(used_bytes)} of {model.size(budget)}" if budget else ""
 
 
 def loads_view(hosts: Iterable[model.HostOverview]) -> RenderableType:
@@ -141,29 +127,30 @@ def faults_view(faults: Iterable[model.Fault]) -> RenderableType:
 
 def checkpoints_view(query: model.Query, most: int, prices: Prices) -> RenderableType:
     """Return a row for each of the last checkpoints, the newest first, and the total cost of their requests."""
-    view = output.table(
-        "version",
-        "batch",
-        "id",
-        "completed (UTC)",
-        "duration",
-        "tasks",
-        "acknowledge",
-        "manifest",
-        "commit",
-        "added",
-        "full",
-        "rows",
-        "late",
-        "duplicates",
-        "retried",
-        "requests",
-        "",
-        title=f"Checkpoints of {query.title}",
-    )
     shown = query.checkpoints[-most:]
-    for one in reversed(shown):
-        output.add_row(view, *_cells(one))
+    view = output.table_of(
+        reversed(shown),
+        {
+            "version": lambda c: c.version,
+            "batch": lambda c: c.version - 1,
+            "id": lambda c: c.id,
+            "completed (UTC)": _completed,
+            "duration": lambda c: model.duration(c.duration_ms),
+            "tasks": lambda c: model.duration(c.phases.get("tasks")),
+            "acknowledge": lambda c: model.duration(c.phases.get("acknowledge")),
+            "manifest": lambda c: model.duration(c.phases.get("manifest")),
+            "commit": lambda c: model.duration(c.phases.get("commit")),
+            "added": lambda c: model.size(c.delta_bytes),
+            "full": lambda c: model.size(c.full_bytes),
+            "rows": lambda c: model.number(c.rows),
+            "late": lambda c: model.number(c.late),
+            "duplicates": lambda c: c.duplicates or "",
+            "retried": lambda c: c.retried or "",
+            "requests": lambda c: model.number(c.requests),
+            "": lambda c: c.status if c.status != "completed" else "kept" if c.is_kept else "",
+        },
+        f"Checkpoints of {query.title}",
+    )
     cost = cost_of(shown, prices)
     return view if cost is None else Group(view, Text(cost))
 
@@ -174,7 +161,7 @@ def requests_view(query: model.Query, most: int, prices: Prices) -> RenderableTy
     rows = (
         (
             one.version,
-            model.moment(one.completed_ms or one.prepared_ms),
+            _completed(one),
             model.number(one.requests),
             *(model.number(one.storage.get(kind, 0)) if one.storage else "" for kind in KINDS.values()),
             *(model.size(one.storage.get(name, 0)) if one.storage else "" for name in (SENT, RECEIVED)),
@@ -200,62 +187,29 @@ def cost_of(checkpoints: Sequence[model.Checkpoint], prices: Prices) -> str | No
     return f"Requests to storage cost about ${batch:.6f} a batch{pace}, at the prices {prices}{standard}."
 
 
-def _cells(one: model.Checkpoint) -> list[object]:
-    phases = [model.duration(one.phases.get(name)) for name in ("tasks", "acknowledge", "manifest", "commit")]
-    return [
-        one.version,
-        one.version - 1,
-        one.id,
-        model.moment(one.completed_ms or one.prepared_ms),
-        model.duration(one.duration_ms),
-        *phases,
-        model.size(one.delta_bytes),
-        model.size(one.full_bytes),
-        model.number(one.rows),
-        model.number(one.late),
-        one.duplicates or "",
-        one.retried or "",
-        model.number(one.requests),
-        one.status if one.status != "completed" else "kept" if one.is_kept else "",
-    ]
-
-
 def partitions_view(query: model.Query, operator: str | None) -> RenderableType:
     """Return a row per partition of the operators."""
     views = []
     for of in query.operators:
         if operator in (None, of.name):
             skew = "" if of.skew is None else f", the largest has {of.skew:.1f} times the keys of the median one"
-            views.append(
-                output.filled(
-                    (
-                        (
-                            p.partition,
-                            p.owner,
-                            p.version,
-                            model.number(p.keys),
-                            model.size(p.memory_bytes),
-                            p.snapshot_version,
-                            p.snapshot_lag,
-                            ", ".join(map(str, p.copy_lags)),
-                            model.size(p.changelog_bytes),
-                            model.duration(sum(p.commit_ms.values()) if p.commit_ms else None),
-                        )
-                        for p in of.partitions
-                    ),
-                    "partition",
-                    "owner",
-                    "version",
-                    "keys",
-                    "memory",
-                    "snapshot",
-                    "lag",
-                    "standby lag",
-                    "changelogs",
-                    "last commit",
-                    title=f"{of.name} of {query.title}: {of.num_partitions} partitions{skew}",
-                )
+            view = output.table_of(
+                of.partitions,
+                {
+                    "partition": lambda p: p.partition,
+                    "owner": lambda p: p.owner,
+                    "version": lambda p: p.version,
+                    "keys": lambda p: model.number(p.keys),
+                    "memory": lambda p: model.size(p.memory_bytes),
+                    "snapshot": lambda p: p.snapshot_version,
+                    "lag": lambda p: p.snapshot_lag,
+                    "standby lag": lambda p: ", ".join(map(str, p.copy_lags)),
+                    "changelogs": lambda p: model.size(p.changelog_bytes),
+                    "last commit": lambda p: model.duration(sum(p.commit_ms.values()) if p.commit_ms else None),
+                },
+                f"{of.name} of {query.title}: {of.num_partitions} partitions{skew}",
             )
+            views.append(view)
     return Group(*views)
 
 
@@ -274,6 +228,10 @@ def status(source: Source, as_json: output.AsJson = False) -> None:
         overview = source.looked_at()
     source.damages.clear()  # they are faults
     output.show(lambda: model.to_plain(overview), lambda: status_view(overview), as_json=as_json)
+    _exit_for_errors(overview)
+
+
+def _exit_for_errors(overview: model.Overview) -> None:
     if any(fault.severity == model.ERROR for fault in overview.faults):
         raise typer.Exit(output.FOUND)
 
@@ -376,8 +334,7 @@ def top(
     """Show rows a second, freshness, batches, memory, the hottest partition and faults, live until Ctrl-C.
 
     It looks once with --once or --json, or if the output is not a terminal. The exit code of one look is 1 if there is
-    an
-    error among the faults.
+    an error among the faults.
 
     Examples: statestore top; statestore top --interval 5; statestore top --once --checkpoint ck/; statestore top --json
     """
@@ -390,8 +347,7 @@ def top(
                 typer.echo(output.json_line(model.to_plain(plain)))
             else:
                 output.printer().print(top_view(overview), highlight=False)
-            if any(fault.severity == model.ERROR for fault in overview.faults):
-                raise typer.Exit(output.FOUND)
+            _exit_for_errors(overview)
             return
         with suppress(KeyboardInterrupt):
             _live(source, interval)
@@ -413,49 +369,23 @@ def _live(source: Source, interval: float) -> None:
 
 def top_view(overview: model.Overview) -> RenderableType:
     """Return the pace of each query, the hosts, and the faults."""
-    parts: list[RenderableType] = [
-        Text(f"{model.moment(overview.taken_ms)} UTC", style="dim"),
-        _paces(model.pace_of(overview)),
-    ]
-    if overview.source == model.CLUSTER:
-        parts.append(hosts_view(overview.hosts))
-        if any(host.loading for host in overview.hosts):
-            parts.append(loads_view(overview.hosts))
-    parts.append(faults_view(overview.faults))
-    return Group(*parts)
-
-
-def _paces(paces: Sequence[model.QueryPace]) -> RenderableType:
-    rows = (
-        (
-            of.query,
-            of.status,
-            of.version,
-            "" if of.rows_per_second is None else f"{of.rows_per_second:,.0f}",
-            model.duration(of.freshness_ms),
-            model.duration(of.batch_ms),
-            model.duration(of.usual_ms),
-            model.duration(of.interval_ms),
-            model.size(None if of.bytes_per_checkpoint is None else int(of.bytes_per_checkpoint)),
-            model.number(of.keys),
-            model.size(of.memory_bytes),
-            "" if of.hottest is None else f"{of.hottest} ({model.duration(of.hottest_ms)})",
-        )
-        for of in paces
+    taken = Text(f"{model.moment(overview.taken_ms)} UTC", style="dim")
+    paces = output.table_of(
+        model.pace_of(overview),
+        {
+            "query": lambda of: of.query,
+            "status": lambda of: of.status,
+            "version": lambda of: of.version,
+            "rows/s": lambda of: "" if of.rows_per_second is None else f"{of.rows_per_second:,.0f}",
+            "age": lambda of: model.duration(of.freshness_ms),
+            "batch": lambda of: model.duration(of.batch_ms),
+            "usual": lambda of: model.duration(of.usual_ms),
+            "every": lambda of: model.duration(of.interval_ms),
+            "added": lambda of: model.size(None if of.bytes_per_checkpoint is None else int(of.bytes_per_checkpoint)),
+            "keys": lambda of: model.number(of.keys),
+            "memory": lambda of: model.size(of.memory_bytes),
+            "hottest": lambda of: "" if of.hottest is None else f"{of.hottest} ({model.duration(of.hottest_ms)})",
+        },
+        "Queries",
     )
-    return output.filled(
-        rows,
-        "query",
-        "status",
-        "version",
-        "rows/s",
-        "age",
-        "batch",
-        "usual",
-        "every",
-        "added",
-        "keys",
-        "memory",
-        "hottest",
-        title="Queries",
-    )
+    return Group(taken, paces, *_hosts_and_faults(overview))

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
@@ -274,46 +274,32 @@ def _source(
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
-) -> Source:
-    return Source(checkpoint, state_location, tuple(storage_option or ()), address, namespace, coordinator)
-
-
-def _source_of_state(
-    checkpoint: CheckpointOption = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     tls_server_name: TlsServerName = None,
 ) -> Source:
-    source = _source(checkpoint, state_location, storage_option, address, namespace, coordinator)
-    return replace(source, tls=tls_of(tls_ca, tls_certificate, tls_key, tls_server_name))
-
-
-def with_source(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose parameter ``source`` is built from options of its command line."""
-    return _with(_source, command)
+    tls = tls_of(tls_ca, tls_certificate, tls_key, tls_server_name)
+    return Source(checkpoint, state_location, tuple(storage_option or ()), address, namespace, coordinator, tls)
 
 
 def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command as ``with_source`` does, of one that asks hosts for state, which may use TLS."""
-    return _with(_source_of_state, command)
+    return with_source(command, has_tls=True)
 
 
-def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable[..., None]:
+def with_source(command: Callable[..., None], has_tls: bool = False) -> Callable[..., None]:
+    """Return a command whose parameter ``source`` is built from options of its command line."""
     # By signatures: on Python 3.10, get_type_hints hides the annotations that typer needs if the default is None.
-    shared = inspect.signature(make, eval_str=True).parameters
+    options = inspect.signature(_source, eval_str=True).parameters
+    shared = {name: p for name, p in options.items() if has_tls or not name.startswith("tls_")}
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "source"]
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         named = {name: arguments.pop(name) for name in shared}
         with errors_explained():
-            source = make(**named)
+            source = _source(**named)
         code = 0
         try:
             command(source=source, **arguments)

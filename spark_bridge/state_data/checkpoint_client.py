@@ -439,7 +439,7 @@ class StoredWatch:
         self._reads = reads
         self._state = state
         self._every_version = every_version
-        self._known = KnownOperator.of(reads.locate(operator, query), 0.0, None)
+        self._known = KnownOperator.of(reads.locate(operator, query))
         view = self._known.view(state)
         codec = view.without_window
         self._keys = None if keys is None else codec.encode(codec.columns(keys)).unique()

@@ -124,7 +124,7 @@ def state_in_cluster(
         return Attempts(f"lookup in {operator!r}", time.monotonic() + endpoints.timeout, had_answer=True)
 
     looked_up = retrying(locate, attempts())
-    router, targets = _router(endpoints), [KnownOperator.of(looked_up.location, 0.0, None)]
+    router, targets = _router(endpoints), [KnownOperator.of(looked_up.location)]
 
     def retried(read: Callable[[KeyLookups], T]) -> T:
         trying = attempts()
@@ -135,7 +135,7 @@ def state_in_cluster(
             return read(KeyLookups(router, of, of.view(state), at, trying.deadline))
 
         def relocate(error: Exception) -> None:
-            targets[0] = KnownOperator.of(locate().location, 0.0, targets[0])
+            targets[0] = KnownOperator.of(locate().location, targets[0])
 
         return retrying(ask, trying, relocate=relocate)
 
@@ -156,7 +156,7 @@ def in_storage(
     """
     record = fixed if fixed is not None else recorded_in_storage(place, batch)
     reads = StoredReads(place, now_ms=lambda: record.at_ms)
-    target = KnownOperator.of(reads.locate(operator, None), 0.0, None)
+    target = KnownOperator.of(reads.locate(operator, None))
     router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
     lookups = KeyLookups(router, target, target.view(state), At("version", record.version), float("inf"))
     return LookedUpState(

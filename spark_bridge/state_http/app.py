@@ -128,7 +128,6 @@ def create_app(
                 await stack.enter_async_context(lifespan())
             yield
 
-    schemes = [Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))]
     app = FastAPI(
         title="ray-statestore",
         summary="The state of running streams.",
@@ -138,21 +137,18 @@ def create_app(
         redoc_url=None,
         lifespan=running,
         responses=PROBLEMS,
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
     )
     access.add_handlers(app)
 
     if page is not None:
         app.mount(PAGE, page)
-
-        @app.get("/", include_in_schema=False)
-        async def index(request: Request) -> Response:
-            return RedirectResponse(request.scope.get("root_path", "").rstrip("/") + f"{PAGE}/", 303)
+        app.add_route("/", _index, include_in_schema=False)
 
     @app.get(
         "/v1/operators",
         response_model=models.OperatorList,
         summary="The operators of all running queries",
-        dependencies=schemes,
     )
     async def operators() -> Response:
         return _json(await service.operators())
@@ -161,7 +157,6 @@ def create_app(
         "/v1/operators/{operator}",
         response_model=models.OperatorDescription,
         summary="One operator: its columns, its hosts, its versions, and how requests went",
-        dependencies=schemes,
     )
     async def describe(operator: str, query: Annotated[str | None, Query(description=_QUERY)] = None) -> Response:
         return _json(await service.describe(operator, query))
@@ -174,7 +169,6 @@ def create_app(
         "is their values in order with commas between; a value with a comma or double quote is enclosed in double "
         "quotes, as in CSV. Values are written as in JSON, without quotes; for values that do not fit into a path "
         "(null, empty path segments, structs) there is `lookup`.",
-        dependencies=schemes,
     )
     async def get(
         operator: str,
@@ -194,7 +188,6 @@ def create_app(
         response_model=models.LookupAnswer,
         summary="Get the state of many keys",
         responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
-        dependencies=schemes,
     )
     async def lookup(operator: str, body: models.LookupRequest, request: Request) -> Response:
         table, at = await service.lookup(operator, body)
@@ -208,7 +201,6 @@ def create_app(
         "/v1/features",
         response_model=models.FeatureViewList,
         summary="The feature views: owner, description, features, bound, and the age of their queries",
-        dependencies=schemes,
     )
     async def feature_views() -> Response:
         return _json(await service.feature_views())
@@ -219,7 +211,6 @@ def create_app(
         summary="Get the features of many entities, all of one version of each query",
         description="As an Arrow IPC stream, the answer has the versions and the time in headers, and no ages.",
         responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
-        dependencies=schemes,
     )
     async def features(view: str, body: models.FeaturesRequest, request: Request) -> Response:
         rows = await service.features(view, body)
@@ -235,7 +226,6 @@ def create_app(
         summary="All rows, or those of some keys, as a stream",
         response_class=Response,
         responses=_STREAMS,
-        dependencies=schemes,
     )
     async def scan(operator: str, body: models.ScanRequest, request: Request) -> Response:
         as_arrow = _wants_arrow(request)
@@ -250,7 +240,6 @@ def create_app(
         "one version. The statement ends when the caller leaves.",
         response_class=Response,
         responses=_TABLES,
-        dependencies=schemes,
     )
     async def sql(body: models.SqlRequest, request: Request) -> Response:
         media_type, pieces = statements.begun(body, request.headers.get("accept", ""))
@@ -274,7 +263,6 @@ def create_app(
         "A browser's EventSource resumes by itself after a broken connection, by the header `Last-Event-ID`.",
         response_class=Response,
         responses=_EVENTS,
-        dependencies=schemes,
     )
     async def watch(
         operator: str,
@@ -295,6 +283,10 @@ def create_app(
 
 
 _QUERY = "Name, query id or run id: which query, if several have an operator of that name."
+
+
+async def _index(request: Request) -> Response:
+    return RedirectResponse(request.scope.get("root_path", "").rstrip("/") + f"{PAGE}/", 303)
 
 
 def _named(versions: Mapping[str, int]) -> str:
@@ -355,7 +347,6 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
         response_model=None,  # pydantic takes no msgspec.Struct
         responses={200: {"content": {"application/json": {"schema": schema}}}},
         summary="The whole system: queries, operators, partitions, checkpoints, hosts, faults and what to do",
-        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
     )
     async def overview() -> Response:
         nonlocal cached

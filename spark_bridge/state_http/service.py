@@ -172,10 +172,7 @@ class StateService:
 
     async def lookup(self, operator: str, request: models.LookupRequest) -> tuple[pa.Table, dt.datetime | None]:
         """Return the rows, and the time that rolling aggregates are of; None for others."""
-        if len(request.keys) > self.limits.max_keys:
-            raise RequestLimitError(
-                f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
-            )
+        self._check_count(request.keys)
         client = await self.client()
         shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
@@ -203,11 +200,12 @@ class StateService:
     async def feature_views(self) -> dict[str, Any]:
         return {"views": await (await self.client()).feature_views()}
 
+    def _check_count(self, keys: Sequence[Any]) -> None:
+        if len(keys) > self.limits.max_keys:
+            raise RequestLimitError(f"{len(keys)} keys were asked for at once; {self.limits.max_keys} are the limit.")
+
     async def features(self, view: str, request: models.FeaturesRequest) -> FeatureRows:
-        if len(request.keys) > self.limits.max_keys:
-            raise RequestLimitError(
-                f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
-            )
+        self._check_count(request.keys)
         client = await self.client()
         schema = await client.entity_schema(view, timeout=self.limits.timeout)
         keys = [json_values.key_of_json(key, schema) for key in request.keys]

@@ -173,8 +173,8 @@ def create_ui(
         Route("/signin", page.sign_in, methods=["GET", "POST"]),
         Route("/signout", page.sign_out, methods=["POST"]),
         Route("/watch", page.watch),
-        *(Route(path, page.shown(view)) for path, view in SEEN.items()),
-        *(Route(path, page.sent(view), methods=["POST"]) for path, view in POSTED.items()),
+        *(Route(path, page.endpoint_of(view)) for path, view in SEEN.items()),
+        *(Route(path, page.endpoint_of(view, is_form=True), methods=["POST"]) for path, view in POSTED.items()),
     ]
     return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
 
@@ -201,27 +201,15 @@ class _Page:
 
     # -- pages ---------------------------------------------------------------------------------
 
-    def shown(self, view: PageView) -> Callable[[Request], Any]:
-        """Return the endpoint of a view that only reads."""
+    def endpoint_of(self, view: PageView, *, is_form: bool = False) -> Callable[[Request], Any]:
+        """Return the endpoint of a view that only reads, or of a form."""
 
         async def endpoint(request: Request) -> Response:
             try:
                 grant = self._granted(request)
             except AccessDeniedError as error:
                 return self._refused(request, error)
-            return await self._answer(request, grant, view, {})
-
-        return endpoint
-
-    def sent(self, view: PageView) -> Callable[[Request], Any]:
-        """Return the endpoint of a form."""
-
-        async def endpoint(request: Request) -> Response:
-            try:
-                grant = self._granted(request)
-            except AccessDeniedError as error:
-                return self._refused(request, error)
-            form = await own_form(request, _token(request))
+            form = await own_form(request, _token(request)) if is_form else {}
             if isinstance(form, Response):
                 return form
             if view in ACTING and not grant.admin:

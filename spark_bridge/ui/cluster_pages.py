@@ -162,8 +162,7 @@ def hosts(call: PageCall) -> Response:
 
 def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
-    used_bytes = sum(n for name, n in host.memory.items() if name != BUDGET)
-    budget = host.memory.get(BUDGET, 0)
+    used_bytes, budget = _held(host.memory), host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
     return HostRow(host, used_bytes, budget, charts.strip(holders, float(max(budget, used_bytes))), by_size)
 
@@ -308,16 +307,12 @@ def savepoints_page(call: PageCall) -> Response:
 
 def savepoint_page(call: PageCall) -> Response:
     """Describe a savepoint."""
-    query = call.named_query()
-    info = _described(call, query, check_files=False)
-    return call.render("savepoint.html", query=query, info=info, is_checked=False, directory=_directory(call))
+    return _described(call, check_files=False)
 
 
 def check(call: PageCall) -> Response:
     """Read every file of a savepoint, and compare it with its checksum."""
-    query = call.named_query()
-    info = _described(call, query, check_files=True)
-    return call.render("savepoint.html", query=query, info=info, is_checked=True, directory=_directory(call))
+    return _described(call, check_files=True)
 
 
 def trigger(call: PageCall) -> Response:
@@ -342,10 +337,11 @@ def _directory(call: PageCall) -> str | None:
     return directory or None
 
 
-def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointInfo:
+def _described(call: PageCall, *, check_files: bool) -> Response:
     """Describe the savepoint of that name in the directory that is listed. Raises ``RequestError``."""
-    name = call.given("name")
+    query, name, directory = call.named_query(), call.given("name"), _directory(call)
     if not name or "/" in name or name in (".", ".."):
         raise RequestError(f"{name[:200]!r} is not a name of a savepoint.")
-    base = _directory(call) or default_directory(query)
-    return call.system.describe_savepoint(f"{base.rstrip('/')}/{name}", check_files=check_files)
+    base = directory or default_directory(query)
+    info = call.system.describe_savepoint(f"{base.rstrip('/')}/{name}", check_files=check_files)
+    return call.render("savepoint.html", query=query, info=info, is_checked=check_files, directory=directory)

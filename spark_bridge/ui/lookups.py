@@ -69,7 +69,8 @@ def parsed(text: str, kind: pa.DataType, what: str) -> Any:
             return _moment(text.strip(), kind)
         return scalar.cast(kind).as_py()
     except (pa.ArrowException, binascii.Error, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{what}: {text[:100]!r} is no {kind}. {_reason(error)}".rstrip()) from error
+        reason = "" if isinstance(error, KeyError) else str(error).splitlines()[0][:200]
+        raise RequestError(f"{what}: {text[:100]!r} is no {kind}. {reason}".rstrip()) from error
 
 
 def _moment(text: str, kind: pa.DataType) -> Any:
@@ -80,10 +81,6 @@ def _moment(text: str, kind: pa.DataType) -> Any:
         return pc.assume_timezone(plain.cast(pa.timestamp(kind.unit)), "UTC").cast(kind).as_py()
     except pa.ArrowInvalid:
         return pa.scalar(text).cast(kind).as_py()
-
-
-def _reason(error: Exception) -> str:
-    return "" if isinstance(error, KeyError) else str(error).splitlines()[0][:200]
 
 
 def text_of(value: Any) -> str:
@@ -128,11 +125,6 @@ def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
     )
     with closing(rows):
         return rows.schema
-
-
-def inputs_of(table: StateTable, schema: pa.Schema) -> list[Input]:
-    """Return the controls for a key: one per column, without the window."""
-    return [input_for(name, schema.field(name).type) for name in table.key]
 
 
 def has_key(call: PageCall, table: StateTable) -> bool:

@@ -98,7 +98,7 @@ def keys(call: PageCall) -> Response:
     if table is not None:
         try:
             schema = lookups.variable_schema(call, table)
-            inputs = lookups.inputs_of(table, schema)
+            inputs = [lookups.input_for(name, schema.field(name).type) for name in table.key]  # without the window
             if lookups.has_key(call, table):
                 key = lookups.key_of_call(call, table, schema)
                 answers = [_found(call, table, key, version) for version in _versions(call, table)]

@@ -77,10 +77,6 @@ class Watermarks:
         self._router = router
         self._of_versions: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
 
-    def forget(self) -> None:
-        """Forget all watermarks."""
-        self._of_versions.clear()
-
     def version_at(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
         """Return a version, by default the one that is completed now, as of its watermark.
 
@@ -344,21 +340,21 @@ class KnownOperator:
 
     location: OperatorLocation
     schema: OperatorSchema
-    located_at: float
     views: dict[str | None, StateView] = field(default_factory=dict)
     window_us: dict[str, int] = field(default_factory=dict)
+    located_at: float = 0.0
 
     @classmethod
-    def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
+    def of(cls, location: OperatorLocation, earlier: KnownOperator | None = None) -> KnownOperator:
         """Return the operator that a location describes.
 
         Views are kept from ``earlier`` if the operator is still the same.
         """
-        if earlier is not None and _is_same(location, earlier.location):
+        if earlier is not None and _content(location) == _content(earlier.location):
             # Another run may have windows of another length.
             window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
-            return cls(location, earlier.schema, located_at, earlier.views, window_us)
-        return cls(location, OperatorSchema.from_json(location.operator.schema), located_at)
+            return cls(location, earlier.schema, earlier.views, window_us)
+        return cls(location, OperatorSchema.from_json(location.operator.schema))
 
     def view(self, state: str | None) -> StateView:
         """Return a state variable. Raises ``UnknownKvStateIdError``."""
@@ -397,12 +393,8 @@ class KnownView:
         return cls(location, codec, pa.ipc.read_schema(pa.py_buffer(location.columns)))
 
 
-def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
-    return (one.operator.schema, one.operator.name, one.key_groups) == (
-        other.operator.schema,
-        other.operator.name,
-        other.key_groups,
-    )
+def _content(location: OperatorLocation) -> tuple[object, ...]:
+    return location.operator.schema, location.operator.name, location.key_groups
 
 
 class Located(Protocol):
@@ -468,30 +460,10 @@ class KnownTargets(Generic[L]):
         threading.Thread(target=refresh, name="statestore-locate", daemon=True).start()
 
 
-class KnownOperators(KnownTargets[KnownOperator]):
-    """Known operators by name and query."""
-
-    def __init__(
-        self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(
-            lambda operator, query, deadline, earlier: KnownOperator.of(
-                locate(operator, query, deadline), clock(), earlier
-            ),
-            clock,
-        )
-
-
 # Access of a client to the hosts: known operators, requests that any host can answer, and repeated attempts.
 
 
 T = TypeVar("T")
-
-
-class FindViews(Protocol):
-    """Returns one feature view, or all, until a deadline."""
-
-    def __call__(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]: ...
 
 
 class ClusterAccess:
@@ -509,9 +481,9 @@ class ClusterAccess:
         self._discovery = discovery
         self._connections = connections
         self._on_moved = on_moved
-        self._operators = KnownOperators(discovery.locate)
+        self._operators = KnownTargets(self._locate_operator)
         self._views = KnownTargets(self._locate_view)
-        self.find_views: FindViews = self._views_of_host
+        self.find_views: Callable[[ViewsRequest, float], list[ViewLocation]] = self._views_of_host
 
     def answer(
         self,
@@ -555,16 +527,16 @@ class ClusterAccess:
 
     def views(self, timeout: float | None) -> list[ViewLocation]:
         """Return all feature views; retry if that may help."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        return retrying(
-            lambda: self.find_views(ViewsRequest(), deadline),
-            Attempts("feature_views()", deadline),
-            relocate=lambda error: self._discovery.failed(),
-        )
+        return self._of_any_host("feature_views()", timeout, lambda deadline: self.find_views(ViewsRequest(), deadline))
 
     def _views_of_host(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]:
         _, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
         return json_decoder(list[ViewLocation]).decode(body)
+
+    def _locate_operator(
+        self, operator: str, query: str | None, deadline: float, earlier: KnownOperator | None
+    ) -> KnownOperator:
+        return KnownOperator.of(self._discovery.locate(operator, query, deadline), earlier)
 
     def _locate_view(self, view: str, _: str | None, deadline: float, earlier: KnownView | None) -> KnownView:
         (location,) = self.find_views(ViewsRequest(view), deadline)
@@ -575,11 +547,12 @@ class ClusterAccess:
 
     def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
         """Return the answer of any one host; retry if that may help."""
+        return self._of_any_host(what, timeout, lambda deadline: self.ask_host(request, deadline))
+
+    def _of_any_host(self, what: str, timeout: float | None, ask: Callable[[float], T]) -> T:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         return retrying(
-            lambda: self.ask_host(request, deadline),
-            Attempts(what, deadline),
-            relocate=lambda error: self._discovery.failed(),
+            lambda: ask(deadline), Attempts(what, deadline), relocate=lambda error: self._discovery.failed()
         )
 
     def known(self, ref: OperatorRef, deadline: float) -> KnownOperator:

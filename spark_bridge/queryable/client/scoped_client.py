@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pyarrow as pa
 
 from coordinator_actor.access_tokens import Scope
@@ -23,7 +21,7 @@ def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateC
     discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
     scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
     find = client._access.find_views
-    scoped._access.find_views = lambda request, deadline: views_within(scope, partial(find, deadline=deadline), request)
+    scoped._access.find_views = lambda request, deadline: views_within(scope, lambda one: find(one, deadline), request)
     return scoped
 
 

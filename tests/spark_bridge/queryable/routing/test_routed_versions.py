@@ -219,7 +219,7 @@ def test_slow_parts_restart_instead_of_reading_storage(
         return answer.version, [v.encode() for v in found["v"].to_pylist()]
 
     def parts(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
-        known = KnownOperator.of(location, 0.0, None)
+        known = KnownOperator.of(location)
         answer = KeyLookups(router, known, known.view(None), COMPLETED, soon()).key_rows(
             KeyRowsRequest("", "totals"), keys
         )
