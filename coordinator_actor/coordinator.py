@@ -233,23 +233,19 @@ def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
 
 def _maintain(run: QueryState, now: float) -> None:
     with spans.alone("coordinator.maintenance", run_id=run.run_id):
-        _clean_up(run, now)
-
-
-def _clean_up(run: QueryState, now: float) -> None:
-    try:
-        removed = remove_garbage(run, now)
-        tidy_records(run)
-        measure = loaded_bytes(run)
-        if measure is not None:
-            run.history.measured(*measure)
-        run.history.tidy_up(run.manifests.storage.delete_all)
-    except (StorageError, CoordinatorError):
-        log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
-        return
-    if removed:
-        oldest = run.versions.oldest
-        log.info("Deleted files older than %d for run %s: %d files", oldest, run.run_id, len(removed))
+        try:
+            removed = remove_garbage(run, now)
+            tidy_records(run)
+            measure = loaded_bytes(run)
+            if measure is not None:
+                run.history.measured(*measure)
+            run.history.tidy_up(run.manifests.storage.delete_all)
+        except (StorageError, CoordinatorError):
+            log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
+            return
+        if removed:
+            oldest = run.versions.oldest
+            log.info("Deleted files older than %d for run %s: %d files", oldest, run.run_id, len(removed))
 
 
 def _in_thread(work: Callable[[], None]) -> None:

@@ -39,13 +39,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import DamagedFileError
 from backends.formats import changelog, snapshot
 from backends.formats import manifest_chain as chains
-from backends.formats.manifest import (
-    Manifest,
-    SnapshotDescriptor,
-    SnapshotRef,
-    changelog_name,
-    version_in,
-)
+from backends.formats.manifest import Manifest, SnapshotDescriptor, SnapshotRef, changelog_name, version_in
 from backends.formats.manifest_chain import Layout, Segment
 from backends.formats.snapshot import PreparedSnapshot
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage

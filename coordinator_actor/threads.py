@@ -83,11 +83,6 @@ class QueryThreads:
             raise
         return future
 
-    def occupied(self) -> dict[str, tuple[int, int]]:
-        """Return how many threads are at work for each query, and how much work waits."""
-        with self._lock:
-            return {query: (lane.running, len(lane.waiting)) for query, lane in self._lanes.items()}
-
     def _run(self, query: str, lane: _Lane, future: Future[Any], work: Work) -> None:
         while True:
             _settle(future, work)

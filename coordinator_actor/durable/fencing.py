@@ -11,8 +11,10 @@ A fence is never removed: the process that the fence must stop may be suspended 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec import Struct, field
@@ -26,6 +28,8 @@ from coordinator_actor.exceptions import FencedError
 
 # Sealed JSON records below the state location of a query. Many of them are numbered by their file names.
 
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Struct)
 READERS = 16
@@ -57,12 +61,34 @@ class RecordFiles:
         """Write a record durably. Raises ``FileExistsInStorageError`` if the path is taken."""
         self.storage.put_new(path, seal(record))
 
+    def append(self, directory: str, record: Struct) -> None:
+        """Write a record durably after the last one of a directory. Raises ``StorageError``."""
+        number = max(self.numbers(directory), default=0)
+        while True:
+            number += 1
+            with suppress(FileExistsInStorageError):  # another process has just written it
+                self.create(numbered_path(directory, number), record)
+                return
+
+    def newest(self, directory: str, numbers: Sequence[int], kind: type[T], lost: str) -> T | None:
+        """Read the last of some numbered records that is not damaged; None if there is none.
+
+        ``lost`` says to people what each damaged one costs.
+        """
+        for number in reversed(numbers):
+            try:
+                record = self.read_or_none(numbered_path(directory, number), kind)
+            except DamagedFileError as error:
+                log.warning("%s: %s", lost, error)
+                continue
+            if record is not None:
+                return record
+        return None
+
     def ensure(self, path: str, content: bytes) -> None:
         """Write a file unless the path is taken. The path must determine the content."""
-        try:
+        with suppress(FileExistsInStorageError):
             self.storage.put_new(path, content)
-        except FileExistsInStorageError:
-            return
 
     def read(self, path: str, kind: type[T]) -> T:
         """Read a record. Raises ``MissingFileError`` or ``DamagedFileError``."""

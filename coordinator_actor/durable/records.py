@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from backends.conf import check_name
-from backends.exceptions import DamagedFileError, FileExistsInStorageError
+from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.fencing import RecordFiles, numbered_path, numbers_of
 from coordinator_actor.feature_views import FeatureView
@@ -118,15 +118,9 @@ class CheckpointRecords:
     def load(self) -> tuple[CheckpointRecord, ...]:
         """Return the records of the newest readable file; none if there is no file."""
         self._numbers = self._files.numbers(HISTORY)
-        for number in reversed(self._numbers):
-            try:
-                content = self._files.read_or_none(numbered_path(HISTORY, number), HistoryFile)
-            except DamagedFileError as error:
-                log.warning("Checkpoints are missing in the history, which is for people only: %s", error)
-                continue
-            if content is not None:
-                return content.records
-        return ()
+        lost = "Checkpoints are missing in the history, which is for people only"
+        content = self._files.newest(HISTORY, self._numbers, HistoryFile, lost)
+        return () if content is None else content.records
 
     def write(self, records: tuple[CheckpointRecord, ...]) -> None:
         """Write a new file durably. Raises ``FileExistsInStorageError`` if one has the same newest checkpoint."""
@@ -186,14 +180,7 @@ class AuditLog:
 
     def append(self, record: AuditRecord) -> None:
         """Write a record durably after the last one. Raises ``StorageError``."""
-        number = max(self._files.numbers(AUDIT), default=0)
-        while True:
-            number += 1
-            try:
-                self._files.create(numbered_path(AUDIT, number), record)
-            except FileExistsInStorageError:
-                continue
-            return
+        self._files.append(AUDIT, record)
 
     def read(self) -> list[AuditRecord]:
         """Return all records, the oldest first. Raises ``DamagedFileError``."""
@@ -293,27 +280,14 @@ class FeatureViewRecords:
 
     def load(self) -> tuple[FeatureView, ...]:
         """Return the views of the newest readable file; none if there is no file."""
-        for number in reversed(self._files.numbers(FEATURE_VIEWS)):
-            try:
-                content = self._files.read_or_none(numbered_path(FEATURE_VIEWS, number), FeatureViewsFile)
-            except DamagedFileError as error:
-                log.warning("The last declaration of feature views is lost, declare it again: %s", error)
-                continue
-            if content is not None:
-                return content.views
-        return ()
+        lost = "The last declaration of feature views is lost, declare it again"
+        content = self._files.newest(FEATURE_VIEWS, self._files.numbers(FEATURE_VIEWS), FeatureViewsFile, lost)
+        return () if content is None else content.views
 
     def write(self, views: tuple[FeatureView, ...]) -> None:
         """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
         numbers = self._files.numbers(FEATURE_VIEWS)
-        number = max(numbers, default=0)
-        while True:
-            number += 1
-            try:
-                self._files.create(numbered_path(FEATURE_VIEWS, number), FeatureViewsFile(views))
-            except FileExistsInStorageError:
-                continue
-            break
+        self._files.append(FEATURE_VIEWS, FeatureViewsFile(views))
         obsolete = [numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]]
         self._files.storage.delete_all(obsolete)
 

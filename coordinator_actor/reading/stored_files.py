@@ -269,10 +269,6 @@ def _described(path: str, size: int, kept: Iterable[str], versions: StateVersion
     if top in _RECORDS:
         kind, why = _RECORDS[top]
         return StoredFile(path, size, kind, kept_by=(why,))
-    return _foreign(path, size)
-
-
-def _foreign(path: str, size: int) -> StoredFile:
     return StoredFile(path, size, "unknown", why="the state has no such file; nothing reads or removes it")
 
 

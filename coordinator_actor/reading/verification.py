@@ -176,7 +176,8 @@ def verify_version(
                 continue
             try:
                 with opened_partition(versions.place, piece, open_storage=open_storage) as state:
-                    rows += _rows_in(state)
+                    for family in state.reads.column_families():
+                        rows += sum(batch.num_rows for batch in state.reads.scan(None, None, None, family))
                     for what in differences_in(versions.schema(operators[operator]), state):
                         differences.append(Damage(piece.directory, operator, p, at, what))
             except StateStoreError as error:
@@ -227,7 +228,8 @@ def _files(versions: StateVersions, operator: str, partition: int, lineage: Line
     if lineage.rescaled is not None:
         base, below = lineage.rescaled.head, lineage.rescaled.version
         for source in lineage.rescaled.sources if kept_from < 0 else ():
-            yield from _files(versions, operator, _partition_of(source.directory), source.lineage)
+            # The directory is ``operators/<operator>/<n>/<p>/<store>``.
+            yield from _files(versions, operator, int(source.directory.split("/")[-2]), source.lineage)
     for ref in lineage.changelogs:
         if ref.version > kept_from:
             # If a manifest is damaged, the version below may be unknown.
@@ -236,11 +238,6 @@ def _files(versions: StateVersions, operator: str, partition: int, lineage: Line
     for uploaded in lineage.snapshots:
         if uploaded.version >= kept_from:
             yield _File(operator, partition, snapshot=uploaded)
-
-
-def _partition_of(directory: str) -> int:
-    """Return the number in ``operators/<operator>/<n>/<p>/<store>``."""
-    return int(directory.split("/")[-2])
 
 
 def _check(storage: CheckpointStorage, file: _File) -> tuple[int, str | None, SnapshotDescriptor | None]:
@@ -307,8 +304,3 @@ def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bo
         starts.append(0)
     sound = {version for version, path in heads.items() if path not in bad}
     return any(all(v in sound for v in range(start + 1, lineage.version + 1)) for start in starts)
-
-
-def _rows_in(state: PartitionState) -> int:
-    families = state.reads.column_families()
-    return sum(batch.num_rows for family in families for batch in state.reads.scan(None, None, None, family))

@@ -152,5 +152,5 @@ def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, 
     with run.lock:
         # Snapshots may have been added in between.
         added = {path: d for path, d in run.versions.descriptors.items() if path not in cached}
-        run.versions.keep_descriptors({**kept, **added})
-    return {**kept, **added}
+        run.versions.descriptors = {**kept, **added}
+        return run.versions.descriptors

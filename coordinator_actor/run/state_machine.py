@@ -327,7 +327,7 @@ class RunMachine:
             self.pending, self.prepared = None, write.checkpoint.completed
             self._repeat = write.repeat
             self._stages.update(write.stages)
-            self.versions.record_retention()
+            self.versions.recorded = self.versions.planned
 
     def write_failed(self, write: WriteManifest, error: BaseException, now: float) -> None:
         """Undo the transition. The manifest may exist all the same, or appear later."""

@@ -10,14 +10,7 @@ import msgspec
 
 from backends.exceptions import VersionNotFoundError
 from backends.formats import manifest_chain
-from backends.formats.manifest import (
-    ChangelogRef,
-    Lineage,
-    Manifest,
-    PartitionEntry,
-    SnapshotDescriptor,
-    SnapshotRef,
-)
+from backends.formats.manifest import ChangelogRef, Lineage, Manifest, PartitionEntry, SnapshotDescriptor, SnapshotRef
 from backends.formats.manifest_chain import Layout, Retention
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
@@ -232,10 +225,6 @@ class QueryVersions:
                 return version
         return min(oldest, below)
 
-    def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
-        """Keep only the contents of these snapshots, by path."""
-        self.descriptors = descriptors
-
     # -- advancing --------------------------------------------------------------------------------
 
     def load(self, chain: dict[int, Manifest], completed: int | None = None) -> None:
@@ -247,10 +236,6 @@ class QueryVersions:
     def drop_plan(self) -> None:
         """Drop the planned retention: the snapshots that it relies on have been exchanged."""
         self.planned = None
-
-    def record_retention(self) -> None:
-        """Record that the planned retention is in a durable manifest."""
-        self.recorded = self.planned
 
     def append_manifest(self, manifest: Manifest) -> None:
         """Add a manifest that was written, as the newest one."""

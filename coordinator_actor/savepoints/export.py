@@ -212,16 +212,12 @@ Moved: TypeAlias = Callable[[str, bytes], tuple[str, bytes]]
 """Takes the path and the content of a file of Spark, and returns those of its copy."""
 
 
-def _unmoved(path: str, data: bytes) -> tuple[str, bytes]:
-    return path, data
-
-
 def copy_spark_files(
     spark_storage: CheckpointStorage,
     target_storage: CheckpointStorage,
     batch_id: int,
     below: str = SPARK_DIRECTORY,
-    moved: Moved = _unmoved,
+    moved: Moved = lambda path, data: (path, data),
 ) -> list[FileRef]:
     """Copy Spark's files for continuing after batch ``batch_id`` to the directory ``below``. Return the copies.
 

@@ -83,6 +83,12 @@ def location(world: World) -> str:
     return query(world, "hanging").checkpoint_location
 
 
+def occupied(threads: QueryThreads) -> dict[str, tuple[int, int]]:
+    """Return how many threads are at work for each query, and how much work waits."""
+    with threads._lock:
+        return {query: (lane.running, len(lane.waiting)) for query, lane in threads._lanes.items()}
+
+
 def wait_until_free(cluster: Cluster, futures: list[Future[Any]]) -> None:
     for future in futures:
         with pytest.raises(InvalidRequestError, match="commits/0 does not exist"):
@@ -109,7 +115,7 @@ def test_everything_else_is_answered_while_all_hosts_wait_for_one_query(
             assert oracle is not None and oracle.num_partitions("op") == PARTITIONS
         assert cluster.open_batch(OpenBatch("healthy", 0, "h7", "a")).version == 0
         assert cluster.rebalance() == {"hanging": 0, "healthy": 0}
-        assert cluster.queries.occupied()["hanging"] == (THREADS_PER_QUERY, HOSTS - THREADS_PER_QUERY)
+        assert occupied(cluster.queries)["hanging"] == (THREADS_PER_QUERY, HOSTS - THREADS_PER_QUERY)
         assert not any(future.done() for future in waiting)
     wait_until_free(cluster, waiting)
 
@@ -194,7 +200,7 @@ def test_a_late_report_of_a_stopped_run_changes_nothing(
             again.register_host(world.host(0), report)
             storage.wait_for_call()
             assert again.call("deactivate_instances", "healthy") is True
-    while again.queries.occupied():
+    while occupied(again.queries):
         pass
     assert again.coordinator.registries.runs.current() == []
     assert again.heartbeat_host("h0", "a", {"healthy": 0}).unload_runs == ("healthy",)
@@ -210,7 +216,7 @@ def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
     with storage.hangs(location(world)):
         again.register_host(world.host(0), report)
         storage.wait_for_call()
-        while list(again.queries.occupied()) != ["the reports of run hanging"]:
+        while list(occupied(again.queries)) != ["the reports of run hanging"]:
             pass
         monkeypatch.setattr(again.queries, "_threads", 1)
         monkeypatch.setattr(again.queries, "_most_waiting", 0)
@@ -248,7 +254,7 @@ def test_leases_and_maintenance_wait_for_no_savepoint_that_cannot_be_given_up(
         assert not looking.is_alive()
         assert cluster.locate("op", "healthy").owners
     cluster.call("batch_committed", "run1", 0)
-    while cluster.queries.occupied():
+    while occupied(cluster.queries):
         pass
     assert world.open(c, 2).version == 2
 
@@ -263,7 +269,7 @@ def test_the_threads_and_waiting_calls_of_a_query_are_bounded() -> None:
 
     futures = [threads.submit("slow", work) for _ in range(5)]
     assert began.acquire(timeout=PATIENCE) and began.acquire(timeout=PATIENCE)
-    assert threads.occupied() == {"slow": (2, 3)}
+    assert occupied(threads) == {"slow": (2, 3)}
     with pytest.raises(QueryBusyError, match="3 messages about slow wait already, and 2 are being answered"):
         threads.submit("slow", work)
     assert threads.submit("other", lambda: 7).result(PATIENCE) == 7
