@@ -175,9 +175,8 @@ class HostMetrics:
             labels = {"operator": delta.operator, "verb": delta.verb}
             self._sink.increase("statestore_requests_total", delta.requests, **labels)
             self._sink.increase("statestore_request_failures_total", delta.failures, **labels)
-            for bound, count in zip(
-                (*REQUEST_DURATION_BOUNDS, None), delta.counts(REQUEST_DURATION_BOUNDS), strict=True
-            ):
+            counts = delta.latencies.counts_up_to(REQUEST_DURATION_BOUNDS)
+            for bound, count in zip((*REQUEST_DURATION_BOUNDS, None), counts, strict=True):
                 le = "+Inf" if bound is None else f"{bound:g}"
                 self._sink.increase("statestore_request_seconds_bucket", count, **labels, le=le)
 

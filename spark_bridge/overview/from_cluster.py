@@ -68,8 +68,8 @@ class KnownCheckpoints:
             by_id = {} if is_all else of_run.by_id
             by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in told}}
             of_run.by_id = {
-                i: by_id[i] if by_id[i].is_kept == (by_id[i].version in kept) else _kept_or_not(by_id[i])
-                for i in sorted(by_id)
+                i: one if one.is_kept == (one.version in kept) else structs.replace(one, is_kept=not one.is_kept)
+                for i, one in sorted(by_id.items())
                 if first is None or i >= first
             }
             of_run.kept = kept
@@ -199,10 +199,6 @@ def _query(
             for failed in stats.get("checkpoints", {}).get("failures", ())
         ),
     )
-
-
-def _kept_or_not(checkpoint: model.Checkpoint) -> model.Checkpoint:
-    return structs.replace(checkpoint, is_kept=not checkpoint.is_kept)
 
 
 def _checkpoint(record: Description, is_kept: bool) -> model.Checkpoint:

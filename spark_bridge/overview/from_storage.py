@@ -92,7 +92,8 @@ def checkpoints_of(
     records: Iterable[CheckpointRecord], versions: StateVersions | None = None
 ) -> tuple[model.Checkpoint, ...]:
     """Return the history by ascending id, with the versions that only manifests describe."""
-    by_id = {record.id: _recorded(record) for record in records}
+    names = [name for name in model.Checkpoint.__struct_fields__ if hasattr(CheckpointRecord, name)]
+    by_id = {r.id: model.Checkpoint(**{name: getattr(r, name) for name in names}) for r in records}
     for version, manifest in ({} if versions is None else versions.chain).items():
         assert versions is not None
         recorded = by_id.get(manifest.id)
@@ -113,32 +114,6 @@ def checkpoints_of(
             )
         by_id[recorded.id] = structs.replace(recorded, is_kept=version in versions.readable)
     return tuple(by_id[i] for i in sorted(by_id))
-
-
-def _recorded(record: CheckpointRecord) -> model.Checkpoint:
-    return model.Checkpoint(
-        record.id,
-        record.version,
-        record.epoch,
-        record.run_id,
-        begun_ms=record.begun_ms,
-        prepared_ms=record.prepared_ms,
-        completed_ms=record.completed_ms,
-        duration_ms=record.duration_ms,
-        phases=record.phases,
-        steps=record.steps,
-        partitions=record.partitions,
-        delta_bytes=record.delta_bytes,
-        full_bytes=record.full_bytes,
-        retried=record.retried,
-        rows=record.rows,
-        updated=record.updated,
-        removed=record.removed,
-        late=record.late,
-        duplicates=record.duplicates,
-        requests=record.requests,
-        storage=record.storage,
-    )
 
 
 def _operators(versions: StateVersions) -> Iterable[model.Operator]:

@@ -23,19 +23,10 @@ from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.state_views import StateView, state_view
 from spark_bridge.queryable.connections import KvConnections, KvExchange
-from spark_bridge.queryable.protocol import (
-    At,
-    DescribeReply,
-    LocateOperatorRequest,
-    LocateReply,
-    Request,
-    ViewLocation,
-    ViewsRequest,
-    have_plain_values,
-)
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.scopes import ScopedOperators
@@ -77,7 +68,7 @@ class Watermarks:
         self._router = router
         self._of_versions: BoundedDict[tuple[str, int], int] = BoundedDict(KEPT_WATERMARKS)
 
-    def version_at(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
+    def version_at(self, target: KnownOperator, view: StateView, asked: protocol.At, deadline: float) -> protocol.At:
         """Return a version, by default the one that is completed now, as of its watermark.
 
         Raises ``StateVersionError`` for an earlier version that the client has not read as of its watermark, and
@@ -107,7 +98,7 @@ class Watermarks:
                 f"Version {version} of operator {view.operator!r} has no watermark yet: a watermark comes with the "
                 "batch after the first rows with event times. Wait for that batch, or give at= a datetime."
             )
-        return At("version", version, moment=view.rolling.at_watermark(watermark_ms))
+        return protocol.At("version", version, moment=view.rolling.at_watermark(watermark_ms))
 
 
 class ProxyDiscovery:
@@ -133,8 +124,10 @@ class ProxyDiscovery:
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         proxy = self._current
-        reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
-        if not isinstance(reply, LocateReply):
+        reply, body = self._connections.request(
+            proxy, protocol.LocateOperatorRequest(operator, query), deadline=deadline
+        )
+        if not isinstance(reply, protocol.LocateReply):
             raise exceptions.QueryableStateError(
                 f"{proxy} answered a question for a location by {type(reply).__name__}."
             )
@@ -369,7 +362,7 @@ class KnownOperator:
 class KnownView:
     """The location of a feature view, the codec of its keys, and the columns of its features."""
 
-    location: ViewLocation
+    location: protocol.ViewLocation
     codec: KeyCodec
     columns: pa.Schema
     located_at: float = 0.0
@@ -382,10 +375,10 @@ class KnownView:
     @cached_property
     def is_plain(self) -> bool:
         """Whether hosts send the features of one key as a list of values."""
-        return have_plain_values(self.columns)
+        return protocol.have_plain_values(self.columns)
 
     @classmethod
-    def of(cls, location: ViewLocation) -> KnownView:
+    def of(cls, location: protocol.ViewLocation) -> KnownView:
         """Return the view that a location describes."""
         view = location.view
         stored = pa.ipc.read_schema(pa.py_buffer(location.key))
@@ -413,13 +406,8 @@ class KnownTargets(Generic[L]):
     thread between refreshes, so a process may fork.
     """
 
-    def __init__(
-        self,
-        locate: Callable[[str, str | None, float, L | None], L],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, locate: Callable[[str, str | None, float, L | None], L]) -> None:
         self._locate = locate
-        self._clock = clock
         self._known: dict[OperatorRef, L] = {}
         self._last: dict[OperatorRef, L] = {}
 
@@ -432,7 +420,7 @@ class KnownTargets(Generic[L]):
         target = self._known.get(ref)
         if target is None:
             return self._look_up(ref, deadline)
-        if self._clock() - target.located_at > REFRESH_SECONDS:
+        if time.monotonic() - target.located_at > REFRESH_SECONDS:
             self._refresh(ref, target)
         return target
 
@@ -442,18 +430,18 @@ class KnownTargets(Generic[L]):
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> L:
         target = self._locate(*ref, deadline, self._last.get(ref))
-        target.located_at = self._clock()
+        target.located_at = time.monotonic()
         self._known[ref] = self._last[ref] = target
         return target
 
     def _refresh(self, ref: OperatorRef, target: L) -> None:
         # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
-        target.located_at = self._clock()
+        target.located_at = time.monotonic()
 
         def refresh() -> None:
             try:
-                self._look_up(ref, self._clock() + REFRESH_SECONDS)
+                self._look_up(ref, time.monotonic() + REFRESH_SECONDS)
             except Exception as error:  # noqa: BLE001 - a request with a wrong location finds that out by itself
                 log.debug("The location of %s could not be refreshed: %s", ref, error)
 
@@ -483,7 +471,7 @@ class ClusterAccess:
         self._on_moved = on_moved
         self._operators = KnownTargets(self._locate_operator)
         self._views = KnownTargets(self._locate_view)
-        self.find_views: Callable[[ViewsRequest, float], list[ViewLocation]] = self._views_of_host
+        self.find_views: Callable[[protocol.ViewsRequest, float], list[protocol.ViewLocation]] = self._views_of_host
 
     def answer(
         self,
@@ -525,13 +513,15 @@ class ClusterAccess:
             failure=failure,
         )
 
-    def views(self, timeout: float | None) -> list[ViewLocation]:
+    def views(self, timeout: float | None) -> list[protocol.ViewLocation]:
         """Return all feature views; retry if that may help."""
-        return self._of_any_host("feature_views()", timeout, lambda deadline: self.find_views(ViewsRequest(), deadline))
+        return self._of_any_host(
+            "feature_views()", timeout, lambda deadline: self.find_views(protocol.ViewsRequest(), deadline)
+        )
 
-    def _views_of_host(self, request: ViewsRequest, deadline: float) -> list[ViewLocation]:
+    def _views_of_host(self, request: protocol.ViewsRequest, deadline: float) -> list[protocol.ViewLocation]:
         _, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
-        return json_decoder(list[ViewLocation]).decode(body)
+        return json_decoder(list[protocol.ViewLocation]).decode(body)
 
     def _locate_operator(
         self, operator: str, query: str | None, deadline: float, earlier: KnownOperator | None
@@ -539,13 +529,13 @@ class ClusterAccess:
         return KnownOperator.of(self._discovery.locate(operator, query, deadline), earlier)
 
     def _locate_view(self, view: str, _: str | None, deadline: float, earlier: KnownView | None) -> KnownView:
-        (location,) = self.find_views(ViewsRequest(view), deadline)
+        (location,) = self.find_views(protocol.ViewsRequest(view), deadline)
         self._discovery.note(location.addresses)
         if earlier is not None and earlier.location.revision == location.revision:
             return KnownView(location, earlier.codec, earlier.columns)
         return KnownView.of(location)
 
-    def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
+    def answer_of_any_host(self, what: str, request: protocol.Request, timeout: float | None) -> Any:
         """Return the answer of any one host; retry if that may help."""
         return self._of_any_host(what, timeout, lambda deadline: self.ask_host(request, deadline))
 
@@ -573,11 +563,11 @@ class ClusterAccess:
         if isinstance(error, exceptions.ConnectionClosedError | exceptions.HostUnavailableError | OSError):
             self._discovery.failed()
 
-    def ask_host(self, request: Request, deadline: float) -> Any:
+    def ask_host(self, request: protocol.Request, deadline: float) -> Any:
         """Return the answer of any one host to a request that every host can answer; an answer in JSON is decoded."""
         reply, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
-        return json_decoder(Any).decode(body) if isinstance(reply, DescribeReply) else reply
+        return json_decoder(Any).decode(body) if isinstance(reply, protocol.DescribeReply) else reply
 
-    def stream(self, request: Request, body: bytes, deadline: float) -> KvExchange:
+    def stream(self, request: protocol.Request, body: bytes, deadline: float) -> KvExchange:
         """Return the rows of any one host. A caller that stops early must close the stream."""
         return self._connections.stream(self._discovery.proxy(), request, body, deadline)

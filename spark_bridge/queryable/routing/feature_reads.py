@@ -25,16 +25,7 @@ from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.feature_views import Feature
 from coordinator_actor.messages import LocatedView, OperatorLocation
 from spark_bridge import exceptions
-from spark_bridge.queryable.protocol import (
-    At,
-    FeatureAnswer,
-    FeaturesRequest,
-    StateReads,
-    ViewLocation,
-    ViewQuery,
-    ViewsRequest,
-    have_plain_values,
-)
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.scatter_gather import variables_of
 from spark_bridge.state_format import layouts
@@ -153,7 +144,7 @@ class ResolvedView:
         encoded = encode_keys(columns, key_groups(columns, groups))
         return encoded[0].as_py() if isinstance(keys, bytes) else encoded
 
-    def stale(self, ages_ms: Sequence[int | None], at: Sequence[At]) -> list[int]:
+    def stale(self, ages_ms: Sequence[int | None], at: Sequence[protocol.At]) -> list[int]:
         """Return the queries that are older than ``max_age``; a version that was asked for may have any age."""
         most = self.max_age_ms
         if most is None:
@@ -180,7 +171,7 @@ class ResolvedView:
     @cached_property
     def is_plain(self) -> bool:
         """Whether msgpack has a value for each value of the columns."""
-        return have_plain_values(self.columns)
+        return protocol.have_plain_values(self.columns)
 
     def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
         """Return the features of one key: those of ``rows``, several times faster for one row."""
@@ -318,22 +309,15 @@ class FeatureReads:
     """
 
     def __init__(
-        self,
-        reads: StateReads,
-        router: StateRouter,
-        location: Callable[[str, str], OperatorLocation],
-        clock: Callable[[], float] = time.monotonic,
-        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+        self, reads: protocol.StateReads, router: StateRouter, location: Callable[[str, str], OperatorLocation]
     ) -> None:
         self._reads = reads
         self._router = router
         self._location = location
-        self._clock = clock
-        self._now_ms = now_ms
         self._known: dict[str, _KnownView] = {}
         self._looking = threading.Lock()
 
-    def views(self, request: ViewsRequest) -> list[ViewLocation]:
+    def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
         """Return one view, or all; of all, those that cannot be read now have a ``problem``."""
         if request.view is not None:
             return [self._described(self._looked_up(request.view))]
@@ -342,19 +326,21 @@ class FeatureReads:
             try:
                 views.append(self._described(self._looked_up(located.view.name)))
             except exceptions.STATESTORE_ERRORS as error:
-                views.append(ViewLocation(located.view, problem=str(error)))
+                views.append(protocol.ViewLocation(located.view, problem=str(error)))
         return views
 
-    def _described(self, known: _KnownView) -> ViewLocation:
+    def _described(self, known: _KnownView) -> protocol.ViewLocation:
         resolved = known.view
         queries = []
         for sources in resolved.by_query:
             location = sources[0].location
             version = self._reads.await_completed(location.run_id, 0, 0.0)
             age_ms = self._reads.age_ms(location.run_id, version)
-            queries.append(ViewQuery(location.query_id, location.query_name, location.run_id, max(0, version), age_ms))
+            queries.append(
+                protocol.ViewQuery(location.query_id, location.query_name, location.run_id, max(0, version), age_ms)
+            )
         first = resolved.sources[0].location
-        return ViewLocation(
+        return protocol.ViewLocation(
             resolved.located.view,
             resolved.revision,
             tuple(queries),
@@ -366,7 +352,9 @@ class FeatureReads:
             any(source.family == layouts.ROLLED_FAMILY for source in resolved.sources),
         )
 
-    def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes, deadline: float) -> FeatureAnswer:
+    def features(
+        self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> protocol.FeatureAnswer:
         """See ``ServedReads``. ``deadline`` is a time of the clock of the connections."""
         resolved = self._of_revision(request.view, request.revision)
         if len(request.at) != len(resolved.run_ids):
@@ -392,15 +380,15 @@ class FeatureReads:
             raise resolved.stale_error(stale[0], ages_ms[stale[0]])
         lag_ms = max(map(self._reads.lag_ms, resolved.run_ids))
         if is_row:
-            return FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
+            return protocol.FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
         if request.takes_rows and resolved.is_plain and 0 < len(keys) <= FEW_KEYS:
             of_keys = zip(*(of_source.to_pylist() for of_source in values), strict=True)
             rows = [resolved.row(of_key, stale, request.defaults) for of_key in of_keys]
-            return FeatureAnswer(versions, ages_ms, lag_ms, [], rows)
-        columns = resolved.rows(values, self._now_ms(), stale, request.defaults)
-        return FeatureAnswer(versions, ages_ms, lag_ms, columns)
+            return protocol.FeatureAnswer(versions, ages_ms, lag_ms, [], rows)
+        columns = resolved.rows(values, int(time.time() * 1000), stale, request.defaults)
+        return protocol.FeatureAnswer(versions, ages_ms, lag_ms, columns)
 
-    def _age_ms(self, run_id: str, version: int, at: At) -> int | None:
+    def _age_ms(self, run_id: str, version: int, at: protocol.At) -> int | None:
         """Return the age of an answer; of one that is not completed yet, that of the last completed version."""
         if at.isolation == "latest":
             version = min(version, self._reads.await_completed(run_id, 0, 0.0))
@@ -416,7 +404,7 @@ class FeatureReads:
         known = self._known.get(name)
         if known is None or known.view.revision != revision:
             view = self._looked_up(name).view
-        elif self._clock() - known.looked_at < VIEW_SECONDS:
+        elif time.monotonic() - known.looked_at < VIEW_SECONDS:
             return known.view
         else:
             view = self._refreshed(name, known)
@@ -435,7 +423,7 @@ class FeatureReads:
         except exceptions.UnknownFeatureViewError:
             raise
         except (CoordinatorError, exceptions.HostUnavailableError):
-            known.looked_at = self._clock()
+            known.looked_at = time.monotonic()
             return known.view
         finally:
             self._looking.release()
@@ -443,7 +431,7 @@ class FeatureReads:
     def _looked_up(self, name: str) -> _KnownView:
         with self._looking:
             known = self._known.get(name)
-            if known is not None and self._clock() - known.looked_at < LOOK_AGAIN_SECONDS:
+            if known is not None and time.monotonic() - known.looked_at < LOOK_AGAIN_SECONDS:
                 return known
             return self._look_up(name)
 
@@ -457,5 +445,5 @@ class FeatureReads:
         known = self._known.get(name)
         is_same = known is not None and known.view.revision == located.revision
         view = known.view if known is not None and is_same else ResolvedView.of(located)
-        self._known[name] = _KnownView(view, self._clock(), located)
+        self._known[name] = _KnownView(view, time.monotonic(), located)
         return self._known[name]

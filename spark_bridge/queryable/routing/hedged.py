@@ -208,7 +208,7 @@ class HedgedReads:
                 race.answer = request.read(self._local, at)
                 self._note_slow(race.under_way)
                 return
-            exchange = request.send(self._connections, at, deadline, connect_seconds)
+            exchange = self._connections.begin(request.address, *request.message(at), deadline, connect_seconds)
         except Exception as error:  # noqa: BLE001 - raised if no other host answers
             self._failed(race, request, error)
             return
@@ -223,7 +223,7 @@ class HedgedReads:
             overtaken = list(takewhile(lambda earlier: earlier is not exchange, race.under_way))  # noqa: B023
             request, sent_at = race.under_way.pop(exchange)
             try:
-                race.answer = request.receive(exchange, deadline)
+                race.answer = request.receive(exchange)
             except Exception as error:  # noqa: BLE001 - raised if no other host answers
                 self._failed(race, request, error)
             else:

@@ -35,7 +35,7 @@ from spark_bridge.queryable.routing.scatter_gather import (
     ScatteredLookup,
     ScatteredRequest,
     ScatterGather,
-    unexpected,
+    expected,
 )
 
 # Cuts keys into chunks that fit into a request, and joins the answers to the chunks.
@@ -350,10 +350,6 @@ class StateRouter:
         self._sleep = sleep
         self._tables: dict[int, RoutingTable] = {}
 
-    def completed_version(self, run_id: str) -> int:
-        """Return the highest completed version of a run that this client has seen; no later answer is older."""
-        return self.seen.get(run_id)
-
     # -- keys ----------------------------------------------------------------------------------
 
     def lookup_one(
@@ -379,9 +375,8 @@ class StateRouter:
                 version, value = self._local.lookup_one(request, key)
             else:
                 reply, body = self._connections.request(address, request, protocol.pack_one(key), deadline)
-                if type(reply) is not protocol.LookupReply:
-                    unexpected(address, reply)
-                version, value = reply.version, protocol.unpack_one(body)
+                version = expected(reply, protocol.LookupReply, address).version
+                value = protocol.unpack_one(body)
         except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
         if is_completed:
@@ -489,9 +484,7 @@ class StateRouter:
             group = int.from_bytes(first[:KEY_GROUP_BYTES], "big")
             address = location.addresses[group * len(location.addresses) // location.key_groups]
         reply, body = self._connections.request(address, request, packed, deadline)
-        if type(reply) is not protocol.FeaturesReply:
-            unexpected(address, reply)
-        return reply, body
+        return expected(reply, protocol.FeaturesReply, address), body
 
     def key_rows(
         self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float
@@ -636,16 +629,12 @@ class StateRouter:
             # A scan of no rows of one partition: the partition's owner answers.
             beginning = replace(request, partitions=partitions[:1], limit=0)
             reply, _ = list(self._connections.stream(address, beginning, b"", deadline))[-1]
-            if type(reply) is not protocol.EndOfRows:
-                unexpected(address, reply)
-            completed = reply.version
+            completed = expected(reply, protocol.EndOfRows, address).version
         elif self._local is not None and any(owner == self._local_address for owner, _ in shares):
             completed = self._local.await_completed(request.run_id, 0, 0.0)
         else:
             reply, _ = self._connections.request(address, protocol.AwaitRequest(request.run_id, 0, 0.0), b"", deadline)
-            if type(reply) is not protocol.CountReply:
-                unexpected(address, reply)
-            completed = reply.count
+            completed = expected(reply, protocol.CountReply, address).count
         if completed < 0:
             raise exceptions.HostUnavailableError(
                 f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."

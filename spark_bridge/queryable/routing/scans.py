@@ -20,7 +20,7 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvExchange
-from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, should_locate, unexpected
+from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, expected, should_locate
 
 # Sources of the rows of a routed scan: a stream of another host, or an iterator of this process.
 
@@ -61,11 +61,8 @@ class RemoteRows:
                 self._is_over = True
                 self.version = reply.version
                 return None
-            if type(reply) is not protocol.RowsReply:
-                self.stream.close()
-                unexpected(self.stream.address, reply)
-            self.version = reply.version
             try:
+                self.version = expected(reply, protocol.RowsReply, self.stream.address).version
                 batch = self._decoder.decode(body)
             except ConnectionClosedError:
                 self.stream.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -239,12 +238,10 @@ class ScatteredRequest(Protocol[T_co]):
     def num_keys(self) -> int:
         """How many keys are asked for."""
 
-    def send(
-        self, connections: KvConnections, at: protocol.At, deadline: float, connect_seconds: float = math.inf
-    ) -> KvExchange:
-        """Send the request to the host's server, without waiting for the answer."""
+    def message(self, at: protocol.At) -> tuple[protocol.Request, bytes]:
+        """Return the request for the host's server, and its body."""
 
-    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, T_co]:
+    def receive(self, exchange: KvExchange) -> tuple[int, T_co]:
         """Wait for the server's answer, and return its version and content."""
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, T_co]:
@@ -289,17 +286,13 @@ class ScatteredLookup(_OfShare):
     def _request(self, at: protocol.At) -> protocol.LookupRequest:
         return protocol.LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
-    def send(
-        self, connections: KvConnections, at: protocol.At, deadline: float, connect_seconds: float = math.inf
-    ) -> KvExchange:
-        keys = protocol.pack_bytes(self.share.keys)
-        return connections.begin(self.address, self._request(at), keys, deadline, connect_seconds)
+    def message(self, at: protocol.At) -> tuple[protocol.Request, bytes]:
+        return self._request(at), protocol.pack_bytes(self.share.keys)
 
-    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
+    def receive(self, exchange: KvExchange) -> tuple[int, pa.BinaryArray]:
         reply, body = exchange.finish()
-        if type(reply) is not protocol.LookupReply:
-            unexpected(exchange.address, reply)
-        return reply.version, self._checked(protocol.unpack_bytes(body))
+        version = expected(reply, protocol.LookupReply, exchange.address).version
+        return version, self._checked(protocol.unpack_bytes(body))
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, pa.BinaryArray]:
         if len(self.share.keys) == 1:
@@ -337,18 +330,12 @@ class ScatteredKey:
     def _request(self, at: protocol.At) -> protocol.LookupRequest:
         return protocol.LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
-    def send(
-        self, connections: KvConnections, at: protocol.At, deadline: float, connect_seconds: float = math.inf
-    ) -> KvExchange:
-        return connections.begin(
-            self.address, self._request(at), protocol.pack_one(self.key), deadline, connect_seconds
-        )
+    def message(self, at: protocol.At) -> tuple[protocol.Request, bytes]:
+        return self._request(at), protocol.pack_one(self.key)
 
-    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, bytes | None]:
+    def receive(self, exchange: KvExchange) -> tuple[int, bytes | None]:
         reply, body = exchange.finish()
-        if type(reply) is not protocol.LookupReply:
-            unexpected(exchange.address, reply)
-        return reply.version, protocol.unpack_one(body)
+        return expected(reply, protocol.LookupReply, exchange.address).version, protocol.unpack_one(body)
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, bytes | None]:
         return reads.lookup_one(self._request(at), self.key)
@@ -360,21 +347,18 @@ class ScatteredKeyRows(_OfShare):
 
     request: protocol.KeyRowsRequest
 
-    def send(
-        self, connections: KvConnections, at: protocol.At, deadline: float, connect_seconds: float = math.inf
-    ) -> KvExchange:
-        keys = protocol.pack_bytes(self.share.keys)
-        return connections.begin(self.address, replace(self.request, at=at), keys, deadline, connect_seconds)
+    def message(self, at: protocol.At) -> tuple[protocol.Request, bytes]:
+        return replace(self.request, at=at), protocol.pack_bytes(self.share.keys)
 
-    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+    def receive(self, exchange: KvExchange) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
         decoder = protocol.RowBatchDecoder()
         batches = []
         version = 0
         for reply, body in exchange:
-            if type(reply) is not protocol.RowsReply and type(reply) is not protocol.EndOfRows:
-                unexpected(exchange.address, reply)
-            version = reply.version
-            if type(reply) is protocol.RowsReply:
+            if isinstance(reply, protocol.EndOfRows):
+                version = reply.version
+            else:
+                version = expected(reply, protocol.RowsReply, exchange.address).version
                 batch = decoder.decode(body)
                 if batch is not None and batch.num_rows:
                     batches.append(batch)
@@ -398,25 +382,25 @@ class ScatteredCount:
     def alternatives(self) -> list[ScatteredCount]:
         return [self]
 
-    def send(
-        self, connections: KvConnections, at: protocol.At, deadline: float, connect_seconds: float = math.inf
-    ) -> KvExchange:
-        request = protocol.CountRequest(replace(self.request, at=at))
-        return connections.begin(self.address, request, b"", deadline, connect_seconds)
+    def message(self, at: protocol.At) -> tuple[protocol.Request, bytes]:
+        return protocol.CountRequest(replace(self.request, at=at)), b""
 
-    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
-        reply, _ = exchange.finish()
-        if type(reply) is not protocol.CountReply:
-            unexpected(exchange.address, reply)
+    def receive(self, exchange: KvExchange) -> tuple[int, int]:
+        reply = expected(exchange.finish()[0], protocol.CountReply, exchange.address)
         return reply.version, reply.count
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, int]:
         return reads.count(replace(self.request, at=at))
 
 
-def unexpected(address: str, reply: protocol.Reply) -> NoReturn:
-    """Raise ``ConnectionClosedError`` for a reply of another kind than the request has."""
-    raise exceptions.ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")
+R = TypeVar("R", bound=protocol.Reply)
+
+
+def expected(reply: protocol.Reply, kind: type[R], address: str) -> R:
+    """Return a reply of the kind that the request has. Raises ``ConnectionClosedError`` for one of another kind."""
+    if not isinstance(reply, kind):
+        raise exceptions.ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")
+    return reply
 
 
 T = TypeVar("T")
@@ -447,7 +431,7 @@ class ScatterGather:
                 exchange = None
                 if self._local is None or request.address != self._local_address:
                     try:
-                        exchange = request.send(self._connections, at, deadline)
+                        exchange = self._connections.begin(request.address, *request.message(at), deadline)
                     except Exception as error:  # noqa: BLE001 - raised below
                         failure = error
                         break
@@ -455,7 +439,7 @@ class ScatterGather:
             for request, exchange in zip(requests, begun, strict=False):
                 try:
                     if exchange is not None:
-                        answers.append(request.receive(exchange, deadline))
+                        answers.append(request.receive(exchange))
                     elif self._local is not None and failure is None:
                         answers.append(request.read(self._local, at))
                 except Exception as error:  # noqa: BLE001 - raised below

@@ -64,7 +64,6 @@ class FramedSocket:
         self._wait_seconds = wait_seconds
         self._reserved = 0
         self._receive_seconds = 0.0
-        self._idle_seconds = math.inf
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):

@@ -246,9 +246,9 @@ class LatencyHistogram:
 
     __slots__ = ("counts", "total")
 
-    def __init__(self) -> None:
-        self.counts = array("Q", bytes(8 * SUB_BUCKETS * OCTAVES))
-        self.total = 0
+    def __init__(self, counts: array[int] | None = None, total: int = 0) -> None:
+        self.counts = array("Q", bytes(8 * SUB_BUCKETS * OCTAVES)) if counts is None else counts
+        self.total = total
 
     def add(self, seconds: float) -> None:
         self.counts[bucket_of(seconds)] += 1
@@ -256,17 +256,12 @@ class LatencyHistogram:
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
         """Return the latencies added since an earlier copy."""
-        difference = LatencyHistogram()
-        difference.counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
-        difference.total = self.total - earlier.total
-        return difference
+        counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
+        return LatencyHistogram(counts, self.total - earlier.total)
 
     def copy(self) -> LatencyHistogram:
         """Return a copy of the counts as they are now."""
-        copied = LatencyHistogram()
-        copied.counts = self.counts[:]
-        copied.total = self.total
-        return copied
+        return LatencyHistogram(self.counts[:], self.total)
 
     def counts_up_to(self, bounds: Sequence[float]) -> list[int]:
         """Return how many latencies were at most each bound, in ascending seconds, and then how many there are.
@@ -336,12 +331,9 @@ class _Series:
         self.slowest = 0.0
 
     def observe(self, seconds: float, failed: bool) -> None:
-        histogram, bucket = self.histogram, bucket_of(seconds)
         with self.lock:
-            histogram.counts[bucket] += 1
-            histogram.total += 1
-            if failed:
-                self.failures += 1
+            self.histogram.add(seconds)
+            self.failures += failed
             self.slowest = max(self.slowest, seconds)
 
 
@@ -357,10 +349,6 @@ class RequestDelta:
     requests: int
     failures: int
     latencies: LatencyHistogram
-
-    def counts(self, bounds: Sequence[float]) -> list[int]:
-        """Return how many requests took at most each bound, in ascending seconds, and then how many there were."""
-        return self.latencies.counts_up_to(bounds)
 
 
 class RequestStatistics:

@@ -20,13 +20,7 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, listed_names
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
-from coordinator_actor.messages import (
-    KvStateLocationOracle,
-    LocatedView,
-    OperatorLocation,
-    OperatorSpec,
-    RunningView,
-)
+from coordinator_actor.messages import KvStateLocationOracle, LocatedView, OperatorLocation, OperatorSpec, RunningView
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections

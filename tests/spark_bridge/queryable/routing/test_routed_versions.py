@@ -58,7 +58,7 @@ def test_hosts_with_different_latest_versions_give_one_answer(
             assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {answer.version}
         assert answer.version >= found
         assert router.count(location, ScanRequest("", "totals"), soon()) == (answer.version, 1000)
-        assert router.completed_version(cluster.run) == answer.version
+        assert router.seen.get(cluster.run) == answer.version
 
 
 def test_one_more_request_at_most_aligns_the_versions(cluster: Cluster, connections: KvConnections) -> None:
@@ -98,7 +98,7 @@ def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRoute
     assert (version, set(numbers(values))) == (4, {4}), "not completed yet"
     answer = router.scan(location, ScanRequest("", "totals", at=At("latest"), columns=["n"]), soon())
     assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {4}
-    assert router.completed_version(cluster.run) <= 3
+    assert router.seen.get(cluster.run) <= 3
 
 
 def test_answer_has_one_version_while_versions_advance_on_distant_hosts(connections: KvConnections) -> None:
@@ -351,7 +351,7 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
         seen = 0
         try:
             for _ in range(effort(15, 80)):
-                floor = router.completed_version("run")
+                floor = router.seen.get("run")
                 version, values = router.lookup(memory.location, FAMILY, keys, COMPLETED, soon())
                 assert set(values.to_pylist()) == {b"%d" % version}
                 assert version >= max(floor, seen)

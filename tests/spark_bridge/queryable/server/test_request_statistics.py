@@ -70,7 +70,7 @@ def test_deltas_count_requests_since_the_last_report():
         statistics.observe("totals", "lookup", 0.001)
     (delta,) = statistics.deltas()
     assert (delta.requests, delta.failures) == (10, 0)
-    assert delta.counts([0.0005, 0.0011, 1.0]) == [0, 10, 10, 10]
+    assert delta.latencies.counts_up_to([0.0005, 0.0011, 1.0]) == [0, 10, 10, 10]
     assert statistics.snapshot()["totals"]["lookup"]["max_ms"] == 5000.0
 
 
