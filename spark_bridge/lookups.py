@@ -27,14 +27,8 @@ from spark_bridge.operators.columns import arrow_type, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.state_data import looked_up_state
 from spark_bridge.state_data.checkpoint_client import StoredReads
-from spark_bridge.state_data.looked_up_state import (
-    Batch,
-    LookedUpState,
-    in_storage,
-    recorded_in_storage,
-    state_in_cluster,
-)
 from spark_bridge.state_format.layouts import ROLLING, ROWS, VALUE
 from spark_bridge.task.executor import RUN_ID, TRACING, local_endpoints
 from spark_bridge.task.state_task import OUTPUT_ROWS
@@ -107,7 +101,7 @@ class LookupTask:
             return spans.alone("lookup", **attributes)
         return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **attributes)
 
-    def enriched(self, batch: pa.RecordBatch, looked_up: LookedUpState) -> Iterator[pa.RecordBatch]:
+    def enriched(self, batch: pa.RecordBatch, looked_up: looked_up_state.LookedUpState) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one batch. A key with a null has no match, as in SQL."""
         if self.by_index:
             yield from self._multiplied(batch, looked_up)
@@ -140,7 +134,7 @@ class LookupTask:
         if rows.num_rows:
             yield rows
 
-    def _multiplied(self, batch: pa.RecordBatch, looked_up: LookedUpState) -> Iterator[pa.RecordBatch]:
+    def _multiplied(self, batch: pa.RecordBatch, looked_up: looked_up_state.LookedUpState) -> Iterator[pa.RecordBatch]:
         """Yield a row for each match that a row has by an index."""
         ((indexed, name),) = self.keys.items()
         ours = batch.column(batch.schema.get_field_index(name))
@@ -169,7 +163,7 @@ class LookupTask:
                 yield from pa.Table.from_arrays(typed, schema=self.schema).combine_chunks().to_batches()
             first = last
 
-    def _found(self) -> LookedUpState:
+    def _found(self) -> looked_up_state.LookedUpState:
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -177,16 +171,16 @@ class LookupTask:
         batch = None
         if self.is_stream and self.fixed is None:
             by, number = (context.getLocalProperty(p) for p in (QUERY_ID, BATCH_ID))
-            batch = Batch(str(by), int(str(number)))
+            batch = looked_up_state.Batch(str(by), int(str(number)))
         if self.place is not None:
-            return in_storage(self.place, self.operator, self.state, batch, self.fixed)
+            return looked_up_state.in_storage(self.place, self.operator, self.state, batch, self.fixed)
         endpoints = local_endpoints(context.getLocalProperty)
         if endpoints is None:
             raise StateStoreRefusedError(
                 f"A lookup in {self.operator!r} runs in a query of a Spark session without a state store: use the "
                 "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
             )
-        return state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
+        return looked_up_state.state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
 
 
 def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -248,7 +242,7 @@ def lookup(
         place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
         location = StoredReads(place).locate(operator, query)
     if fixed is None and not df.isStreaming:
-        fixed = _now(location.completed_version) if place is None else recorded_in_storage(place, None)
+        fixed = _now(location.completed_version) if place is None else looked_up_state.recorded_in_storage(place, None)
     task, schema = planned_lookup(df, location, state, on, columns, how, fixed, place)
     return map_in_arrow(df, task.run, f"lookup_in_{operator}", schema)
 
@@ -268,7 +262,8 @@ def planned_lookup(
         raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, LOOKUP_TYPES))}.")
     operator = location.operator.name
     view = KnownOperator.of(location).view(state)
-    by_index = _is_by_index(view, on)
+    names = set(_names(on))
+    by_index = names != set(view.codec.by) and len(names) == 1 and names <= view.variable.indexes.keys()
     if view.kind not in (ROWS, VALUE, ROLLING) and not by_index:
         raise InvalidOperatorError(
             f"Operator {operator!r} keeps {view.kind}, which have several rows for a key; lookup takes aggregates "
@@ -315,11 +310,6 @@ def _names(on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     if isinstance(on, Mapping):
         return {key: name for name, key in on.items()}
     return {name: name for name in ([on] if isinstance(on, str) else on)}
-
-
-def _is_by_index(view: StateView, on: str | Sequence[str] | Mapping[str, str]) -> bool:
-    names = set(_names(on))
-    return names != set(view.codec.by) and len(names) == 1 and names <= view.variable.indexes.keys()
 
 
 def _keys(
@@ -477,7 +467,7 @@ class _AsOf:
     times: VersionTimes
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        state: tuple[int, LookedUpState] | None = None
+        state: tuple[int, looked_up_state.LookedUpState] | None = None
         for batch in batches:
             last = batch.num_columns - 1
             versions, rows = np.asarray(batch.column(last)), batch.select(list(range(last)))
@@ -493,7 +483,7 @@ class _AsOf:
                     state = version, self._state(version)
                 yield from self.task.enriched(part, state[1])
 
-    def _state(self, version: int) -> LookedUpState:
+    def _state(self, version: int) -> looked_up_state.LookedUpState:
         task = self.task
         assert task.place is not None
         if version not in self.times.versions:
@@ -501,7 +491,7 @@ class _AsOf:
                 f"Version {version} is not kept; versions {self.times.versions[0]} to {self.times.versions[-1]} are."
             )
         at_ms = self.times.completed_ms[self.times.versions.index(version)]
-        return in_storage(task.place, task.operator, task.state, None, LookupRecord(version, "", at_ms))
+        return looked_up_state.in_storage(task.place, task.operator, task.state, None, LookupRecord(version, "", at_ms))
 
     def _without(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         if not self.task.is_inner:

@@ -24,36 +24,25 @@ from coordinator_actor.reading.stored_files import StoredFile, stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.cli import sources
-from spark_bridge.cli.output import (
-    DAMAGED,
-    FOUND,
-    AsJson,
-    complain,
-    errors_explained,
-    filled,
-    json_line,
-    show,
-    steps_printed,
-)
+from spark_bridge.cli import output, sources
 from spark_bridge.overview.model import number, size, to_plain
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_command(base: str, storage_option: sources.Option = None, as_json: AsJson = False) -> None:
+def list_command(base: str, storage_option: sources.Option = None, as_json: output.AsJson = False) -> None:
     """List the savepoints directly below the directory BASE.
 
     Example: statestore savepoint list s3://bucket/savepoints --json
     """
     from spark_bridge.session.savepoints import list_savepoints
 
-    with errors_explained():
+    with output.errors_explained():
         savepoints = list_savepoints(base, sources.options_of(storage_option))
-    show(
+    output.show(
         lambda: [_plain(info) for info in savepoints],
-        lambda: filled(map(_cells, savepoints), "path", "query", "version", "rows", "bytes"),
+        lambda: output.filled(map(_cells, savepoints), "path", "query", "version", "rows", "bytes"),
         as_json=as_json,
     )
 
@@ -72,7 +61,7 @@ def describe(
         bool, typer.Option("--check-files", help="Read every file and compare it with its checksum.")
     ] = False,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Describe the savepoint at PATH: query, version, rows, operators. The exit code is 1 if it is damaged.
 
@@ -80,7 +69,7 @@ def describe(
     """
     from spark_bridge.session.savepoints import describe_savepoint
 
-    with errors_explained():
+    with output.errors_explained():
         try:
             info = describe_savepoint(path, sources.options_of(storage_option), check_files=check_files)
         except DamagedFileError as error:
@@ -88,10 +77,10 @@ def describe(
     metadata = info.metadata
     if metadata is None:
         if as_json:
-            typer.echo(json_line(_plain(info)))
+            typer.echo(output.json_line(_plain(info)))
         else:
-            complain(str(info.damage))
-        raise typer.Exit(FOUND)
+            output.complain(str(info.damage))
+        raise typer.Exit(output.FOUND)
     lines = [
         f"Savepoint {metadata.checkpoint_id} of query {metadata.query_name or metadata.query_id} at {info.path}",
         f"State after batch {metadata.batch_id} (version {metadata.version}), {info.rows:,} rows, {info.size:,} bytes",
@@ -102,20 +91,20 @@ def describe(
         for operator in metadata.operators
         for variable in operator.variables
     ]
-    show(lambda: _plain(info), lambda: "\n".join(lines), as_json=as_json)
+    output.show(lambda: _plain(info), lambda: "\n".join(lines), as_json=as_json)
 
 
 @app.command()
-def delete(path: str, storage_option: sources.Option = None, as_json: AsJson = False) -> None:
+def delete(path: str, storage_option: sources.Option = None, as_json: output.AsJson = False) -> None:
     """Remove the savepoint at PATH.
 
     Example: statestore savepoint delete s3://bucket/savepoints/savepoint-clicks-7
     """
     from spark_bridge.session.savepoints import delete_savepoint
 
-    with errors_explained():
+    with output.errors_explained():
         delete_savepoint(path, sources.options_of(storage_option))
-    show(lambda: {"removed": path}, lambda: f"Removed {path}", as_json=as_json)
+    output.show(lambda: {"removed": path}, lambda: f"Removed {path}", as_json=as_json)
 
 
 @app.command()
@@ -127,7 +116,7 @@ def restore(
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator. Repeatable.")] = None,
     state_only: Annotated[bool, typer.Option("--state-only", help="For a new query that starts with batch 0.")] = False,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there continues after it.
 
@@ -135,7 +124,7 @@ def restore(
     """
     from spark_bridge.session.savepoints import restore_savepoint
 
-    with errors_explained():
+    with output.errors_explained():
         restored = restore_savepoint(
             path,
             checkpoint_location,
@@ -144,11 +133,11 @@ def restore(
             operator,
             state_only=state_only,
             storage_options=sources.options_of(storage_option),
-            progress=steps_printed(as_json=as_json),
+            progress=output.steps_printed(as_json=as_json),
         )
     first_batch = 0 if restored.batch_id is None else restored.batch_id + 1
     ready = f"{restored.checkpoint_location} is ready: the query begins with batch {first_batch}"
-    show(lambda: restored, lambda: ready, as_json=as_json)
+    output.show(lambda: restored, lambda: ready, as_json=as_json)
 
 
 def _plain(info: SavepointInfo) -> dict[str, Any]:
@@ -196,7 +185,7 @@ def move(
     checkpoint_location: str,
     state_location: MovedStateLocation,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Bind the state to CHECKPOINT_LOCATION, the new location of its checkpoint.
 
@@ -204,11 +193,11 @@ def move(
     """
     from coordinator_actor.durable.moved_checkpoints import move_checkpoint
 
-    with errors_explained():
+    with output.errors_explained():
         bound = move_checkpoint(checkpoint_location, state_location, sources.options_of(storage_option))
     done = "now belongs" if bound.is_new else "belongs already"
     text = f"The state at {bound.state_location} {done} to {bound.checkpoint_location}"
-    show(lambda: bound, lambda: text, as_json=as_json)
+    output.show(lambda: bound, lambda: text, as_json=as_json)
 
 
 @checkpoint_app.command()
@@ -216,7 +205,7 @@ def fork(
     checkpoint_location: str,
     state_location: MovedStateLocation,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Give the copy of a checkpoint at CHECKPOINT_LOCATION its own state; the original stays as it is.
 
@@ -224,15 +213,15 @@ def fork(
     """
     from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 
-    with errors_explained():
+    with output.errors_explained():
         options = sources.options_of(storage_option)
-        steps = steps_printed(as_json=as_json)
+        steps = output.steps_printed(as_json=as_json)
         bound = fork_checkpoint(checkpoint_location, state_location, options, progress=steps)
     already = "" if bound.is_new else " already"
     text = (
         f"{bound.checkpoint_location} has its own state{already}, at {bound.state_location}, as query {bound.query_id}"
     )
-    show(lambda: bound, lambda: text, as_json=as_json)
+    output.show(lambda: bound, lambda: text, as_json=as_json)
 
 
 # ``statestore files``, ``verify`` and ``diff``: the files and versions of a query's state, from storage alone.
@@ -251,7 +240,7 @@ def files(
     version: VersionOption = None,
     state_location: sources.StateLocation = None,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show every file of the state at CHECKPOINT: its kind, and the reason why it is kept.
 
@@ -259,15 +248,15 @@ def files(
 
     Examples: statestore files ck/; statestore files s3://bucket/ck --version 12 --json
     """
-    with errors_explained():
+    with output.errors_explained():
         place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         versions = StateVersions.look(place, passes_over_damage=True)
         files_in_use = stored_files(versions, version)
-    show(lambda: to_plain(files_in_use), lambda: _files_view(files_in_use), as_json=as_json)
+    output.show(lambda: to_plain(files_in_use), lambda: _files_view(files_in_use), as_json=as_json)
     for what in versions.damages.values():
-        complain(what)
+        output.complain(what)
     if versions.damages:
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(output.DAMAGED)
 
 
 def _files_view(files: list[StoredFile]) -> RenderableType:
@@ -283,8 +272,10 @@ def _files_view(files: list[StoredFile]) -> RenderableType:
     counts = Counter(file.kind for file in files)
     unneeded = [file for file in files if not file.kept_by]
     return Group(
-        filled(rows, "path", "kind", "bytes", "version", "kept by"),
-        filled(((k, number(counts[k]), size(sums[k])) for k in sorted(sums)), "kind", "files", "size", title="All"),
+        output.filled(rows, "path", "kind", "bytes", "version", "kept by"),
+        output.filled(
+            ((k, number(counts[k]), size(sums[k])) for k in sorted(sums)), "kind", "files", "size", title="All"
+        ),
         Text(f"{len(unneeded)} files, {size(sum(f.size for f in unneeded))}, are kept by nothing."),
     )
 
@@ -300,7 +291,7 @@ def verify(
     ] = False,
     state_location: sources.StateLocation = None,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Read every file that a version of the state at CHECKPOINT can be loaded from, and name the damage.
 
@@ -309,7 +300,7 @@ def verify(
 
     Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
     """
-    with errors_explained():
+    with output.errors_explained():
         place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         try:
             versions = StateVersions.look(place, passes_over_damage=True)
@@ -322,13 +313,13 @@ def verify(
             if not versions.damages:
                 raise
             raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
-    show(
+    output.show(
         lambda: {**to_plain(verification), "is_sound": verification.is_sound},
         lambda: _verified_view(verification),
         as_json=as_json,
     )
     if not verification.is_sound:
-        raise typer.Exit(FOUND)
+        raise typer.Exit(output.FOUND)
 
 
 def _verified(versions: StateVersions, version: int | None, rows: bool, as_json: bool) -> Verification:
@@ -352,8 +343,8 @@ def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
     """
     unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
     plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}
-    show(lambda: plain, lambda: Text(what, "red"), as_json=as_json)
-    return typer.Exit(FOUND)
+    output.show(lambda: plain, lambda: Text(what, "red"), as_json=as_json)
+    return typer.Exit(output.FOUND)
 
 
 def _verified_view(verification: Verification) -> RenderableType:
@@ -420,7 +411,7 @@ def forget(
     address: sources.Address = None,
     namespace: sources.Namespace = NAMESPACE,
     coordinator: sources.CoordinatorName = COORDINATOR_NAME,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Remove keys of OPERATOR from a query's state, and every trace of them from its checkpoint. They do not come back.
 
@@ -455,18 +446,22 @@ def forget(
             reference=reference,
             state_location=state_location,
             storage_options=sources.options_of(storage_option),
-            progress=steps_printed(as_json=as_json),
+            progress=output.steps_printed(as_json=as_json),
             coordinator=port,
         )
 
-    with errors_explained():
+    with output.errors_explained():
         if checkpoint is not None:
             with sources.reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
                 report = run(port)
         else:
             with sources.joined_ray(address, namespace):
                 report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
-    show(lambda: to_plain(report), lambda: _report_view(report), as_json=as_json)
+    done = (
+        f"Done: no version up to {report.version} of {report.operator} has a row of the {report.keys} keys any more, "
+        f"and no file has their bytes ({report.rows} rows, {report.files} files removed)."
+    )
+    output.show(lambda: to_plain(report), lambda: done, as_json=as_json)
 
 
 def _lines(keys_file: Path | None) -> list[str]:
@@ -476,27 +471,20 @@ def _lines(keys_file: Path | None) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-def _report_view(report: ForgottenReport) -> str:
-    return (
-        f"Done: no version up to {report.version} of {report.operator} has a row of the {report.keys} keys any more, "
-        f"and no file has their bytes ({report.rows} rows, {report.files} files removed)."
-    )
-
-
 def audit(
     checkpoint: CheckpointArgument,
     state_location: sources.StateLocation = None,
     storage_option: sources.Option = None,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show the manual changes to the state at CHECKPOINT: when, by whom, and with which reference.
 
     Example: statestore audit s3://bucket/ck --json
     """
-    with errors_explained():
+    with output.errors_explained():
         place = find_state(checkpoint, state_location, sources.options_of(storage_option))
         records = AuditLog(CheckpointStorage.open(place.state_location, place.options)).read()
-    show(lambda: to_plain(records), lambda: _audit_view(records), as_json=as_json)
+    output.show(lambda: to_plain(records), lambda: _audit_view(records), as_json=as_json)
 
 
 def _audit_view(records: list[AuditRecord]) -> RenderableType:
@@ -513,4 +501,4 @@ def _audit_view(records: list[AuditRecord]) -> RenderableType:
         )
         for r in records
     )
-    return filled(rows, "at", "what", "status", "operators", "version", "counts", "by", "reference")
+    return output.filled(rows, "at", "what", "status", "operators", "version", "counts", "by", "reference")

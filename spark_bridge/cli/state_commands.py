@@ -14,16 +14,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
-from spark_bridge.cli import output
-from spark_bridge.cli.sources import (
-    Option,
-    Source,
-    bound_of,
-    condition_of,
-    key_of_words,
-    options_of,
-    with_state_source,
-)
+from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import QueryEndedError, RequestError
 from spark_bridge.queryable.client.json_values import at_of_text, bound_of_json, rows_to_json, to_json, window_of_text
 from spark_bridge.queryable.client.kafka_sink import KafkaSink
@@ -51,9 +42,9 @@ FormOption = Annotated[output.PrintedForm, typer.Option("--format", help="How ro
 KEY_HELP = "column=value for each column; or the values in order; or JSON."
 
 
-@with_state_source
+@sources.with_state_source
 def get(
-    source: Source,
+    source: sources.Source,
     operator: OperatorArgument,
     key: Annotated[list[str], typer.Argument(metavar="KEY...", help=KEY_HELP)],
     window: Annotated[
@@ -71,7 +62,7 @@ def get(
     statestore get by_country '["de", 42]' --checkpoint ck/ --json
     """
     with output.errors_explained(), source.client() as client:
-        asked = key_of_words(key, client.key_schema(operator, query, state))
+        asked = sources.key_of_words(key, client.key_schema(operator, query, state))
         wanted = None if window is None else window_of_text(window)
         values = client.get(operator, asked, query, state, window=wanted, version=version, at=_time(at))
         of_time = {} if client.answered_at is None else {"at": to_json(client.answered_at)}
@@ -105,9 +96,9 @@ def _lines(value: Any) -> list[str]:
     return [output.cell(one) for one in value] if isinstance(value, list) else [output.cell(value)]
 
 
-@with_state_source
+@sources.with_state_source
 def scan(
-    source: Source,
+    source: sources.Source,
     operator: OperatorArgument,
     where: Annotated[
         list[str] | None, typer.Option(help="A condition, such as 'n > 10'. Repeatable: all must hold.")
@@ -132,7 +123,7 @@ def scan(
     with output.errors_explained(), source.client() as client:
         schema = client.key_schema(operator, query, state)
         bounds = {
-            name: bound_of_json(bound_of(text), schema, f"--{name}")
+            name: bound_of_json(sources.bound_of(text), schema, f"--{name}")
             for name, text in (("prefix", prefix), ("start", start), ("end", end))
         }
         rows = client.scan(
@@ -141,7 +132,7 @@ def scan(
             # One row more, to know whether there are more.
             limit=limit + 1 if limit else None,
             columns=None if columns is None else [name.strip() for name in columns.split(",")],
-            where=[condition_of(one) for one in where or ()],
+            where=[sources.condition_of(one) for one in where or ()],
             query=query,
             version=version,
             at=_time(at),
@@ -173,9 +164,9 @@ class _Limited:
         return rows
 
 
-@with_state_source
+@sources.with_state_source
 def sql(
-    source: Source,
+    source: sources.Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
     version: AtVersion = None,
     at: AtTime = None,
@@ -219,9 +210,9 @@ def _sql_explained(limits: SqlLimits) -> Iterator[None]:
 CHANGE_WORDS = {"insert": "added", "update": "changed", "delete": "removed"}
 
 
-@with_state_source
+@sources.with_state_source
 def watch(
-    source: Source,
+    source: sources.Source,
     operator: OperatorArgument,
     key: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help=KEY_HELP)] = None,
     from_version: Annotated[
@@ -244,7 +235,7 @@ def watch(
     statestore watch user_totals user=42 --changes 1 --checkpoint ck/
     """
     with output.errors_explained(), source.client() as client:
-        keys = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
+        keys = None if not key else [sources.key_of_words(key, client.key_schema(operator, query, state))]
         try:
             watched = client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
@@ -263,9 +254,9 @@ class OnGap(str, Enum):
     resend = "resend"
 
 
-@with_state_source
+@sources.with_state_source
 def changes_to_kafka(
-    source: Source,
+    source: sources.Source,
     operator: OperatorArgument,
     to_kafka: Annotated[str, typer.Option("--to-kafka", metavar="TOPIC", help="The topic; it has no other writer.")],
     bootstrap: Annotated[str, typer.Option(metavar="HOST:PORT[,...]", help="Brokers of the Kafka cluster.")],
@@ -344,9 +335,9 @@ def _line(row: dict[str, Any]) -> str:
     return f"version {version}  {CHANGE_WORDS[kind]}  {key}  {', '.join(values)}".rstrip()
 
 
-@with_state_source
+@sources.with_state_source
 def diff(
-    source: Source,
+    source: sources.Source,
     operator: OperatorArgument,
     first: Annotated[int, typer.Argument(metavar="V1", min=0, help="The earlier version.")],
     last: Annotated[int | None, typer.Argument(metavar="[V2]", min=0, help="Default: the last completed one.")] = None,
@@ -430,7 +421,7 @@ def take_over_query(
     state_location: Annotated[
         str | None, typer.Option(help="Where new state goes; default: spark.statestore.location, or CHECKPOINT.")
     ] = None,
-    storage_option: Option = None,
+    storage_option: sources.Option = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Make the new CHECKPOINT, from which the query of MODULE:FUNCTION continues a stopped query of Spark.
@@ -466,7 +457,7 @@ def take_over_query(
             file_sink=file_sink,
             dry_run=dry_run,
             state_location=state_location,
-            storage_options=options_of(storage_option),
+            storage_options=sources.options_of(storage_option),
             progress=output.steps_printed(as_json=as_json),
         )
     if as_json:

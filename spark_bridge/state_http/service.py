@@ -38,15 +38,7 @@ from spark_bridge.queryable.protocol import WATERMARK
 from spark_bridge.queryable.server.tokens import TokenVerifier
 from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.state_format.layouts import ROLLING
-from spark_bridge.state_http import models
-from spark_bridge.state_http.access import (
-    CALLER_SCOPE,
-    BoundedReads,
-    HttpLimits,
-    MissingKeyError,
-    problem_of,
-    token_of_header,
-)
+from spark_bridge.state_http import access, models
 
 MAX_SCOPES = 100
 """Clients that are kept for tokens with scopes."""
@@ -94,20 +86,20 @@ class KeyShape:
 class StateService:
     """Answers the routes of one replica."""
 
-    def __init__(self, connect: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: HttpLimits) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: access.HttpLimits) -> None:
         self.limits = limits
         self._connect = connect
         self._connecting: asyncio.Future[AsyncQueryableStateClient] | None = None
         self._shapes: dict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = {}
         self._scoped: BoundedDict[Scope, AsyncQueryableStateClient] = BoundedDict(MAX_SCOPES)
-        self._scans = BoundedReads("scans", limits.max_scans)
+        self._scans = access.BoundedReads("scans", limits.max_scans)
 
     async def client(self) -> AsyncQueryableStateClient:
         """Return the client of the caller, which sees what the caller's token is for. Every route asks it.
 
         It is made when it is needed first: the application can start before any stream.
         """
-        scope = CALLER_SCOPE.get()
+        scope = access.CALLER_SCOPE.get()
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
             # All requests that arrive before it ends wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
@@ -146,7 +138,7 @@ class StateService:
         state = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
         if state is None:
             in_window = "" if window is None else f" in the window {window}"
-            raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{in_window}.")
+            raise access.MissingKeyError(f"The key {text} has nothing in operator {operator!r}{in_window}.")
         answer = {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(state)}
         return answer | {name: json_values.to_json(value) for name, value in version_and_time.items() if name == "at"}
 
@@ -309,7 +301,7 @@ class StateService:
 
     async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
-        asked = (CALLER_SCOPE.get(), operator, query, state)
+        asked = (access.CALLER_SCOPE.get(), operator, query, state)
         cached = self._shapes.get(asked)
         if cached is not None and time.monotonic() < cached[0]:
             return cached[1]
@@ -386,10 +378,10 @@ def accepted(accept: str) -> str:
 class Statements:
     """The statements of one replica."""
 
-    def __init__(self, client: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: HttpLimits) -> None:
+    def __init__(self, client: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: access.HttpLimits) -> None:
         self._client = client
         self._limits = limits
-        self._running = BoundedReads("statements", limits.max_sql)
+        self._running = access.BoundedReads("statements", limits.max_sql)
         self._of_one = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes).share_of(
             limits.max_sql
         )
@@ -516,7 +508,7 @@ EVENT_STREAM = "text/event-stream"
 class HttpWatches:
     """The watches of one replica. Each has a thread and a connection."""
 
-    def __init__(self, service: StateService, verifier: TokenVerifier, limits: HttpLimits) -> None:
+    def __init__(self, service: StateService, verifier: TokenVerifier, limits: access.HttpLimits) -> None:
         self._service = service
         self._verifier = verifier
         self._limits = limits
@@ -557,7 +549,7 @@ class HttpWatches:
                 if waited is None:
                     waited = asyncio.ensure_future(changes.__anext__())
                 done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
-                self._verifier.verify(token_of_header(authorization))
+                self._verifier.verify(access.token_of_header(authorization))
                 if not done:
                     # The change of the version at the position itself may still be arriving.
                     newest = max(newest, (changes.position or 0) - 1)
@@ -574,9 +566,9 @@ class HttpWatches:
                     yield piece
                 newest = change.version
         except AccessDeniedError as error:
-            yield _event("problem", {**problem_of(error), "status": 401, "title": "Unauthorized"})
+            yield _event("problem", {**access.problem_of(error), "status": 401, "title": "Unauthorized"})
         except Exception as error:  # noqa: BLE001 - the status has been sent, so an event reports the error
-            yield _event("problem", problem_of(error))
+            yield _event("problem", access.problem_of(error))
         finally:
             self._open -= 1
             if waited is not None:

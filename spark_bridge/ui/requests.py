@@ -24,8 +24,7 @@ from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, Reques
 from spark_bridge.overview import model
 from spark_bridge.overview.faults import COORDINATOR_PROCESS
 from spark_bridge.overview.model import CLUSTER, Fault, Overview, Query
-from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.scoped_client import scoped_client
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.tokens import MAX_TOKEN, Grant, TokenVerifier
 from spark_bridge.state_format.layouts import ROLLING

@@ -19,11 +19,10 @@ import pyarrow as pa
 from coordinator_actor.access_tokens import Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
-from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.client.features import FeatureRows, features_each
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import StateScan
-from spark_bridge.queryable.client.scoped_client import scoped_client
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.transport.tls import TlsConf
 

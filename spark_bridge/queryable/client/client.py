@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from coordinator_actor.access_tokens import ALL
+from coordinator_actor.access_tokens import ALL, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client import arguments
 from spark_bridge.queryable.client.discovery import (
     REFRESH_SECONDS,
@@ -32,16 +33,8 @@ from spark_bridge.queryable.client.scans import StateScan, VersionDiff, scan_req
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import (
-    At,
-    DescribeRequest,
-    FeatureAnswer,
-    FeaturesRequest,
-    OperatorsRequest,
-    features_of,
-)
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.scopes import is_in_scope
+from spark_bridge.queryable.routing.scopes import is_in_scope, view_errors, views_within
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
@@ -372,11 +365,13 @@ class QueryableStateClient:
         return read_views(self, requests, defaults=defaults, timeout=timeout)
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
-    ) -> FeatureAnswer:
-        request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults, takes_rows=True)
+        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> protocol.FeatureAnswer:
+        request = protocol.FeaturesRequest(
+            target.location.view.name, target.location.revision, at, defaults, takes_rows=True
+        )
         reply, body = self._router.features(target.location, request, keys, deadline)
-        return features_of(reply, body, target.columns)
+        return protocol.features_of(reply, body, target.columns)
 
     def feature_views(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return all feature views: owner, description, bound, features with their types, and the age of each query.
@@ -486,7 +481,7 @@ class QueryableStateClient:
             timeout=timeout,
         )
 
-    def _as_of(self, target: KnownOperator, view: StateView, asked: At, deadline: float) -> At:
+    def _as_of(self, target: KnownOperator, view: StateView, asked: protocol.At, deadline: float) -> protocol.At:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
         at = view.as_of(asked, self._connections.now_us)
         if at.moment == arguments.AT_WATERMARK:
@@ -608,7 +603,7 @@ class QueryableStateClient:
         """Return the operators of all running queries, each with its query, key columns and state variables."""
         try:
             operators: list[dict[str, Any]] = self._access.answer_of_any_host(
-                "operators()", OperatorsRequest(), timeout
+                "operators()", protocol.OperatorsRequest(), timeout
             )
         except NoRunningQueryError:
             return []
@@ -618,7 +613,7 @@ class QueryableStateClient:
         """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""
 
         def ask(target: KnownOperator, deadline: float) -> dict[str, Any]:
-            request = DescribeRequest(operator, target.location.run_id, forward=True)
+            request = protocol.DescribeRequest(operator, target.location.run_id, forward=True)
             return operator_description(target, self._access.ask_host(request, deadline)["hosts"])
 
         return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
@@ -643,3 +638,30 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Clients of an application whose callers have separate tokens: each sees what the scope of its token names.
+
+
+def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
+    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
+
+    It is not closed: the connections are shared.
+    """
+    if scope.is_all:
+        return client
+    discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))
+    scoped = _ScopedClient(discovery, client._connections, client._router, client.timeout)
+    find = client._access.find_views
+    scoped._access.find_views = lambda request, deadline: views_within(scope, lambda one: find(one, deadline), request)
+    return scoped
+
+
+class _ScopedClient(QueryableStateClient):
+    """A client for callers who must not learn of other views and operators from errors."""
+
+    def _ask_features(
+        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> protocol.FeatureAnswer:
+        with view_errors(target.location.view.name):
+            return super()._ask_features(target, at, defaults, keys, deadline)

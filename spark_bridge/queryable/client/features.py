@@ -14,12 +14,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
-from spark_bridge.exceptions import (
-    QueryableStateError,
-    RequestError,
-    RequestLimitError,
-    UnknownKeyOrNamespaceError,
-)
+from spark_bridge import exceptions
 from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
@@ -120,7 +115,7 @@ class FeatureRows:
         wanted = features if names is None else names
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
-            raise RequestError(
+            raise exceptions.RequestError(
                 f"View {self._target.location.view.name!r} has no feature {', '.join(map(repr, unknown))}; it has "
                 f"{', '.join(map(repr, features))}."
             )
@@ -153,7 +148,7 @@ class FeatureRows:
 def _array(name: str, column: pa.Array) -> np.ndarray[Any, Any]:
     kind = column.type
     if column.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise RequestError(
+        raise exceptions.RequestError(
             f"Feature {name!r} is null in {column.null_count} of {len(column)} rows, and a numpy array of {kind} has "
             "no value for that. Declare a default= for it, or take to_arrow(), to_dict() or to_pandas()."
         )
@@ -261,12 +256,12 @@ def features_each(
         return [read(requests[0])]
     try:
         return list(read([key for keys in requests for key in keys]).divided(requests))
-    except (UnknownKeyOrNamespaceError, RequestLimitError):
+    except (exceptions.UnknownKeyOrNamespaceError, exceptions.RequestLimitError):
         answers: list[FeatureRows | Exception] = []
         for keys in requests:
             try:
                 answers.append(read(keys))
-            except QueryableStateError as error:
+            except exceptions.QueryableStateError as error:
                 answers.append(error)
         return answers
 
@@ -277,12 +272,12 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
     Raises ``RequestError`` for a moment if the view has no rolling aggregates.
     """
     if asked.moment == AT_WATERMARK:
-        raise RequestError(
+        raise exceptions.RequestError(
             f"Feature view {location.view.name!r} may be of several queries, each with its own watermark: "
             "at='watermark' is of one operator. Read one with at='watermark', and give at=client.answered_at."
         )
     if asked.moment is not None and not location.is_rolling:
-        raise RequestError(
+        raise exceptions.RequestError(
             f"View {location.view.name!r} has no rolling aggregates, and at= is the time that those are of: leave it "
             "out. versions= reads older versions."
         )
@@ -297,7 +292,7 @@ def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) 
     titles = [query.title for query in location.queries]
     wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
     if sorted(versions) != sorted(titles) or wrong:
-        raise RequestError(
+        raise exceptions.RequestError(
             f"versions={dict(versions)!r} must have a version, from 0 on, for each query of view "
             f"{location.view.name!r}: {', '.join(map(repr, titles))}."
         )

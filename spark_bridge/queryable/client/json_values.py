@@ -58,12 +58,10 @@ def to_json(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return _map(value.items()) if any(not isinstance(k, str) for k in value) else _object(value.items())
-    if isinstance(value, list):
-        # Arrow's maps are lists of pairs; nothing else has tuples in a list.
-        if value and all(isinstance(v, tuple) for v in value):
-            return _object(value) if all(isinstance(k, str) for k, _ in value) else _map(value)
-        return [to_json(v) for v in value]
-    if isinstance(value, tuple):
+    # Arrow's maps are lists of pairs; nothing else has tuples in a list.
+    if isinstance(value, list) and value and all(isinstance(v, tuple) for v in value):
+        return _object(value) if all(isinstance(k, str) for k, _ in value) else _map(value)
+    if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
@@ -72,17 +70,13 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dt.date):
         return value.isoformat()
     if isinstance(value, np.datetime64):  # which Python's datetime cannot hold
-        return _expanded(value)
+        text = str(value)
+        return (text if text[0] == "-" else f"+{text}").removesuffix(".000000")
     if isinstance(value, dt.timedelta):
         return duration_text(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"{value!r} ({type(value).__name__}) has no JSON form.")
-
-
-def _expanded(time: np.datetime64) -> str:
-    text = str(time)
-    return (text if text[0] == "-" else f"+{text}").removesuffix(".000000")
 
 
 def duration_text(duration: dt.timedelta) -> str:

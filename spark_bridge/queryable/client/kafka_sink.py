@@ -27,27 +27,11 @@ import msgspec
 import pyarrow as pa
 
 from backends.lazy_names import import_optional
-from spark_bridge.exceptions import (
-    EnvironmentProblemError,
-    KafkaSinkError,
-    RequestError,
-    StateVersionError,
-)
+from spark_bridge import exceptions
+from spark_bridge.queryable.client import kafka_topic
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.json_values import json_bytes, rows_to_json
-from spark_bridge.queryable.client.kafka_topic import (
-    BY_KEY,
-    RECORD_GENERATION,
-    RECORD_KIND,
-    RECORD_OPERATOR,
-    RECORD_QUERY,
-    RECORD_RUN,
-    RECORD_STATE,
-    RECORD_VERSION,
-    SinkPosition,
-    SinkTopic,
-)
 from spark_bridge.queryable.client.watch import StateWatch, without_last_columns
 from spark_bridge.state_format.layouts import LIST
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
@@ -110,8 +94,8 @@ class KafkaSink:
         progress: Callable[[str], None] = log.info,
     ) -> None:
         if on_gap not in ON_GAP:
-            raise RequestError(f"on_gap={on_gap!r} must be one of {', '.join(map(repr, ON_GAP))}.")
-        self._kafka = import_optional("confluent_kafka", "KafkaSink", EnvironmentProblemError)
+            raise exceptions.RequestError(f"on_gap={on_gap!r} must be one of {', '.join(map(repr, ON_GAP))}.")
+        self._kafka = import_optional("confluent_kafka", "KafkaSink", exceptions.EnvironmentProblemError)
         self._client = client
         self._operator = operator
         self._query = query
@@ -125,8 +109,8 @@ class KafkaSink:
         self._progress = progress
         self._closed = threading.Event()
         self._watch: StateWatch | None = None
-        self._topic = SinkTopic(self._kafka, topic, self._name, self._config, timeout, self._closed)
-        self.position: SinkPosition | None = None
+        self._topic = kafka_topic.SinkTopic(self._kafka, topic, self._name, self._config, timeout, self._closed)
+        self.position: kafka_topic.SinkPosition | None = None
         """The position that was committed last; None before the first one."""
 
     def run(self) -> None:
@@ -134,7 +118,7 @@ class KafkaSink:
         try:
             with self._topic.opened():
                 self._run()
-        except KafkaSinkError:
+        except exceptions.KafkaSinkError:
             if not self._closed.is_set():
                 raise
             log.info("Topic %s: closed while the writer waited for the brokers.", self._topic.name)
@@ -160,7 +144,7 @@ class KafkaSink:
                 assert self.position is not None
                 self._require_same(self.position, self._located())
                 self._follow(self.position)
-            except StateVersionError as error:
+            except exceptions.StateVersionError as error:
                 if self._on_gap == "stop" or must_resend:
                     raise self._gap(error) from error
                 log.warning("The whole state is written again to topic %r. %s", self._topic.name, error)
@@ -180,7 +164,7 @@ class KafkaSink:
         )
         changes = VariableChanges(self._rows(target))  # raises for rolling aggregates
         if changes.rows.kind == LIST:
-            raise RequestError(
+            raise exceptions.RequestError(
                 f"The state {changes.rows.variable.name!r} of operator {self._operator!r} is a list: its elements have "
                 "no keys that the records of a topic could have. Keep them in a map state, or read the changes by "
                 "client.watch."
@@ -190,35 +174,35 @@ class KafkaSink:
     def _rows(self, target: KnownOperator) -> VariableRows:
         return VariableRows(target.schema, target.view(self._state).variable)
 
-    def _require_own(self, position: SinkPosition | None, target: KnownOperator) -> None:
+    def _require_own(self, position: kafka_topic.SinkPosition | None, target: KnownOperator) -> None:
         """Raise ``RequestError`` if the topic has the state of another operator."""
         wanted = (target.location.operator.name, self._rows(target).variable.name)
         if position is None or (position.operator, position.state) == wanted:
             return
-        raise RequestError(
+        raise exceptions.RequestError(
             f"Topic {self._topic.name!r} has the state {position.state!r} of operator {position.operator!r} up to "
             f"version {position.version}, and not {wanted[1]!r} of {wanted[0]!r}. Give each state its own topic; "
             f"or delete this topic and the consumer group {self._name!r}, which has the position."
         )
 
-    def _require_same(self, position: SinkPosition, target: KnownOperator) -> None:
+    def _require_same(self, position: kafka_topic.SinkPosition, target: KnownOperator) -> None:
         """Raise ``StateVersionError`` if the position is not one of this query and of the topic's partitions."""
         if position.query_id != target.location.query_id:
-            raise StateVersionError(
+            raise exceptions.StateVersionError(
                 f"Topic {self._topic.name!r} has the state of query {position.query_id} up to version "
                 f"{position.version}, and operator {self._operator!r} is of query {target.location.query_id} now, "
                 "which began with another checkpoint."
             )
         if position.partitions != self._topic.partitions:
-            raise StateVersionError(
+            raise exceptions.StateVersionError(
                 f"Topic {self._topic.name!r} had {position.partitions} partitions at version {position.version}, and "
                 f"has {self._topic.partitions} now: records of a key would no longer be in one partition."
             )
 
-    def _gap(self, error: StateVersionError) -> StateVersionError:
+    def _gap(self, error: exceptions.StateVersionError) -> exceptions.StateVersionError:
         if self.position is None:
             return error
-        return StateVersionError(
+        return exceptions.StateVersionError(
             f"{error} Topic {self._topic.name!r} has the changes up to version {self.position.version}. Write the "
             "whole state again with on_gap='resend' (statestore changes --on-gap resend), which also removes the keys "
             "that are gone. If the writer was too slow or down for too long, let the query keep more versions "
@@ -227,7 +211,7 @@ class KafkaSink:
 
     # -- the whole state -----------------------------------------------------------------------
 
-    def _send_state(self, before: SinkPosition | None) -> SinkPosition:
+    def _send_state(self, before: kafka_topic.SinkPosition | None) -> kafka_topic.SinkPosition:
         """Write all rows at one version, and tombstones for the topic's other keys. Return the new position."""
         topic = self._topic
         keys_there, newest_generation = topic.read_back(self._operator)
@@ -263,7 +247,7 @@ class KafkaSink:
         topic.commit(position)
         return position
 
-    def _remove(self, keys: set[bytes], headers: list[tuple[str, bytes]], partition: int = BY_KEY) -> None:
+    def _remove(self, keys: set[bytes], headers: list[tuple[str, bytes]], partition: int = kafka_topic.BY_KEY) -> None:
         """Write tombstones."""
         all_keys = sorted(keys)
         for at in range(0, len(all_keys), STATE_TRANSACTION_ROWS):
@@ -276,7 +260,7 @@ class KafkaSink:
 
     # -- the changes ---------------------------------------------------------------------------
 
-    def _follow(self, begin: SinkPosition) -> None:
+    def _follow(self, begin: kafka_topic.SinkPosition) -> None:
         """Write the changes after a position, until the query ends or ``close`` is called."""
         self._progress(
             f"Topic {self._topic.name}: writing the changes of {self._operator} after version {begin.version}."
@@ -313,26 +297,26 @@ class KafkaSink:
             self._topic.commit(quiet)
             self.position = quiet
 
-    def _position(self, target: KnownOperator, version: int, run_id: str, generation: int) -> SinkPosition:
+    def _position(self, target: KnownOperator, version: int, run_id: str, generation: int) -> kafka_topic.SinkPosition:
         location = target.location
         name = self._rows(target).variable.name
-        return SinkPosition(
+        return kafka_topic.SinkPosition(
             version, run_id, generation, self._topic.partitions, location.query_id, location.operator.name, name
         )
 
-    def _headers(self, at: SinkPosition, kind: str) -> list[tuple[str, bytes]]:
+    def _headers(self, at: kafka_topic.SinkPosition, kind: str) -> list[tuple[str, bytes]]:
         headers = {
-            RECORD_VERSION: str(at.version),
-            RECORD_GENERATION: str(at.generation),
-            RECORD_KIND: kind,
-            RECORD_QUERY: at.query_id,
-            RECORD_RUN: at.run_id,
-            RECORD_OPERATOR: at.operator,
-            RECORD_STATE: at.state,
+            kafka_topic.RECORD_VERSION: str(at.version),
+            kafka_topic.RECORD_GENERATION: str(at.generation),
+            kafka_topic.RECORD_KIND: kind,
+            kafka_topic.RECORD_QUERY: at.query_id,
+            kafka_topic.RECORD_RUN: at.run_id,
+            kafka_topic.RECORD_OPERATOR: at.operator,
+            kafka_topic.RECORD_STATE: at.state,
         }
         return [(name, value.encode()) for name, value in headers.items()]
 
-    def _write(self, rows: VariableRows, parts: list[pa.RecordBatch], at: SinkPosition) -> set[bytes]:
+    def _write(self, rows: VariableRows, parts: list[pa.RecordBatch], at: kafka_topic.SinkPosition) -> set[bytes]:
         """Write changes in one transaction, and return their keys. The columns are those of ``StateChange``."""
         headers = {kind: self._headers(at, kind) for kind in (INSERT, UPDATE, DELETE)}
         written: set[bytes] = set()

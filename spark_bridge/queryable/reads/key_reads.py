@@ -28,17 +28,7 @@ from spark_bridge.queryable.protocol import raise_if_cancelled, reserve_memory
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.scans import POSITION
-from spark_bridge.state_format.layouts import (
-    EXPIRIES,
-    IS_LARGE,
-    LIST,
-    LOST_FAMILY,
-    NUM_CHUNKS,
-    ROLLING,
-    TILES_FAMILY,
-    TIMERS_BY_KEY,
-    family_of,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.state_format.stored_rows import DecodedRows, Positions, VariableRows, key_groups_of, prefix_range
 
 READ_KEYS = 1 << 14
@@ -120,8 +110,8 @@ def require_retained(plan: OperatorPlan, rows: VariableRows, view: PartitionView
     at = (view.partition, view.version, view.head)
     first = plan.first_moments.get(at)
     if first is None:
-        has_lost = LOST_FAMILY in view.reads.column_families(view.version, head=view.head)
-        pairs = view.reads.scan(view.version, None, None, LOST_FAMILY, head=view.head) if has_lost else ()
+        has_lost = layouts.LOST_FAMILY in view.reads.column_families(view.version, head=view.head)
+        pairs = view.reads.scan(view.version, None, None, layouts.LOST_FAMILY, head=view.head) if has_lost else ()
         first = plan.first_moments[at] = rows.first_moment(batch.column(1) for batch in pairs)
     rows.require_retained(first)
 
@@ -132,8 +122,8 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
     is_there = pc.is_valid(values)
     keys, values = keys.filter(is_there), values.filter(is_there)
     positions = positions[np.asarray(is_there)]
-    if rows.kind == ROLLING:
-        return FoundPairs(positions, keys, values, {}, _sorted_values(view, keys, TILES_FAMILY))
+    if rows.kind == layouts.ROLLING:
+        return FoundPairs(positions, keys, values, {}, _sorted_values(view, keys, layouts.TILES_FAMILY))
     more = _more(view, rows, keys, values, positions)
     return FoundPairs(positions, keys, values, more, pa.nulls(len(keys), pa.binary()))
 
@@ -179,7 +169,7 @@ def rolled_values(rows: VariableRows, values: pa.BinaryArray, tiles: pa.BinaryAr
 
 
 def _family(rows: VariableRows) -> str:
-    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == TIMERS else rows.main
+    return layouts.family_of(rows.variable, layouts.TIMERS_BY_KEY)[0] if rows.kind == TIMERS else rows.main
 
 
 def _sorted_values(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
@@ -195,10 +185,10 @@ def _more(
     if rows.second is None or not len(keys):
         return {}
     stored = rows.variable.families[rows.main].decode_values(values)
-    if rows.kind == LIST:
-        is_long = np.asarray(stored.column(NUM_CHUNKS).fill_null(0)) > 0
+    if rows.kind == layouts.LIST:
+        is_long = np.asarray(stored.column(layouts.NUM_CHUNKS).fill_null(0)) > 0
     else:
-        is_long = np.asarray(stored.column(IS_LARGE).fill_null(False))
+        is_long = np.asarray(stored.column(layouts.IS_LARGE).fill_null(False))
     asked = np.flatnonzero(is_long).tolist()
     if not asked or rows.second not in view.reads.column_families(view.version, head=view.head):
         return {}
@@ -272,7 +262,7 @@ def _decoded(
     positions: Positions,
     tiles: pa.BinaryArray | None = None,
 ) -> pa.RecordBatch:
-    if rows.kind == ROLLING:
+    if rows.kind == layouts.ROLLING:
         decoded = rows.decode_rolling(keys, values, tiles)
     else:
         decoded = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
@@ -289,8 +279,8 @@ def _decoded(
 
 
 def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
-    schema = family_of(rows.variable, TIMERS_BY_KEY)[1]
-    expiries, offsets = list_parts(schema.decode_values(values).column(EXPIRIES))
+    schema = layouts.family_of(rows.variable, layouts.TIMERS_BY_KEY)[1]
+    expiries, offsets = list_parts(schema.decode_values(values).column(layouts.EXPIRIES))
     pair = np.repeat(np.arange(len(keys)), np.diff(offsets))
     columns = [column.take(pa.array(pair)) for column in decode_keys(keys, rows.key).columns]
     return DecodedRows(pair, [*columns, expiries])

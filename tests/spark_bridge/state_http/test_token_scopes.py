@@ -29,8 +29,7 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import OutOfScopeError, QueryableStateError, RequestError, UnknownOperatorError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.scoped_client import scoped_client
+from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.scopes import ScopedReads
 from spark_bridge.queryable.server.tokens import ClusterTokens
