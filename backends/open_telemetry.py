@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from typing import ParamSpec, TypeVar
 
@@ -198,9 +199,14 @@ class _Ids(IdGenerator):
         self._others = others
         self._next = threading.local()
 
-    def given(self, trace_id: int, span_id: int) -> _GivenIds:
-        """Return a block that gives these ids to this thread's next span."""
-        return _GivenIds(self._next, (trace_id, span_id))
+    @contextmanager
+    def given(self, trace_id: int, span_id: int) -> Iterator[None]:
+        """Give these ids to this thread's next span within the block."""
+        self._next.ids = trace_id, span_id
+        try:
+            yield
+        finally:
+            self._next.ids = None
 
     def generate_span_id(self) -> int:
         ids: tuple[int, int] | None = getattr(self._next, "ids", None)
@@ -212,18 +218,6 @@ class _Ids(IdGenerator):
 
     def is_trace_id_random(self) -> bool:
         return False
-
-
-class _GivenIds:
-    def __init__(self, place: threading.local, ids: tuple[int, int]) -> None:
-        self._place = place
-        self._given = ids
-
-    def __enter__(self) -> None:
-        self._place.ids = self._given
-
-    def __exit__(self, *error: object) -> None:
-        self._place.ids = None
 
 
 def _with_parent(trace_id: int, span_id: int, flags: TraceFlags) -> Context:

@@ -326,7 +326,7 @@ def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterato
     """
     done = 0
     for batch in base:
-        through = _number_up_to(changes, batch.column(0)[-1].as_py()) if len(changes) else 0
+        through = changes.lower_bound(batch.column(0)[-1].as_py() + b"\x00") if len(changes) else 0
         if through == done:
             yield batch
             continue
@@ -338,10 +338,6 @@ def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterato
     rest = SortedPairs(changes.keys.slice(done), changes.values.slice(done)).present()
     if len(rest):
         yield _batch(rest)
-
-
-def _number_up_to(changes: SortedPairs, key: bytes) -> int:
-    return changes.lower_bound(key + b"\x00")
 
 
 def _batch(pairs: SortedPairs) -> pa.RecordBatch:

@@ -14,7 +14,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -583,7 +583,7 @@ class TableScan(Iterator[pa.RecordBatch]):
         self, runs: Sequence[Sequence[TableFile]], start: bytes | None, end: bytes | None, failure: OnFailure
     ) -> None:
         self._runs = runs
-        self._batches = _merged([_pairs(run, start, end) for run in runs])
+        self._batches = _merged([chain.from_iterable(file.pairs(start, end) for file in run) for run in runs])
         self._is_closed = False
         self._error: BaseException | None = None
         self._failure = failure
@@ -618,11 +618,6 @@ class TableScan(Iterator[pa.RecordBatch]):
     def _let_go(self) -> None:
         for file in (file for run in self._runs for file in run):
             file.close()
-
-
-def _pairs(run: Sequence[TableFile], start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
-    for file in run:
-        yield from file.pairs(start, end)
 
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -264,14 +263,6 @@ NONE, PROCESSING_TIME, EVENT_TIME = TIME_MODES = ("none", "processingtime", "eve
 _SPELLINGS = {NONE: "NoTime", PROCESSING_TIME: "ProcessingTime", EVENT_TIME: "EventTime"}
 
 
-@dataclass(frozen=True)
-class Declarations:
-    """The declarations of ``init``: the state variables in order (those to delete first), and the objects of users."""
-
-    variables: list[StateVariable]
-    states: dict[str, ValueState | ListState | MapState]
-
-
 class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
     """Declares state variables in ``init``, and sets timers of the current key later.
 
@@ -342,8 +333,9 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
         self._deleted[stateName] = StateVariable(stateName, layouts.VALUE, {}, deleted=True)
 
-    def _all_declared(self) -> Declarations:
-        return Declarations([*self._deleted.values(), *self._variables.values()], self._states)
+    def _all_declared(self) -> list[StateVariable]:
+        """Return the state variables in order, those to delete first."""
+        return [*self._deleted.values(), *self._variables.values()]
 
     def _declared(
         self,

@@ -72,7 +72,7 @@ class PandasCodec:
         Columns go by name if any name is a string, otherwise by position. For a frame without columns, return no
         columns. Raises ``ValueError`` naming the columns of a frame that does not fit.
         """
-        places = _positions(tuple(frame.columns.tolist()), self._names)
+        places = _positions(tuple(frame.columns.tolist()), tuple(self.struct.names))
         # Many times as fast as through series. Copied, as the processor may change the frame afterwards.
         inner: Any = frame
         blocks = inner._mgr.blocks
@@ -99,10 +99,6 @@ class PandasCodec:
         columns = zip(*joined, strict=True)
         arrays = [_column(f, parts, self.time_zone) for f, parts in zip(self.schema, columns, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(self.struct.names)
 
 
 def _pandas_of(table: pa.Table, *, coerce: bool) -> pd.DataFrame:

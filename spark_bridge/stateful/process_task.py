@@ -226,17 +226,16 @@ class ProcessorState:
     ``set_key``, then ``end``; at last ``finish``, and the store's commit.
     """
 
-    def __init__(self, processor: object, key_schema: pa.Schema, time_mode: str, store: StateAccess | None) -> None:
+    def __init__(self, key_schema: pa.Schema, time_mode: str, store: StateAccess | None) -> None:
         if time_mode not in TIME_MODES:
             raise InvalidOperatorError(f"time_mode={time_mode!r} is unknown: choose one of {', '.join(TIME_MODES)}.")
-        self._processor = processor
         self._key_schema = key_schema
         self._time_mode = time_mode
         self._step = KeyStep(store)
         self._timers: Timers | None = None
         self.timer_values = TimerValues()
         if store is not None:
-            self.timer_values = _timer_values(time_mode, store)
+            self.timer_values = self._batch_times(store)
             if time_mode != NONE:
                 self._timers = Timers(self._timers_variable(store), self._step, self._timers_due())
         self.handle = StatefulProcessorHandle(key_schema, time_mode, self._step, self._timers)
@@ -245,7 +244,7 @@ class ProcessorState:
     def restart(self, store: StateAccess) -> None:
         """Move to another micro-batch and the variables that ``init`` has declared; a task has a single batch."""
         self._step.restart(store)
-        self.timer_values = _timer_values(self._time_mode, store)
+        self.timer_values = self._batch_times(store)
         self._is_swept = False
         if self._time_mode != NONE:
             self._timers = self._timers or Timers(self._timers_variable(store), self._step, 0)
@@ -260,12 +259,12 @@ class ProcessorState:
     @property
     def states(self) -> dict[str, ValueState | ListState | MapState]:
         """Return the state variables that ``init`` has declared, by name."""
-        return self.handle._all_declared().states
+        return self.handle._states
 
     def declare(self) -> tuple[StateVariable, ...]:
         """Return the variables that ``init`` has declared, those to delete first, and with a time mode the timers."""
         timers = [] if self._time_mode == NONE else [timers_variable(self._key_schema)]
-        return (*self.handle._all_declared().variables, *timers)
+        return (*self.handle._all_declared(), *timers)
 
     def keys_with_expired_timers(self) -> pa.BinaryArray:
         """Return the grouping keys that have a stored timer that fires now, sorted; called before ``begin``."""
@@ -309,6 +308,10 @@ class ProcessorState:
             stage_expired(self._step)
             self._is_swept = True
 
+    def _batch_times(self, store: StateAccess) -> TimerValues:
+        times = store.times
+        return TimerValues() if self._time_mode == NONE else TimerValues(times.timestamp_ms, times.watermark_ms)
+
     def _timers_due(self) -> int:
         times = self._step.store.times
         return times.watermark_ms if self._time_mode == EVENT_TIME else times.timestamp_ms
@@ -318,13 +321,6 @@ class ProcessorState:
         if timers is None:
             raise StateDeclarationError("Timers are unavailable: the operator was started without a time mode.")
         return timers
-
-
-def _timer_values(time_mode: str, store: StateAccess) -> TimerValues:
-    times = store.times
-    if time_mode == NONE:
-        return TimerValues()
-    return TimerValues(times.timestamp_ms, times.watermark_ms)
 
 
 # The input of a processor's task: the columns of the rows, the key among them, and which rows are late.
@@ -442,7 +438,7 @@ class ProcessLogic:
 @contextmanager
 def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess) -> Iterator[ProcessorState]:
     """Initialise a processor, and yield its state; the processor is always closed at the end."""
-    state = ProcessorState(processor, keys, time_mode, store)
+    state = ProcessorState(keys, time_mode, store)
     processor.init(state.handle)
     try:
         with frozen():

@@ -385,7 +385,8 @@ class StateValues:
         self._fields = [_canonical(f.dataType) for f in codec.struct.fields]
         self._is_flat = all(type(f.dataType) in _EXACT for f in codec.struct.fields)
         self._plain: set[tuple[type, ...]] = set()
-        self.is_immutable = not any(map(_is_mutable, (f.dataType for f in codec.struct.fields)))
+        mutable = (T.ArrayType, T.MapType, T.StructType)
+        self.is_immutable = not any(isinstance(f.dataType, mutable) for f in codec.struct.fields)
 
     def accept(self, value: Any) -> tuple[Any, ...]:
         """Return the value as a tuple of its fields; raises ``IllegalStateValueError``."""
@@ -440,10 +441,6 @@ def null_value(variable: str, what: str = "value") -> IllegalStateValueError:
         f"[ILLEGAL_STATE_STORE_VALUE.NULL_VALUE] State variable {variable!r} was given None as its {what}. State "
         "cannot be None: call clear() to remove it; a single field may be None."
     )
-
-
-def _is_mutable(data_type: T.DataType) -> bool:
-    return isinstance(data_type, (T.ArrayType, T.MapType, T.StructType))
 
 
 def _canonical(data_type: T.DataType) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,13 +70,6 @@ class TesterAssertionError(PySparkAssertionError, ProcessorTesterError):  # type
 # The ``handle`` of a ``ProcessorTester``: state and timers of a key outside a call of the processor.
 
 
-class VariableFinder(Protocol):
-    """Finds the state variables of a tester's processor."""
-
-    def __call__(self, kind: type[State], name: str, /) -> State:
-        """Return the variable of that kind and name; raise ``ProcessorTesterError`` if there is none."""
-
-
 class TesterHandle:
     """Chooses a key, whose state variables and timers a test may then use; names are those of ``TwsTester.handle``.
 
@@ -85,40 +78,27 @@ class TesterHandle:
     for a variable that ``init`` has not declared, and for timers without a time mode or a current key.
     """
 
-    def __init__(
-        self,
-        select: Callable[[Any], object],
-        timers: Callable[[], StatefulProcessorHandle],
-        declared: VariableFinder,
-        clear: Callable[[str], None],
-        forget: Callable[[str], None],
-        set_watermark: Callable[[int], None],
-    ) -> None:
-        self._select = select
-        self._timers = timers
-        self._declared = declared
-        self._clear = clear
-        self._forget = forget
-        self._set_watermark = set_watermark
+    def __init__(self, tester: ProcessorTester) -> None:
+        self._tester = tester
         self.grouping_key: Any = None
         """The key that ``setGroupingKey`` has made the current one last; None before."""
 
     def setGroupingKey(self, key: Any) -> None:
         """Make a key the current one until the tester's next call."""
-        self._select(key)
+        self._tester._begin(key)
         self.grouping_key = key
 
     def setWatermark(self, watermarkMs: int) -> None:
         """Move the watermark to ``watermarkMs`` (since 1970) without firing timers: the next call fires them."""
-        self._set_watermark(watermarkMs)
+        self._tester._set_watermark(watermarkMs)
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         """Return a value that ``init`` has declared."""
-        return self._declared(ValueState, stateName)
+        return self._tester._declared(ValueState, stateName)
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
         """Return a list that ``init`` has declared."""
-        return self._declared(ListState, stateName)
+        return self._tester._declared(ListState, stateName)
 
     def getMapState(
         self,
@@ -128,27 +108,27 @@ class TesterHandle:
         ttlDurationMs: int | None = None,
     ) -> MapState:
         """Return a map that ``init`` has declared."""
-        return self._declared(MapState, stateName)
+        return self._tester._declared(MapState, stateName)
 
     def registerTimer(self, expiryTimestampMs: int) -> None:
         """Set a timer of the current key; see ``StatefulProcessorHandle.registerTimer``."""
-        self._timers().registerTimer(expiryTimestampMs)
+        self._tester._timers().registerTimer(expiryTimestampMs)
 
     def deleteTimer(self, expiryTimestampMs: int) -> None:
         """Delete a timer of the current key, if the key has it."""
-        self._timers().deleteTimer(expiryTimestampMs)
+        self._tester._timers().deleteTimer(expiryTimestampMs)
 
     def listTimers(self) -> Iterator[int]:
         """Yield the timers of the current key, ascending."""
-        return self._timers().listTimers()
+        return self._tester._timers().listTimers()
 
     def deleteState(self, stateName: str) -> None:
         """Remove the current key's value, list or map."""
-        self._clear(stateName)
+        self._tester._clear(stateName)
 
     def deleteIfExists(self, stateName: str) -> None:
         """Delete a state variable with the values of all keys; the processor cannot use it any more."""
-        self._forget(stateName)
+        self._tester._forget(stateName)
 
 
 _KEYS = pa.schema([pa.field("key", pa.int64())])
@@ -216,12 +196,10 @@ class ProcessorTester:
         self._numbers: dict[Any, int] = {}
         self._keys: list[tuple[Any, ...]] = []
         self._open: LocalStateAccess | None = None
-        self._state = ProcessorState(processor, _KEYS, self._time_mode, None)
+        self._state = ProcessorState(_KEYS, self._time_mode, None)
         processor.init(self._state.handle)
         self._schema = OperatorSchema(self._state.declare(), tuple(_KEYS.names))
-        self.handle = TesterHandle(
-            self._begin, self._timers, self._declared, self._clear, self._forget, self._set_watermark
-        )
+        self.handle = TesterHandle(self)
         initial = initialStateRow if initialStateRow is not None else initialStatePandas
         for key, state in initial or ():
             with self._batch(key) as columns:

@@ -351,7 +351,7 @@ def _transformed(
 
 def _declared(processor: Any, arguments: TransformArguments) -> OperatorSchema:
     """Return the declarations of the processor's ``init``, called on the driver with a handle that can only declare."""
-    state = ProcessorState(processor, arguments.input.keys, arguments.time_mode, None)
+    state = ProcessorState(arguments.input.keys, arguments.time_mode, None)
     try:
         processor.init(state.handle)
         # The mode stays with the state: in another mode, its timers would fire by another clock.

@@ -186,17 +186,14 @@ class _Sweep:
         if part == layouts.CHUNKS:
             return is_over
         if variable.kind == layouts.LIST:
-            elsewhere = rows.column(layouts.NUM_CHUNKS).to_numpy()
-            return is_over & self._are_gone(
-                is_over, batch.column(0), elsewhere, layouts.family_of(variable, layouts.CHUNKS)[0]
-            )
-        elsewhere = rows.column(layouts.IS_LARGE).to_numpy(zero_copy_only=False).astype(np.int64)
-        return is_over & self._are_gone(
-            is_over, batch.column(0), elsewhere, layouts.family_of(variable, layouts.ENTRIES)[0]
-        )
+            others, elsewhere = layouts.CHUNKS, rows.column(layouts.NUM_CHUNKS).to_numpy()
+        else:
+            others, elsewhere = layouts.ENTRIES, rows.column(layouts.IS_LARGE).to_numpy(zero_copy_only=False)
+        family_of_others = layouts.family_of(variable, others)[0]
+        return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of_others)
 
     def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:
-        """Return which heads have no rows in ``family``: never had (``elsewhere`` is 0), or all have been removed."""
+        """Return which heads have no rows in ``family``: never had (``elsewhere``), or all have been removed."""
         gone: Mask = elsewhere == 0
         asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
         for i in asked.tolist():

@@ -66,7 +66,7 @@ def bids(events: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def operator(logic: Logic, declaring: Any, keys: pa.Schema, time_mode: str) -> OperatorRun:
-    driver = ProcessorState(declaring, keys, time_mode, None)
+    driver = ProcessorState(keys, time_mode, None)
     declaring.init(driver.handle)
     return OperatorRun(logic, OperatorSchema(driver.declare()), keys.names, num_partitions=3)
 

@@ -210,7 +210,7 @@ class Flow(Query):
         backend: str = "file",
         run: str = "run1",
     ) -> None:
-        declaring = ProcessorState(processor(), KEYS, "processingtime", None)
+        declaring = ProcessorState(KEYS, "processingtime", None)
         processor().init(declaring.handle)
         schema = OperatorSchema(declaring.declare(), tuple(KEYS.names))
         super().__init__(root, schema, "transform_with_state", n, backend, run)
@@ -228,7 +228,7 @@ class Flow(Query):
         def work(access: HostAccess, p: int) -> None:
             own = [(encoded, key) for encoded, group, key in ordered if partition_of(group, G, self.n) == p]
             processor = self.processor()
-            state = ProcessorState(processor, KEYS, "processingtime", access)
+            state = ProcessorState(KEYS, "processingtime", access)
             processor.init(state.handle)
             rows = pa.record_batch(
                 [pa.array([key[i] for _, key in own], f.type) for i, f in enumerate(KEYS)], schema=KEYS

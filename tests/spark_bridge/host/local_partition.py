@@ -34,7 +34,7 @@ class LocalPartition:
         self.init = init
         self.time_mode = time_mode
         if schema is None:
-            driver = ProcessorState(None, KEY, time_mode, None)
+            driver = ProcessorState(KEY, time_mode, None)
             init(driver.handle)
             schema = OperatorSchema(driver.declare(), tuple(KEY.names))
         # As a task gets it: through the schema file.
@@ -49,7 +49,7 @@ class LocalPartition:
         store = LocalStateAccess(
             self.provider, self.schema, BatchTimes(timestamp_ms, watermark_ms), KEY_GROUPS, KEY_GROUPS[1]
         )
-        state = ProcessorState(None, KEY, self.time_mode, store)
+        state = ProcessorState(KEY, self.time_mode, store)
         self.init(state.handle)
         yield state
         state.finish()

@@ -96,7 +96,7 @@ class ArrowTotals(ArrowStatefulProcessor):
 
 def run_of(logic: Logic, processor: Any, time_mode: str = "none", num_partitions: int = 1) -> OperatorRun:
     """Run an operator with the declarations of the processor."""
-    driver = ProcessorState(processor, KEYS, time_mode, None)
+    driver = ProcessorState(KEYS, time_mode, None)
     processor.init(driver.handle)
     return OperatorRun(logic, OperatorSchema(driver.declare()), KEYS.names, num_partitions)
 

@@ -118,7 +118,7 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
     ("declare", "time_mode", "kind", "words"), [d[1:] for d in DECLARATIONS], ids=[d[0] for d in DECLARATIONS]
 )
 def test_wrong_declarations(declare: Declare, time_mode: str, kind: type[Exception], words: list[str]) -> None:
-    state = ProcessorState(None, KEY, time_mode, None)
+    state = ProcessorState(KEY, time_mode, None)
     with pytest.raises(kind) as caught:
         declare(state.handle)
     for word in words:
@@ -131,7 +131,7 @@ def test_wrong_declarations(declare: Declare, time_mode: str, kind: type[Excepti
 
 def test_an_unknown_time_mode_is_refused() -> None:
     with pytest.raises(InvalidOperatorError, match="'ProcessingTime' is unknown: choose one of none, processingtime"):
-        ProcessorState(None, KEY, "ProcessingTime", None)
+        ProcessorState(KEY, "ProcessingTime", None)
 
 
 def variables(handle: Any) -> tuple[Any, Any, Any]:

@@ -66,7 +66,7 @@ def check_random_commands(processor: type, time_mode: str, seed: int, batches: i
     codec = RowCodec(struct_of(INPUT))
     keys = pa.schema([codec.schema.field(name) for name in BY])
     made = based_on(StatefulProcessor, processor, time_mode=time_mode)
-    declaring = ProcessorState(made, keys, time_mode.lower(), None)
+    declaring = ProcessorState(keys, time_mode.lower(), None)
     made.init(declaring.handle)
     schema = OperatorSchema(declaring.declare(), tuple(BY))
 

@@ -484,7 +484,7 @@ def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need
 def everything() -> OperatorSchema:
     from spark_bridge.stateful.process_task import ProcessorState
 
-    state = ProcessorState(Everything(), FLOW_KEYS, "processingtime", None)
+    state = ProcessorState(FLOW_KEYS, "processingtime", None)
     Everything().init(state.handle)
     return OperatorSchema(state.declare(), tuple(FLOW_KEYS.names))
 
