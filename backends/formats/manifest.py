@@ -186,19 +186,6 @@ def _template(partition: int, path: str) -> str:
     return "/".join((*parts[:-2], "*", parts[-1]))
 
 
-__all__ = [
-    "STATE_FORMAT_VERSION",
-    "ChangelogRef",
-    "FileRef",
-    "Lineage",
-    "Manifest",
-    "OperatorEntry",
-    "PartitionEntry",
-    "Rescaled",
-    "SnapshotRef",
-    "SourcePartition",
-]
-
 STATE_FORMAT_VERSION = 1
 NO_PARTITION_STAGES: Mapping[int, int] = MappingProxyType({})
 

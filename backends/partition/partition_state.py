@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,14 +106,6 @@ class SnapshotUploads:
         Raises as ``store`` does.
         """
         started = time.perf_counter()
-        prepared = self._upload(earlier, small_bytes, listed)
-        with self._versions.changed:
-            self.milliseconds = (time.perf_counter() - started) * 1e3
-        return prepared
-
-    def _upload(
-        self, earlier: SnapshotRef | None, small_bytes: int, listed: dict[str, dict[str, int]] | None
-    ) -> PreparedSnapshot:
         context = self._context
         storage, directory, engine = context.storage, context.directory, context.engine
         with self._uploading, context.scratch.directory() as local:
@@ -128,7 +120,7 @@ class SnapshotUploads:
             fault_points.reached("snapshot:captured")
             finish()
             with Pool(context.conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-                return snapshot.prepare(
+                prepared = snapshot.prepare(
                     storage,
                     directory,
                     context.backend,
@@ -141,6 +133,9 @@ class SnapshotUploads:
                     small_bytes=small_bytes,
                     listed=listed,
                 )
+        with self._versions.changed:
+            self.milliseconds = (time.perf_counter() - started) * 1e3
+        return prepared
 
     def _descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor | None:
         last = self._last
@@ -553,10 +548,6 @@ class PartitionState:
             delta.apply.result()(state)
         self._recent_reads.forget_others(self.head)
         self._apply_ms = (time.perf_counter() - started) * 1e3
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """Within the block, keep replaced pairs of the last versions for readers, even if a look-up is needed."""
-        return self.attempts.pinned()
 
     # -- figures, the end ----------------------------------------------------------------------
 

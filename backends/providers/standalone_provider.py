@@ -194,7 +194,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _reader(self, lineage: Lineage, *, stays: bool) -> _VersionReader:
         pins = ExitStack()
         if stays:
-            pins.enter_context(self.main.pinned())
+            pins.enter_context(self.main.attempts.pinned())
         reader = _VersionReader(self, lineage, pins)
         self._readers.add(reader)
         return reader

@@ -175,7 +175,9 @@ class CheckpointStorage:
             unanswered = True
 
         if not self._sender.send("write", path, put, on_second=note_unanswered if ref.size <= HEDGED_BYTES else None):
-            raise self._exists(path)
+            raise exceptions.FileExistsInStorageError(
+                f"{self.full_location(path)} exists already and is never overwritten."
+            )
         return ref
 
     def replace(self, path: str, data: bytes) -> None:
@@ -461,11 +463,6 @@ class CheckpointStorage:
             raise exceptions.InvalidStateStoreArgument(
                 f"{path!r} is not a path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
-
-    def _exists(self, path: str) -> exceptions.FileExistsInStorageError:
-        return exceptions.FileExistsInStorageError(
-            f"{self.full_location(path)} exists already and is never overwritten."
-        )
 
 
 def _nothing() -> None:

@@ -169,13 +169,7 @@ class HdfsClients:
         return urlsplit(url).netloc if url.startswith("hdfs:") else ""
 
 
-_ENVIRONMENT = (
-    "HADOOP_CONF_DIR",
-    "HADOOP_HOME",
-    "HADOOP_PROXY_USER",
-    "HADOOP_TOKEN_FILE_LOCATION",
-    "HADOOP_USER_NAME",
-)
+_ENVIRONMENT = ("HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_PROXY_USER", "HADOOP_TOKEN_FILE_LOCATION", "HADOOP_USER_NAME")
 """The variables that hdfs-native reads when a client is made."""
 
 

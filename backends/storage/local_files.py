@@ -52,7 +52,7 @@ class LocalFiles:
 
         On return the file and the names of all directories above it, up to the root's own, are durable.
         """
-        self._put_new(path, lambda descriptor: self._write_all(descriptor, data))
+        self._put(path, lambda descriptor: self._write_all(descriptor, data), os.link)
 
     def put_file(self, path: str, source: Path | bytes, size: int) -> None:
         """Write a file of ``size`` bytes as ``put_new`` does, with the content of another file."""
@@ -65,14 +65,11 @@ class LocalFiles:
                 while chunk := file.read(_PIECE_BYTES):
                     self._write_all(descriptor, chunk)
 
-        self._put_new(path, copy)
+        self._put(path, copy, os.link)
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a file in place of an existing one, if there is one: at each moment one of the two exists, whole."""
         self._put(path, lambda descriptor: self._write_all(descriptor, data), os.replace)
-
-    def _put_new(self, path: str, write: Callable[[int], None]) -> None:
-        self._put(path, write, os.link)
 
     def _put(self, path: str, write: Callable[[int], None], name: Callable[[str, str], None]) -> None:
         target = self._below + path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -116,16 +116,13 @@ def _s3_options(bucket: str, options: Mapping[str, str]) -> StoreOptions:
             elif key.startswith(f"{prefix}s3a."):
                 settings[key.removeprefix(f"{prefix}s3a.")] = value
     settings.update(per_bucket)
-    config: dict[str, str | bool] = {}
-    copied: dict[str, tuple[str, Callable[[str], str | bool]]] = {
-        "access.key": ("access_key_id", str),
-        "secret.key": ("secret_access_key", str),
-        "session.token": ("session_token", str),
-        "endpoint.region": ("region", str),
+    copied = {
+        "access.key": "access_key_id",
+        "secret.key": "secret_access_key",
+        "session.token": "session_token",
+        "endpoint.region": "region",
     }
-    for name, (theirs, convert) in copied.items():
-        if settings.get(name):
-            config[theirs] = convert(settings[name])
+    config: dict[str, str | bool] = {theirs: settings[name] for name, theirs in copied.items() if settings.get(name)}
     if "AnonymousAWSCredentialsProvider" in settings.get("aws.credentials.provider", ""):
         config["skip_signature"] = True
     path_style = _flag("path.style.access", settings.get("path.style.access", "false"))
