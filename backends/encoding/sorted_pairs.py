@@ -330,12 +330,11 @@ def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterato
         if through == done:
             yield batch
             continue
-        due = SortedPairs(changes.keys.slice(done, through - done), changes.values.slice(done, through - done))
+        merged = SortedPairs(batch.column(0), batch.column(1)).under(changes.slice(done, through - done)).present()
         done = through
-        merged = SortedPairs(batch.column(0), batch.column(1)).under(due).present()
         if len(merged):
             yield _batch(merged)
-    rest = SortedPairs(changes.keys.slice(done), changes.values.slice(done)).present()
+    rest = changes.slice(done).present()
     if len(rest):
         yield _batch(rest)
 

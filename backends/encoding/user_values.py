@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,21 @@ _GREATEST_FLOAT = float(np.finfo(np.float32).max)
 class ForeignValueError(TypeError):
     """A value is of another kind than its column."""
 
+
+_KINDS: tuple[tuple[Callable[[pa.DataType], bool], str, tuple[type, ...]], ...] = (
+    (pa.types.is_boolean, "a truth value", (bool,)),
+    (pa.types.is_integer, "an integer", (int,)),
+    (pa.types.is_floating, "a number", (float,)),
+    (pa.types.is_decimal, "a number", (Decimal, int)),
+    (pa.types.is_string, "text", (str,)),
+    (pa.types.is_binary, "bytes", (bytes,)),
+    (pa.types.is_date, "a date", (dt.date,)),
+    (pa.types.is_timestamp, "a datetime", (dt.datetime,)),
+    (pa.types.is_duration, "a timedelta", (dt.timedelta,)),
+    (pa.types.is_struct, "a tuple or dict", ()),
+    (pa.types.is_list, "a list", ()),
+)
+"""The kinds of types: a noun for their values, and the classes that Arrow converts to a flat type without guessing."""
 
 CAST_ERRORS = (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError)
 """The errors of values that cannot be converted without loss."""
@@ -54,27 +69,7 @@ def is_missing(value: object, *, nan: bool = False) -> bool:
 @lru_cache(maxsize=1024)
 def plain_classes(kind: pa.DataType) -> frozenset[type]:
     """Return the classes whose values, subclasses aside, Arrow converts to a flat type without guessing."""
-    types = pa.types
-    if types.is_boolean(kind):
-        classes: tuple[type, ...] = (bool,)
-    elif types.is_integer(kind):
-        classes = (int,)
-    elif types.is_floating(kind):
-        classes = (float,)
-    elif types.is_decimal(kind):
-        classes = (Decimal, int)
-    elif types.is_date(kind):
-        classes = (dt.date,)
-    elif types.is_timestamp(kind):
-        classes = (dt.datetime,)
-    elif types.is_duration(kind):
-        classes = (dt.timedelta,)
-    elif types.is_string(kind):
-        classes = (str,)
-    elif types.is_binary(kind):
-        classes = (bytes,)
-    else:
-        classes = ()
+    classes: tuple[type, ...] = next((classes for is_kind, _, classes in _KINDS if is_kind(kind)), ())
     return frozenset((*classes, type(None)))
 
 
@@ -143,24 +138,9 @@ def array_without_loss(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _foreign(value: Any, kind: pa.DataType) -> ForeignValueError:
-    wanted = next((noun for is_kind, noun in _NOUNS if is_kind(kind)), f"a value of {kind}")
+    wanted = next((noun for is_kind, noun, _ in _KINDS if is_kind(kind)), f"a value of {kind}")
     remedy = " Convert it as the state has it, for example with str()." if wanted in ("text", "bytes") else ""
     return ForeignValueError(f"not {wanted} but of class {type(value).__name__}.{remedy}")
-
-
-_NOUNS = (
-    (pa.types.is_boolean, "a truth value"),
-    (pa.types.is_integer, "an integer"),
-    (pa.types.is_floating, "a number"),
-    (pa.types.is_decimal, "a number"),
-    (pa.types.is_string, "text"),
-    (pa.types.is_binary, "bytes"),
-    (pa.types.is_date, "a date"),
-    (pa.types.is_timestamp, "a datetime"),
-    (pa.types.is_duration, "a timedelta"),
-    (pa.types.is_struct, "a tuple or dict"),
-    (pa.types.is_list, "a list"),
-)
 
 
 def _number(value: Any, kind: pa.DataType, lossless: bool) -> Any:

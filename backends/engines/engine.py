@@ -413,9 +413,6 @@ class DeferredEngine(BufferedEngine):
     buffered.
     """
 
-    def __init__(self, path: Path, conf: StateStoreConf) -> None:
-        super().__init__(path, conf)
-
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
         # An unfinished engine buffers nothing: it rejects changes, or needs the ones that make a version.
