@@ -60,11 +60,10 @@ if TYPE_CHECKING:
         state_table,
     )
     from spark_bridge.state_data.ray_dataset import read_state_dataset
-    from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
     from spark_bridge.state_surgery.mirror import mirror
     from spark_bridge.state_surgery.new_state import NewStateReport
-    from spark_bridge.state_surgery.rewrite_state import rewrite_state
+    from spark_bridge.state_surgery.rewrite_state import bootstrap_state, rewrite_state
     from spark_bridge.state_surgery.take_over import take_over
     from spark_bridge.stateful.handle import StatefulProcessorHandle, ValueState
     from spark_bridge.stateful.list_state import ListState
@@ -193,11 +192,10 @@ _HOMES = {
         "state_data.frames": "read_state read_state_changes state_batches state_changes_batches state_changes_table "
         "state_metadata state_metadata_table state_table",
         "state_data.ray_dataset": "read_state_dataset",
-        "state_surgery.bootstrap_state": "bootstrap_state",
         "state_surgery.forget_keys": "forget_keys",
         "state_surgery.mirror": "mirror",
         "state_surgery.new_state": "NewStateReport",
-        "state_surgery.rewrite_state": "rewrite_state",
+        "state_surgery.rewrite_state": "bootstrap_state rewrite_state",
         "state_surgery.take_over": "take_over",
         "stateful.handle": "StatefulProcessorHandle ValueState",
         "stateful.list_state": "ListState",

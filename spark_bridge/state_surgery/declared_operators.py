@@ -22,15 +22,7 @@ from spark_bridge.operators.join_sides import JoinSide, SideTimes
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, ROLLING
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.shuffle import (
-    Combine,
-    OperatorVariable,
-    PackedRows,
-    RowSource,
-    Target,
-    packed,
-    unpacked_rows,
-)
+from spark_bridge.state_surgery import shuffle
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -98,7 +90,7 @@ MERGE = "merge"
 """A value of ``combine``: merge the states of an ``aggregate``, as its tasks do."""
 Program: TypeAlias = Union["DataFrame", Sequence[OperatorSpec]]
 """The streaming DataFrame of a query, or the declarations of its operators."""
-Combining: TypeAlias = Combine | str
+Combining: TypeAlias = shuffle.Combine | str
 """A function, or ``MERGE``."""
 
 
@@ -176,9 +168,9 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
 
 def combining(
     functions: Combining | Mapping[Any, Combining] | None,
-    names: Sequence[OperatorVariable],
-    default: Mapping[OperatorVariable, Combining],
-) -> dict[OperatorVariable, Combining]:
+    names: Sequence[shuffle.OperatorVariable],
+    default: Mapping[shuffle.OperatorVariable, Combining],
+) -> dict[shuffle.OperatorVariable, Combining]:
     """Return how the rows of each variable are combined: as given, for all or by operator or variable, or by default.
 
     Raises ``InvalidStateStoreArgument`` for a mapping that names something else.
@@ -202,10 +194,10 @@ def targets_of(
     schema: OperatorSchema,
     variables: Sequence[StateVariable],
     num_partitions: int,
-    combine: Mapping[OperatorVariable, Combining],
+    combine: Mapping[shuffle.OperatorVariable, Combining],
     aggregator: Aggregator | None = None,
     sides: Sequence[JoinSide] = (),
-) -> tuple[Target, ...]:
+) -> tuple[shuffle.Target, ...]:
     """Return the targets of the rows of some variables of an operator: those of a join only if ``sides`` are given, and
     none for rolling aggregates.
 
@@ -215,17 +207,17 @@ def targets_of(
     times = {side.name: SideTimes(side) for side in sides if side.expires_after_us is not None}
     for variable in variables:
         pairs = PairsOfRows(VariableRows(schema, variable, raw=True), times.get(variable.name))
-        if pairs.is_by_time_of_program or pairs.rows.kind == ROLLING:
+        if not _can_get_rows(pairs):
             continue
         name = (operator, variable.name)
         how = combine.get(name)
         if isinstance(how, str):
             how = _merging(how, operator, pairs, aggregator)
-        targets.append(Target(name, num_partitions, pairs, how))
+        targets.append(shuffle.Target(name, num_partitions, pairs, how))
     return tuple(targets)
 
 
-def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator | None) -> Combine:
+def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator | None) -> shuffle.Combine:
     if how != MERGE:
         raise InvalidStateStoreArgument(f"combine={how!r} must be a function, or {MERGE!r}.")
     if aggregator is None or len(pairs.rows.inner):
@@ -248,11 +240,11 @@ SOURCE_BATCH_ROWS = 1 << 16
 class GivenRows:
     """Rows as bytes."""
 
-    parts: tuple[PackedRows, ...]
+    parts: tuple[shuffle.PackedRows, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         for part in self.parts:
-            yield from unpacked_rows(part)
+            yield from shuffle.unpacked_rows(part)
 
 
 @dataclass(frozen=True)
@@ -267,7 +259,6 @@ class BlockRows:
         yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
 
 
-"""Rows of a known number of bytes."""
 STAGING = "staging"
 """The directory of a new state for rows on their way from Spark's executors to Ray's tasks."""
 
@@ -282,7 +273,7 @@ class StagedRows:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         data = CheckpointStorage.open(self.location, self.options).get(self.path)
-        yield from unpacked_rows(np.frombuffer(data, np.uint8))
+        yield from shuffle.unpacked_rows(np.frombuffer(data, np.uint8))
 
 
 def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> list[StagedRows]:
@@ -296,21 +287,21 @@ def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> 
         storage = CheckpointStorage.open(location, options)
         for part in grouped_by_bytes(batches, SOURCE_BYTES):
             path = f"{STAGING}/{uuid.uuid4().hex}.arrow"
-            storage.put_new(path, packed(part[0].schema, part).tobytes())
+            storage.put_new(path, shuffle.packed(part[0].schema, part).tobytes())
             yield pa.RecordBatch.from_arrays([pa.array([path])], names=["path"])
 
     paths = map_in_arrow(frame, write, "staged_rows", "path string").collect()
     return [StagedRows(location, options, row["path"]) for row in paths]
 
 
-def sources_of(rows: Any) -> Iterator[RowSource]:
+def sources_of(rows: Any) -> Iterator[shuffle.RowSource]:
     """Yield the sources of a user's rows. Raises ``InvalidStateStoreArgument`` for an object without rows."""
     if isinstance(rows, pa.RecordBatch):
         rows = pa.Table.from_batches([rows])
     if isinstance(rows, pa.Table):
         yield from _of_table(rows)
     elif isinstance(rows, pa.RecordBatchReader):
-        yield from _together(packed(batch.schema, [batch]) for batch in rows)
+        yield from _together(shuffle.packed(batch.schema, [batch]) for batch in rows)
     elif hasattr(rows, "to_arrow_refs"):
         yield from (BlockRows(ref) for ref in rows.to_arrow_refs())
     elif hasattr(rows, "_jdf"):
@@ -328,7 +319,7 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
         )
 
 
-def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
+def _together(parts: Iterable[shuffle.PackedRows]) -> Iterator[GivenRows]:
     return (GivenRows(tuple(group)) for group in grouped_by_bytes(parts, SOURCE_BYTES))
 
 
@@ -336,7 +327,7 @@ def _of_table(table: pa.Table) -> Iterator[GivenRows]:
     step = max(1, min(table.num_rows, table.num_rows * SOURCE_BYTES // max(1, table.nbytes)))
     for first in range(0, max(1, table.num_rows), step):
         part = table.slice(first, step)
-        yield GivenRows((packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS)),))
+        yield GivenRows((shuffle.packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS)),))
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:

@@ -12,18 +12,9 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor import forgetting
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
-from coordinator_actor.forgetting import (
-    FORGET_ATTEMPTS,
-    FORGET_POLL_SECONDS,
-    UNKNOWN_QUERY_SECONDS,
-    ForgetRequest,
-    ForgottenReport,
-    await_hosts,
-    forget_in_running,
-    forget_in_storage,
-)
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.rewriting import ForgottenKeys
 from spark_bridge.exceptions import SessionError
@@ -74,7 +65,7 @@ def forget_keys(
     storage_options: Mapping[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     coordinator: CoordinatorPort | None = None,
-) -> ForgottenReport:
+) -> forgetting.ForgottenReport:
     """Remove keys from an operator: from the running state, and from every version, snapshot and changelog.
 
     When the call returns, no version that can be read has a row of the keys, and no file of the state has their bytes.
@@ -98,31 +89,31 @@ def forget_keys(
     and ``DamagedFileError`` later: then call it again.
     """
     say = progress or log.info
-    request = ForgetRequest(
+    request = forgetting.ForgetRequest(
         operator, lambda schema, groups: keys_to_forget(operator, schema, groups, keys), reference, say
     )
     port = _coordinator() if coordinator is None else coordinator
     if not isinstance(query_or_checkpoint, str):
-        return forget_in_running(_required(port), str(query_or_checkpoint.runId), request)
+        return forgetting.forget_in_running(_required(port), str(query_or_checkpoint.runId), request)
     if not _is_location(query_or_checkpoint):
-        return forget_in_running(_required(port), query_or_checkpoint, request)
+        return forgetting.forget_in_running(_required(port), query_or_checkpoint, request)
     options = dict(storage_options or {})
     place = find_state(query_or_checkpoint, state_location, options)
     served = [] if port is None else _served(port, place, say)
-    for _ in range(FORGET_ATTEMPTS):
+    for _ in range(forgetting.FORGET_ATTEMPTS):
         running = [query for query in served if query["ended_at"] is None]
         if port is None or not running:
             break
         try:
-            return forget_in_running(port, running[0]["run_id"], request)
+            return forgetting.forget_in_running(port, running[0]["run_id"], request)
         except (RetiredRunError, UnknownQueryError) as error:
             say(f"looks whether the query still runs: {error}")
             served = _served(port, place, say)
-    report = forget_in_storage(place, request)
+    report = forgetting.forget_in_storage(place, request)
     for query in served:
         assert port is not None
         port.take_up_versions(query["run_id"])  # hosts still answer from an ended query: now from the new files
-        await_hosts(port, query["run_id"], say)
+        forgetting.await_hosts(port, query["run_id"], say)
     return report
 
 
@@ -143,12 +134,12 @@ def _served(port: CoordinatorPort, place: StatePlace, say: Callable[[str], None]
         ]
         if deadline is None:
             is_young = described["expects_reports"]
-            deadline = time.monotonic() + (UNKNOWN_QUERY_SECONDS if is_young else 0)
+            deadline = time.monotonic() + (forgetting.UNKNOWN_QUERY_SECONDS if is_young else 0)
             if is_young:
                 say("waits for the drivers' reports to a coordinator that has just started")
         if any(query["ended_at"] is None for query in served) or time.monotonic() >= deadline:
             return served
-        time.sleep(FORGET_POLL_SECONDS)
+        time.sleep(forgetting.FORGET_POLL_SECONDS)
 
 
 def _is_location(text: str) -> bool:

@@ -18,34 +18,14 @@ from backends.formats.manifest import Lineage
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.state_sources import StateSource, packed_pieces
-from spark_bridge.state_format.layouts import (
-    ENDS_FAMILY,
-    EXPIRY_FAMILY,
-    LIST,
-    MAP,
-    ROWS,
-    TTL_COLUMN,
-    VALUE,
-    list_families,
-    map_families,
-    window_place,
-)
+from spark_bridge.state_format import layouts
 from spark_bridge.state_format.layouts import value_families as families_of_value
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_surgery import shuffle
 from spark_bridge.state_surgery.declared_operators import check_written_by_hand
-from spark_bridge.state_surgery.shuffle import (
-    DERIVED,
-    CopiedState,
-    Function,
-    OperatorVariable,
-    ReadJob,
-    Routing,
-    Target,
-    TargetColumns,
-)
 
-Functions: TypeAlias = Function | Mapping[Any, Any] | None
+Functions: TypeAlias = shuffle.Function | Mapping[Any, Any] | None
 """A function, or one for each state variable; if several operators are rewritten, for each operator."""
 
 
@@ -73,7 +53,7 @@ class RewrittenOperator:
     """An operator of the old state: the functions of its variables (None: no rows of it are kept), and the others."""
 
     reading: Reading
-    functions: Mapping[str, Function | None]
+    functions: Mapping[str, shuffle.Function | None]
     open_storage: OpenStorage
 
     @property
@@ -88,39 +68,39 @@ class RewrittenOperator:
         return replace(self.reading.schema, variables=self.copied) if self.copied else None
 
     @property
-    def copied_state(self) -> CopiedState | None:
+    def copied_state(self) -> shuffle.CopiedState | None:
         """Return the column families that stay as they are; None if there are none."""
         families = tuple(name for v in self.copied for name in v.families)
         if not families:
             return None
-        return CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
+        return shuffle.CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
 
     def rows(self, variable: str) -> VariableRows:
         """Return how the rows of a variable are read."""
         schema = self.reading.schema
         return VariableRows(schema, schema.variable(variable), raw=True)
 
-    def jobs(self, targets: Mapping[OperatorVariable, Target]) -> Iterator[ReadJob]:
+    def jobs(self, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> Iterator[shuffle.ReadJob]:
         """Yield a job for each partition of each variable that has a function."""
         for name in self.functions:
             yield from self._jobs(name, targets, self.reading.pieces)
 
-    def first_rows(self, variable: str) -> list[ReadJob]:
+    def first_rows(self, variable: str) -> list[shuffle.ReadJob]:
         """Return a job for each partition of a variable, as it is in its newest snapshot: no changes are replayed."""
         return list(self._jobs(variable, {}, [_of_snapshot(piece) for piece in self.reading.pieces]))
 
     def _jobs(
-        self, name: str, targets: Mapping[OperatorVariable, Target], pieces: Sequence[Piece]
-    ) -> Iterator[ReadJob]:
+        self, name: str, targets: Mapping[shuffle.OperatorVariable, shuffle.Target], pieces: Sequence[Piece]
+    ) -> Iterator[shuffle.ReadJob]:
         function = self.functions[name]
         if function is None:
             return
         rows = self.rows(name)
-        routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
+        routing = shuffle.Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
         columns = tuple(PairsOfRows(rows).columns.names)
         source = StateSource(replace(self.reading, pieces=()), rows, open_storage=self.open_storage)
         for packed in packed_pieces(pieces):
-            yield ReadJob(PartitionRows(source, packed, columns), routing)
+            yield shuffle.ReadJob(PartitionRows(source, packed, columns), routing)
 
 
 def _of_snapshot(piece: Piece) -> Piece:
@@ -168,7 +148,7 @@ def rewritten_operators(
     return rewritten
 
 
-def _functions(reading: Reading, functions: Any) -> dict[str, Function | None]:
+def _functions(reading: Reading, functions: Any) -> dict[str, shuffle.Function | None]:
     variables = reading.schema.in_use
     if isinstance(functions, Mapping):
         for name, function in functions.items():
@@ -210,14 +190,20 @@ def inferred_variable(
     column is missing, for a type that state cannot have, and for state whose layout only a program can declare.
     """
     variable = source.variable
-    by_time = ENDS_FAMILY in variable.families or EXPIRY_FAMILY in variable.families or variable.kind == TIMERS
+    by_time = (
+        layouts.ENDS_FAMILY in variable.families
+        or layouts.EXPIRY_FAMILY in variable.families
+        or variable.kind == TIMERS
+    )
     if by_time or variable.indexes:
         raise InvalidStateStoreArgument(
             f"The rows of {owner} are also kept by {'time' if by_time else 'an index'}: give program=, the DataFrame "
             "of the query that continues."
         )
     shown = _shown(source)
-    columns = {f.name: f for f in columns_made if f.name not in DERIVED or f.name in shown or f.name in key_columns}
+    columns = {
+        f.name: f for f in columns_made if f.name not in shuffle.DERIVED or f.name in shown or f.name in key_columns
+    }
     missing = [name for name in key_columns if name not in columns]
     if missing:
         raise InvalidStateStoreArgument(
@@ -227,7 +213,7 @@ def inferred_variable(
     first = next(iter(variable.families.values()))
     keys = [_field(columns.pop(name), first.key) for name in key_columns]
     stored = first.key.names
-    window = window_place(variable)
+    window = layouts.window_place(variable)
     if set(stored) == set(key_columns):
         keys.sort(key=lambda f: stored.index(f.name))
     elif window is not None:  # first in stored keys, so that the keys of a window are adjacent
@@ -236,18 +222,18 @@ def inferred_variable(
     has_ttl = source.has_ttl and columns.pop(source.value.names[-1], None) is not None
     inner = [_named(columns.pop(s), o, key) for s, o in shown.items() if s in columns and o in source.inner.names]
     inner = [_field(f, source.inner) for f in inner]
-    before = pa.schema([f for f in source.stored_value if f.name != TTL_COLUMN])
+    before = pa.schema([f for f in source.stored_value if f.name != layouts.TTL_COLUMN])
     taken = pa.schema([*key, *inner])
     value = [_field(_named(f, shown.get(s, s), taken), before) for s, f in columns.items()]
     families = _families(variable.kind, name, key, inner, value, has_ttl=has_ttl)
     made_variable = StateVariable(name, variable.kind, families, variable.ttl_ms if has_ttl else None)
     in_order = tuple(key.names) == tuple(key_columns)
-    return made_variable, () if in_order and variable.kind == ROWS else tuple(key_columns)
+    return made_variable, () if in_order and variable.kind == layouts.ROWS else tuple(key_columns)
 
 
 def _shown(source: VariableRows) -> dict[str, str]:
     """Return the names that rows show of the columns after the key, with the names that they have in the state."""
-    own = [f.name for f in (*source.inner, *source.stored_value) if f.name != TTL_COLUMN]
+    own = [f.name for f in (*source.inner, *source.stored_value) if f.name != layouts.TTL_COLUMN]
     names = PairsOfRows(source).columns.names[len(source.key) :]
     return dict(zip(names, own, strict=False))
 
@@ -260,13 +246,13 @@ def _named(field: pa.Field, own: str, taken: pa.Schema) -> pa.Field:
 def _families(
     kind: str, name: str, key: pa.Schema, inner: list[pa.Field], value: list[pa.Field], *, has_ttl: bool
 ) -> dict[str, StateSchema]:
-    ttl = [pa.field(TTL_COLUMN, pa.int64())] if has_ttl else []
-    if kind == VALUE:
+    ttl = [pa.field(layouts.TTL_COLUMN, pa.int64())] if has_ttl else []
+    if kind == layouts.VALUE:
         return families_of_value(name, key, [*value, *ttl])
-    if kind == LIST:
-        return list_families(name, key, [*value, *ttl])
-    if kind == MAP:
-        return map_families(name, key, inner, value, has_ttl=has_ttl)
+    if kind == layouts.LIST:
+        return layouts.list_families(name, key, [*value, *ttl])
+    if kind == layouts.MAP:
+        return layouts.map_families(name, key, inner, value, has_ttl=has_ttl)
     return {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
 
 
@@ -281,7 +267,7 @@ def _field(new_field: pa.Field, before: pa.Schema) -> pa.Field:
 # The operators of a rewritten state without a program: their columns are those of the first new rows.
 
 
-Sample: TypeAlias = Callable[[RewrittenOperator, str], TargetColumns | None]
+Sample: TypeAlias = Callable[[RewrittenOperator, str], shuffle.TargetColumns | None]
 """Returns the columns of the first rows that the function of a variable makes, by target; None if it makes none."""
 
 
@@ -310,7 +296,7 @@ def inferred_operators(
         for variable, function in old.functions.items():
             if function is None:
                 continue
-            made_columns = sample(old, variable) or Routing((operator, variable), function, {}, 1).columns(
+            made_columns = sample(old, variable) or shuffle.Routing((operator, variable), function, {}, 1).columns(
                 iter([no_rows(old.rows(variable))])
             )
             if not made_columns:
@@ -354,7 +340,7 @@ def inferred_operators(
     return operators
 
 
-def _checked_name(target: Any, variable: str, kept: Collection[str]) -> OperatorVariable:
+def _checked_name(target: Any, variable: str, kept: Collection[str]) -> shuffle.OperatorVariable:
     """Return the operator and variable that a function gave rows to, or raise ``InvalidStateStoreArgument``."""
     name = target if isinstance(target, tuple) else (target, variable)
     if len(name) != 2 or not all(isinstance(part, str) for part in name):

@@ -441,6 +441,7 @@ class _Mirror:
         """Declare the operators, and start the query."""
         from spark_bridge.operators.map_in_arrow import (
             SOURCE_EVOLUTION_CONF,
+            DeclaredOperator,
             check_operator_name,
             declare,
             key_group_count,
@@ -462,7 +463,7 @@ class _Mirror:
         for operator in self._operators:
             check_operator_name(operator.name, df)
             # The listener finds the operators in the plan, and ``run`` runs their tasks.
-            df = map_in_arrow(df, unchanged, declare(operator.spec, lag=self._lag), df.schema)
+            df = map_in_arrow(df, unchanged, declare(DeclaredOperator(operator.spec, lag=self._lag)), df.schema)
         writer = df.writeStream.foreachBatch(self.run).option("checkpointLocation", location)
         if name is not None:
             writer = writer.queryName(name)

@@ -84,17 +84,14 @@ class Workers(Protocol):
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
         """Return the columns that the function of the jobs makes of the first rows; None if it makes none."""
-        ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         """Run the first stage. Raises the errors of tasks."""
-        ...
 
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
     ) -> list[BuiltPartition]:
         """Run the second stage, in the order of ``partitions``; those of an operator ascend. Raises as ``cut``."""
-        ...
 
 
 class RayWorkers:

@@ -1,39 +1,24 @@
-"""``rewrite_state``: makes a new checkpoint, with rows that a function makes of an operator's old rows."""
+"""Makes new checkpoints: ``rewrite_state`` of an operator's old rows, ``bootstrap_state`` of rows from anywhere."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from backends.encoding.key_groups import check_partitions
-from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups, check_partitions
+from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge.session.current import session_options, session_state_location
-from spark_bridge.state_surgery.declared_operators import (
-    Combining,
-    Program,
-    combining,
-    declared,
-    schema_to_write,
-    targets_of,
-)
-from spark_bridge.state_surgery.inferred_schema import (
-    Fresh,
-    Functions,
-    RewrittenOperator,
-    Sample,
-    in_order,
-    inferred_operators,
-    rewritten_operators,
-)
+from spark_bridge.session.current import current_spark, session_options, session_state_location
+from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
+from spark_bridge.state_surgery import declared_operators, inferred_schema, shuffle
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
@@ -42,43 +27,35 @@ from spark_bridge.state_surgery.new_state import (
     Workers,
     new_query_id,
 )
-from spark_bridge.state_surgery.shuffle import CopiedState, ReadJob
 
 # Plans the operators of a rewritten state: those that stay as they are, and those that get rows.
-
-
-@dataclass(frozen=True)
-class RewritePlan:
-    """The state that is read, and the operators that are written."""
-
-    operators: tuple[NewOperator, ...]
-    jobs: tuple[ReadJob, ...]
 
 
 def planned_rewrite(
     versions: StateVersions,
     version: int,
-    rewritten: Mapping[str, RewrittenOperator],
+    rewritten: Mapping[str, inferred_schema.RewrittenOperator],
     *,
-    program: Program | None,
+    program: declared_operators.Program | None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None,
-    combine: Combining | Mapping[Any, Combining] | None,
+    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
-    sample: Sample,
+    sample: inferred_schema.Sample,
     open_storage: OpenStorage,
-) -> RewritePlan:
-    """Return the plan. ``sample`` returns the columns that a variable's function makes, by target, for its first rows.
+) -> tuple[list[NewOperator], tuple[shuffle.ReadJob, ...]]:
+    """Return the operators that are written, and the state that is read.
 
-    Raises ``InvalidStateStoreArgument`` naming the mismatch.
+    ``sample`` returns the columns that a variable's function makes, by target, for its first rows. Raises
+    ``InvalidStateStoreArgument`` naming the mismatch.
     """
-    specs = None if program is None else declared(program)
+    specs = None if program is None else declared_operators.declared(program)
     if specs is not None and key is not None:
         raise InvalidStateStoreArgument("key= and program= were given: the program already defines its keys.")
     stored = versions.operators(version)
     if specs is None:
         kept = [name for name in stored if name not in rewritten]
-        fresh = inferred_operators(rewritten, kept, key, sample)
+        fresh = inferred_schema.inferred_operators(rewritten, kept, key, sample)
     else:
         staying = [name for name in stored if name not in rewritten or rewritten[name].copied]
         lost = [name for name in staying if name not in specs]
@@ -92,22 +69,22 @@ def planned_rewrite(
         for name, (spec, *_) in specs.items():
             if name not in kept:
                 staying_schema = rewritten[name].staying if name in rewritten else None
-                schema = schema_to_write(spec, staying_schema)
+                schema = declared_operators.schema_to_write(spec, staying_schema)
                 copied = {v.identity for v in staying_schema.variables} if staying_schema else set()
                 variables = tuple(v for v in schema.in_use if v.identity not in copied)
-                fresh[name] = Fresh(schema, variables, spec.num_partitions, spec.backend)
+                fresh[name] = inferred_schema.Fresh(schema, variables, spec.num_partitions, spec.backend)
     operators = [
         _unchanged(versions, version, name, None if specs is None else specs[name].spec, open_storage) for name in kept
     ]
     names = [(name, v.name) for name, one in fresh.items() for v in one.variables]
-    combines = combining(combine, names, {})
+    combines = declared_operators.combining(combine, names, {})
     for name, one in fresh.items():
         wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
         n = check_partitions(
             name, one.num_partitions if wanted_partitions is None else wanted_partitions, versions.key_groups
         )
         aggregator = specs[name].aggregator if specs else None
-        targets = targets_of(name, one.schema, one.variables, n, combines, aggregator)
+        targets = declared_operators.targets_of(name, one.schema, one.variables, n, combines, aggregator)
         copied_state = rewritten[name].copied_state if name in rewritten else None
         operators.append(NewOperator(name, n, backend or one.backend, one.schema, targets, copied_state))
     if isinstance(num_partitions, Mapping) and (unknown := num_partitions.keys() - fresh.keys()):
@@ -116,8 +93,7 @@ def planned_rewrite(
             "rewritten."
         )
     all_targets = {t.name: t for o in operators for t in o.targets}
-    jobs = tuple(job for old in rewritten.values() for job in old.jobs(all_targets))
-    return RewritePlan(tuple(operators), jobs)
+    return operators, tuple(job for old in rewritten.values() for job in old.jobs(all_targets))
 
 
 def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open_storage: OpenStorage) -> NewOperator:
@@ -132,7 +108,7 @@ def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open
             ) from error
     entry = versions.entry(name, version)
     families = tuple(f for v in reading.schema.variables if not v.deleted for f in v.families)
-    copied = CopiedState(reading.place, in_order(reading.pieces), families, open_storage)
+    copied = shuffle.CopiedState(reading.place, inferred_schema.in_order(reading.pieces), families, open_storage)
     return NewOperator(name, reading.num_partitions, entry.backend, reading.schema, (), copied)
 
 
@@ -142,12 +118,12 @@ log = logging.getLogger(__name__)
 def rewrite_state(
     checkpoint_location: str,
     operator: str | Sequence[str],
-    function: Functions,
+    function: inferred_schema.Functions,
     new_checkpoint_location: str,
     *,
-    program: Program | None = None,
+    program: declared_operators.Program | None = None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
-    combine: Combining | Mapping[Any, Combining] | None = None,
+    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None = None,
     version: int | None = None,
     num_partitions: int | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -219,7 +195,7 @@ def rewrite_state(
             f"No batch of {checkpoint_location} is committed yet, so no query can continue from it: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
-    rewritten = rewritten_operators(versions, at, operator, function, open_storage)
+    rewritten = inferred_schema.rewritten_operators(versions, at, operator, function, open_storage)
     new = NewCheckpoint.at(
         new_checkpoint_location,
         base,
@@ -232,7 +208,7 @@ def rewrite_state(
     )
     new.check_place(old, "checkpoint")
     run = workers or RayWorkers(ray_remote_args, concurrency)
-    plan = planned_rewrite(
+    operators, jobs = planned_rewrite(
         versions,
         at,
         rewritten,
@@ -248,8 +224,8 @@ def rewrite_state(
     state = NewState(
         new,
         options,
-        plan.operators,
-        plan.jobs,
+        operators,
+        jobs,
         origin=f"{new.query_id}/{at}",
         what="rewrite_state",
         details={"checkpoint": place.checkpoint_location, "version": str(at)},
@@ -258,3 +234,169 @@ def rewrite_state(
         open_storage=open_storage,
     )
     return state.write(run, say, dry_run=dry_run, clock=clock)
+
+
+def bootstrap_state(
+    rows: Any,
+    checkpoint_location: str,
+    program: declared_operators.Program,
+    *,
+    as_input: bool = False,
+    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None = None,
+    num_partitions: int | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    key_groups: int | None = None,
+    dry_run: bool = False,
+    reference: str | None = None,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    concurrency: int | None = None,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+    workers: Workers | None = None,
+    clock: Callable[[], float] = time.time,
+) -> NewStateReport:
+    """Make a new checkpoint, from which the query of ``program`` begins at batch 0 with these rows as its state.
+
+    ``program`` is the streaming DataFrame of the query. ``rows`` are the rows of its operator: a Ray ``Dataset``, a
+    Spark DataFrame, a pandas DataFrame, or a ``pa.Table``, ``pa.RecordBatch`` or ``pa.RecordBatchReader``. For several
+    operators or state variables pass a mapping: ``{"operator": rows}`` or ``{("operator", "variable"): rows}``; those
+    that are not in the mapping begin empty.
+
+    The columns are those of ``state_batches(state_columns=True)``, without ``key_group`` and ``partition_id``: the key,
+    and the value's. They are cast if no value changes. With ``as_input``, rows are input rows of an ``aggregate``
+    with the columns that its ``by=`` and functions name (a window as a struct of ``start`` and ``end``), and the state
+    is the one that the operator would have made of them.
+    ``combine`` is as in ``rewrite_state``, for keys that occur several times.
+
+    ``key_groups`` is the number of key groups of the query, by default that of the session
+    (``spark.statestore.keyGroups``), else 1,024. See ``rewrite_state`` for the other arguments. The rows of a Spark
+    DataFrame go through the driver, one partition at a time; if Spark runs on Ray, ``ray.data.from_spark`` avoids
+    that.
+
+    Raises, with nothing left at the new location, ``SavepointError`` (the location is not empty),
+    ``InvalidStateStoreArgument`` (unknown operator or variable; rows that do not have the columns of the state; keys
+    that occur several times), and ``StorageError``. The idea is that of Flink's State Processor API.
+    """
+    say = progress or log.info
+    options = session_options(storage_options)
+    specs = declared_operators.declared(program)
+    groups = _key_groups(key_groups)
+    operators, targets = _operators(specs, num_partitions, backend, combine, groups, as_input=as_input)
+    _check_rolling(specs, rows if isinstance(rows, Mapping) else [] if targets else specs)
+    rows_by_target = rows if isinstance(rows, Mapping) else {_only(targets): rows}
+    names = {key: _name(key, targets) for key in rows_by_target}
+    if len(set(names.values())) != len(names):
+        raise InvalidStateStoreArgument(f"rows= names a state variable twice: {', '.join(map(repr, names))}.")
+    functions = {name: _function(specs[name[0]], targets[name]) if as_input else None for name in names.values()}
+    new = NewCheckpoint.at(
+        checkpoint_location,
+        state_location or session_state_location(),
+        options,
+        query_id=new_query_id(),
+        key_groups=groups,
+        version=0,
+        how="bootstrapped",
+    )
+    new.check_place()
+    say(f"making state of {', '.join(sorted({repr(name[0]) for name in names.values()}))} at {checkpoint_location}")
+
+    def jobs() -> Iterator[shuffle.ReadJob]:
+        for key, source in rows_by_target.items():
+            name = names[key]
+            routing = shuffle.Routing(name, functions[name], {name: targets[name]}, groups)
+            yield from (shuffle.ReadJob(one, routing) for one in declared_operators.sources_of(source))
+
+    state = NewState(
+        new,
+        options,
+        operators,
+        jobs(),
+        origin=f"{new.query_id}/0",
+        what="bootstrap_state",
+        details={},
+        reference=reference,
+    )
+    return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
+
+
+def _check_rolling(specs: Mapping[str, declared_operators.OfProgram], names: Collection[Any]) -> None:
+    """Raise ``InvalidStateStoreArgument`` if rows are given for rolling aggregates."""
+    given = {key[0] if isinstance(key, tuple) else key for key in names}
+    for name, (spec, *_) in specs.items():
+        if spec.kind == ROLLING_KIND and name in given:
+            raise InvalidStateStoreArgument(f"{declared_operators.without_rows(name)} Leave {name!r} out of rows=.")
+
+
+def _operators(
+    specs: Mapping[str, declared_operators.OfProgram],
+    num_partitions: int | Mapping[str, int] | None,
+    backend: str | None,
+    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None,
+    groups: int,
+    *,
+    as_input: bool,
+) -> tuple[list[NewOperator], dict[shuffle.OperatorVariable, shuffle.Target]]:
+    unknown = [name for name in (num_partitions if isinstance(num_partitions, Mapping) else {}) if name not in specs]
+    if unknown:
+        raise InvalidStateStoreArgument(
+            f"num_partitions= names {', '.join(map(repr, unknown))}, and the program has {', '.join(map(repr, specs))}."
+        )
+    schemas = {name: declared_operators.schema_to_write(spec, None) for name, (spec, *_) in specs.items()}
+    fresh = {name: declared_operators.written_by_hand(schema, schema.in_use) for name, schema in schemas.items()}
+    merged = {
+        (name, v.name): declared_operators.MERGE
+        for name, (_, aggregator, _) in specs.items()
+        for v in fresh[name]
+        if as_input and aggregator is not None and ENDS_FAMILY not in v.families
+    }
+    combines = declared_operators.combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
+    operators = []
+    for name, (spec, aggregator, _) in specs.items():
+        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
+        n = check_partitions(name, spec.num_partitions if wanted_partitions is None else wanted_partitions, groups)
+        targets = declared_operators.targets_of(name, schemas[name], fresh[name], n, combines, aggregator)
+        operators.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
+    return operators, {t.name: t for o in operators for t in o.targets}
+
+
+def _function(of_program: declared_operators.OfProgram, target: shuffle.Target) -> shuffle.Function:
+    """Return the function that makes state of input rows. Raises ``InvalidStateStoreArgument`` if the operator is no
+    aggregate.
+    """
+    if of_program.aggregator is None or target.name[1] != DEFAULT_FAMILY or target.pairs.rows.kind == SESSIONS:
+        raise InvalidStateStoreArgument(
+            f"as_input=True makes states of the input rows of an aggregate without session windows, and "
+            f"{target.in_words} is none: give the rows of its state."
+        )
+    return declared_operators.StatesOfRows(of_program.aggregator, target.pairs, target.in_words)
+
+
+def _only(targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:
+    row_targets = [name for name, target in targets.items() if target.pairs.rows.kind != TIMERS]
+    if len(row_targets) != 1:
+        names = ", ".join(map(repr, targets)) or "none that can be given"
+        raise InvalidStateStoreArgument(
+            f"The program has the state variables {names}: give rows as a mapping of them, as {{'operator': rows}}."
+        )
+    return row_targets[0]
+
+
+def _name(key: Any, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:
+    name = shuffle.target_name(key, targets)
+    if name is None:
+        names = ", ".join(map(repr, targets)) or "none that can be given"
+        raise InvalidStateStoreArgument(f"rows= has rows for {key!r}; the program has the state variables {names}.")
+    return name
+
+
+def _key_groups(key_groups: int | None) -> int:
+    if key_groups is None:
+        spark = current_spark()
+        if spark is None:
+            return DEFAULT_KEY_GROUPS
+        from spark_bridge.operators.map_in_arrow import configured_key_groups
+
+        key_groups = configured_key_groups(spark)
+    check_num_groups(key_groups)
+    return key_groups

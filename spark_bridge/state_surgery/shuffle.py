@@ -140,7 +140,6 @@ class RowSource(Protocol):
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows."""
-        ...
 
 
 @dataclass(frozen=True)

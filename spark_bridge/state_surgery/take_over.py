@@ -21,6 +21,7 @@ from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_format.layouts import EXPIRES_AT
+from spark_bridge.state_surgery import new_state
 from spark_bridge.state_surgery.declared_operators import (
     STAGING,
     OfProgram,
@@ -30,14 +31,6 @@ from spark_bridge.state_surgery.declared_operators import (
     staged_rows,
     targets_of,
     without_rows,
-)
-from spark_bridge.state_surgery.new_state import (
-    NewOperator,
-    NewState,
-    NewStateReport,
-    RayWorkers,
-    Workers,
-    new_query_id,
 )
 from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
 from spark_bridge.state_surgery.spark_state import (
@@ -75,10 +68,10 @@ def take_over(
     concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
-    workers: Workers | None = None,
+    workers: new_state.Workers | None = None,
     clock: Callable[[], float] = time.time,
     open_storage: OpenStorage = CheckpointStorage.open,
-) -> NewStateReport:
+) -> new_state.NewStateReport:
     """Make a new checkpoint, from which the query of ``program`` continues a stopped query of Spark.
 
     ``program`` is the streaming DataFrame of the new query, with the sources of the old one in the same order. Its
@@ -106,18 +99,20 @@ def take_over(
     Raises, with nothing left at the new location, ``InvalidStateStoreArgument`` (Spark 3.5; a running query; state that
     cannot be taken over, named), ``SavepointError`` (the location is not empty; other sources), and ``StorageError``.
     """
+    from spark_bridge.operators.map_in_arrow import key_group_count
+
     say, spark = progress or log.info, program.sparkSession
     options = {**storage_settings(spark), **(storage_options or {})}
     sink = None if file_sink is None else FileSink(open_storage(file_sink, options))
     query = SparkQuery.at(spark, spark_checkpoint, open_storage(spark_checkpoint, options), sink)
     specs = declared(program)
     pairs = _matched(query, specs, operators)
-    key_groups = _key_groups(program)
+    key_groups = key_group_count(program)
     new = NewCheckpoint.at(
         checkpoint_location,
         state_location or spark.conf.get(STATE_LOCATION_CONF, "") or None,
         options,
-        query_id=new_query_id(),
+        query_id=new_state.new_query_id(),
         key_groups=key_groups,
         version=query.batch_id + 1,
         how="taken-over",
@@ -141,7 +136,7 @@ def take_over(
             yield from (ReadJob(source, routing) for source in sources)
         query.check_stopped()
 
-    state = NewState(
+    state = new_state.NewState(
         new,
         options,
         new_operators,
@@ -154,7 +149,7 @@ def take_over(
         open_storage=open_storage,
         staging=STAGING,
     )
-    return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
+    return state.write(workers or new_state.RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
 
 
 def _matched(
@@ -212,12 +207,12 @@ def _kind(one: OfProgram) -> str:
     return PROCESSOR if one.spec.kind.startswith(PROCESSOR) else one.spec.kind
 
 
-def _operator(one: OfProgram, backend: str | None, key_groups: int) -> NewOperator:
+def _operator(one: OfProgram, backend: str | None, key_groups: int) -> new_state.NewOperator:
     spec = one.spec
     schema = schema_to_write(spec, None)
     count = check_partitions(spec.name, spec.num_partitions, key_groups)
     targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
-    return NewOperator(spec.name, count, backend or spec.backend, schema, targets)
+    return new_state.NewOperator(spec.name, count, backend or spec.backend, schema, targets)
 
 
 def _frames(
@@ -271,9 +266,3 @@ def _spark_files(query: SparkQuery, program: DataFrame, now_ms: int) -> SparkFil
             f"{len(places)}: give it the same sources in the same order."
         )
     return SparkFiles(query.storage, query.batch_id, places if ticks else None, ticks, now_ms, with_planned_batch=True)
-
-
-def _key_groups(program: DataFrame) -> int:
-    from spark_bridge.operators.map_in_arrow import key_group_count
-
-    return key_group_count(program)

@@ -25,9 +25,9 @@ from spark_bridge.state_format.layouts import MAP, VALUE, map_families, value_fa
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import declared_operators
-from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
 from spark_bridge.state_surgery.declared_operators import MergedStates, StatesOfRows
 from spark_bridge.state_surgery.new_state import NewStateReport
+from spark_bridge.state_surgery.rewrite_state import bootstrap_state
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
