@@ -198,12 +198,6 @@ GROUP_ID = "group_id"
 """The column that the user's functions group by: an int64 per row or state."""
 
 
-def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:
-    """Return the states that the user's ``partial`` makes of the rows; raises ``InvalidOperatorError``."""
-    rows = pa.table({GROUP_ID: groups.ids, **columns})
-    return _states(f"{output}: partial", user.partial(rows), user.state, groups.num)
-
-
 def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
     """Return the states that the user's ``merge`` makes of states; raises ``InvalidOperatorError``."""
     table = pa.Table.from_arrays(
@@ -280,8 +274,10 @@ def _described(answer: Any) -> str:
 
 
 def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    """Return the states that the user's ``partial`` makes of the rows; raises ``InvalidOperatorError``."""
     assert output.user is not None
-    return user_partial(output.name, output.user, groups, {c: plain(rows.column(c)) for c in output.columns})
+    table = pa.table({GROUP_ID: groups.ids, **{c: plain(rows.column(c)) for c in output.columns}})
+    return _states(f"{output.name}: partial", output.user.partial(table), output.user.state, groups.num)
 
 
 def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputState:

@@ -167,16 +167,13 @@ def _list_rows(output: computation.Output, groups: computation.Groups, rows: pa.
     value = computation.input_column(output, rows)
     by = None if output.by is None else computation.order_of(output, rows)
     # A list of values has no nulls. With ``top_k(by=...)`` null values count, and rows without an order do not.
-    mask = columns.null_mask(by) if by is not None and _is_top_k(output) else columns.null_mask(value)
+    is_by_order = by is not None and output.function.startswith("top_k(")
+    mask = columns.null_mask(by if is_by_order else value)
     if mask is not None:
         keep = pa.array(~mask)
         groups, value = groups.where(~mask), value.filter(keep)
         by = None if by is None else by.filter(keep)
     return [lists_of_rows(groups, _rule_of(output), value, by)]
-
-
-def _is_top_k(output: computation.Output) -> bool:
-    return output.function.startswith("top_k(")
 
 
 def _has_order(parts: list[pa.Field]) -> bool:

@@ -153,10 +153,11 @@ class Rolling:
         """Return the text that ``of_text`` reads."""
         return json.dumps([[o, [[h.name, h.us, h.hop, h.since] for h in hs]] for o, hs in self.outputs])
 
-    @classmethod
-    def of_text(cls, text: str) -> Rolling:
+    @staticmethod
+    @lru_cache(256)
+    def of_text(text: str) -> Rolling:
         """Return what ``to_text`` wrote."""
-        return _of_text(text)
+        return Rolling(tuple((output, tuple(Horizon(*h) for h in horizons)) for output, horizons in json.loads(text)))
 
     def fields(self, states: pa.Schema) -> list[pa.Field]:
         """Return the result columns, named ``<output>_<horizon>``, of an operator with these state columns."""
@@ -222,11 +223,6 @@ class Rolling:
             joins = same_time | (joins & ~is_apart[1:] & ~is_apart[:-1])
         groups: Integers = np.concatenate([[0], np.cumsum(~joins)])
         return groups
-
-
-@lru_cache(256)
-def _of_text(text: str) -> Rolling:
-    return Rolling(tuple((output, tuple(Horizon(*h) for h in horizons)) for output, horizons in json.loads(text)))
 
 
 def declared_rolling(outputs: Mapping[str, Iterable[str]], *, exact: bool) -> Rolling:

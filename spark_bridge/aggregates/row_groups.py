@@ -257,7 +257,9 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
         ids = distinct_rows([pa.array(codes), *(plain(child) for child in column.flatten())])[0]
         return ids, int(ids.max()) + 1
     if not is_absolute(kind):
-        encoded = _comparable(column).dictionary_encode(null_encoding="encode")
+        if pa.types.is_nested(kind):
+            column = encode_keys(pa.record_batch({"key": column}), np.zeros(len(column), np.uint16))
+        encoded = column.dictionary_encode(null_encoding="encode")
         return fixed_values(encoded.indices, np.dtype(np.int32)).astype(np.int64), len(encoded.dictionary)
     codes = order_codes(column)
     mask = null_mask(column)
@@ -269,13 +271,6 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
     if mask is not None:
         codes = np.where(mask, span, codes)
     return codes, span + 1
-
-
-def _comparable(column: pa.Array) -> pa.Array:
-    """Return the column, or for a nested type the bytes that represent its values."""
-    if not pa.types.is_nested(column.type):
-        return column
-    return encode_keys(pa.record_batch({"key": column}), np.zeros(len(column), np.uint16))
 
 
 def _compact(codes: Integers, span: int) -> tuple[Integers, int]:

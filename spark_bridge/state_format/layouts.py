@@ -53,8 +53,7 @@ from backends.encoding.schema import StateSchema
 # The names of the column families that operators keep state in; ``layouts`` has their columns.
 #
 # A variable of a processor is in a family with its name, or with ``stored_name`` if no file can have such a
-# name. Lists, maps and timers have further families, whose names have a part after that. Clients and hosts import
-# this module: it must not import Spark or pandas, whose import would delay their start.
+# name. Lists, maps and timers have further families, whose names have a part after that.
 
 
 PART_SEPARATOR = ".-"
@@ -329,8 +328,6 @@ def _renamed(field: pa.Field, names: set[str]) -> pa.Field:
 
 
 # The names of the columns under which users see stored rows, in state data, scans and answers to queries.
-#
-# Clients and hosts import this module: it must not import Spark or pandas, whose import would delay their start.
 
 
 TTL = "ttl_expiration_ms"

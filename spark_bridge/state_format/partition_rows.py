@@ -91,13 +91,13 @@ def _in_order(
 
 def _rolled(rows: stored_rows.VariableRows, recent: SortedPairs, tiles: SortedPairs) -> pa.RecordBatch:
     """Return the rows of keys with horizons, the key group after the other columns."""
-    of_tiles = tiles.values.take(pc.index_in(recent.keys, value_set=tiles.keys)) if len(tiles) else None
-    values = pa.nulls(len(recent), pa.binary()) if of_tiles is None else of_tiles
-    decoded = rows.decode_rolling(recent.keys, recent.values, values)
+    of_tiles = pa.nulls(len(recent), pa.binary())
+    if len(tiles):
+        of_tiles = tiles.values.take(pc.index_in(recent.keys, value_set=tiles.keys))
+    decoded = rows.decode_rolling(recent.keys, recent.values, of_tiles)
     groups = pa.array(stored_rows.key_groups_of(recent.keys), pa.int32())
-    return pa.RecordBatch.from_arrays(
-        [*decoded.columns, groups], names=[str(i) for i in range(len(decoded.columns) + 1)]
-    )
+    columns = [*decoded.columns, groups]
+    return pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
 
 
 def _sorted_parts(
@@ -144,7 +144,8 @@ def _collected(rows: stored_rows.VariableRows, batches: Iterator[pa.RecordBatch]
     pending: list[pa.RecordBatch] = []
     last: bytes | None = None
     for batch in batches:
-        ids = encode_keys(_keys_of(rows, batch), np.asarray(batch.column(batch.num_columns - 1)))
+        keys = pa.RecordBatch.from_arrays(batch.columns[: len(rows.key)], schema=rows.key)
+        ids = encode_keys(keys, np.asarray(batch.column(batch.num_columns - 1)))
         starts = np.concatenate([[0], 1 + np.flatnonzero(np.asarray(pc.not_equal(ids[1:], ids[:-1])))])
         if pending and ids[0].as_py() == last:
             starts = starts[1:]
@@ -159,10 +160,6 @@ def _collected(rows: stored_rows.VariableRows, batches: Iterator[pa.RecordBatch]
         last = ids[len(ids) - 1].as_py()
     if pending:
         yield _in_arrays(rows, _concatenated(pending), np.array([0, sum(b.num_rows for b in pending)]))
-
-
-def _keys_of(rows: stored_rows.VariableRows, batch: pa.RecordBatch) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(batch.columns[: len(rows.key)], schema=rows.key)
 
 
 def _in_arrays(rows: stored_rows.VariableRows, batch: pa.RecordBatch, bounds: stored_rows.Positions) -> pa.RecordBatch:

@@ -170,17 +170,10 @@ class StoredValues:
         return decode_state
 
     def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
-        one = pa.array([value], pa.binary())
-        if self.has_ttl:
-            states = self.schema.decode_values(one)
-            if (
-                _alive(
-                    {layouts.TTL_COLUMN: states.column(states.schema.get_field_index(layouts.TTL_COLUMN))[0].as_py()}
-                )
-                is None
-            ):
-                return None
-        return {f.name: python_value(c[0]) for f, c in zip(self.fields, self.columns(one, now_ms()), strict=True)}
+        one, at_ms = pa.array([value], pa.binary()), now_ms()
+        if not self.unexpired(one, at_ms)[0].is_valid:
+            return None
+        return {f.name: python_value(c[0]) for f, c in zip(self.fields, self.columns(one, at_ms), strict=True)}
 
 
 def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
