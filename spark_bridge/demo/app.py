@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import pandas as pd
 import ray
@@ -40,20 +40,7 @@ LOOKUPS_SHOWN = 6
 SECONDS_BETWEEN_LOOKUP_LINES = 2.0
 
 
-class Display(Protocol):
-    """Shows events as they come; a context manager."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def show(self, event: events.DemoEvent) -> None:
-        """Show one event."""
-
-
-def choose_display(console: Console, batches: int) -> Display:
+def choose_display(console: Console, batches: int) -> LineDisplay | LiveDisplay:
     """Return the live picture if it can be drawn, else lines."""
     return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
 
@@ -69,9 +56,7 @@ class LineDisplay:
     def __enter__(self) -> LineDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def show(self, event: events.DemoEvent) -> None:
@@ -106,9 +91,7 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, event: events.DemoEvent) -> None:
@@ -293,7 +276,7 @@ def _environment(temporary: Path, *, has_own_ray: bool) -> dict[str, str]:
     return {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary), "JAVA_TOOL_OPTIONS": java_options, **secret}
 
 
-def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
+def _follow(children: Children, display: LineDisplay | LiveDisplay) -> tuple[str | None, Record]:
     """Show events until the stream has ended; return what went wrong, or None, and the measurements."""
     problem: str | None = None
     verified = False
