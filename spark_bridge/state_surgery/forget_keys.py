@@ -15,6 +15,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import forgetting
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
+from coordinator_actor.forgetting import ForgottenReport
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.rewriting import ForgottenKeys
 from spark_bridge.exceptions import SessionError
@@ -65,7 +66,7 @@ def forget_keys(
     storage_options: Mapping[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     coordinator: CoordinatorPort | None = None,
-) -> forgetting.ForgottenReport:
+) -> ForgottenReport:
     """Remove keys from an operator: from the running state, and from every version, snapshot and changelog.
 
     When the call returns, no version that can be read has a row of the keys, and no file of the state has their bytes.

@@ -19,6 +19,8 @@ from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.session.current import current_spark, session_options, session_state_location
 from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
 from spark_bridge.state_surgery import declared_operators, inferred_schema, shuffle
+from spark_bridge.state_surgery.declared_operators import Combining, Program
+from spark_bridge.state_surgery.inferred_schema import Functions
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
@@ -36,9 +38,9 @@ def planned_rewrite(
     version: int,
     rewritten: Mapping[str, inferred_schema.RewrittenOperator],
     *,
-    program: declared_operators.Program | None,
+    program: Program | None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None,
-    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None,
+    combine: Combining | Mapping[Any, Combining] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
     sample: inferred_schema.Sample,
@@ -118,12 +120,12 @@ log = logging.getLogger(__name__)
 def rewrite_state(
     checkpoint_location: str,
     operator: str | Sequence[str],
-    function: inferred_schema.Functions,
+    function: Functions,
     new_checkpoint_location: str,
     *,
-    program: declared_operators.Program | None = None,
+    program: Program | None = None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
-    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None = None,
+    combine: Combining | Mapping[Any, Combining] | None = None,
     version: int | None = None,
     num_partitions: int | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -239,10 +241,10 @@ def rewrite_state(
 def bootstrap_state(
     rows: Any,
     checkpoint_location: str,
-    program: declared_operators.Program,
+    program: Program,
     *,
     as_input: bool = False,
-    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None = None,
+    combine: Combining | Mapping[Any, Combining] | None = None,
     num_partitions: int | Mapping[str, int] | None = None,
     backend: str | None = None,
     key_groups: int | None = None,
@@ -332,7 +334,7 @@ def _operators(
     specs: Mapping[str, declared_operators.OfProgram],
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
-    combine: declared_operators.Combining | Mapping[Any, declared_operators.Combining] | None,
+    combine: Combining | Mapping[Any, Combining] | None,
     groups: int,
     *,
     as_input: bool,

@@ -32,6 +32,7 @@ from spark_bridge.state_surgery.declared_operators import (
     targets_of,
     without_rows,
 )
+from spark_bridge.state_surgery.new_state import NewStateReport, Workers
 from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
 from spark_bridge.state_surgery.spark_state import (
     GROUP_STATE,
@@ -68,10 +69,10 @@ def take_over(
     concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
-    workers: new_state.Workers | None = None,
+    workers: Workers | None = None,
     clock: Callable[[], float] = time.time,
     open_storage: OpenStorage = CheckpointStorage.open,
-) -> new_state.NewStateReport:
+) -> NewStateReport:
     """Make a new checkpoint, from which the query of ``program`` continues a stopped query of Spark.
 
     ``program`` is the streaming DataFrame of the new query, with the sources of the old one in the same order. Its
