@@ -24,6 +24,7 @@ from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctio
 from spark_bridge.operators import columns
 from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
 from spark_bridge.operators.map_in_arrow import (
+    DeclaredOperator,
     KeyRouting,
     check_operator_name,
     columns_by_name,
@@ -233,7 +234,11 @@ def aggregate(
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
     if keys.is_global:
-        num_partitions = _one_partition(num_partitions)
+        if num_partitions not in (None, 1):
+            raise InvalidOperatorError(
+                f"num_partitions={num_partitions!r}: by=[] makes one row of all, which is in one partition."
+            )
+        num_partitions = 1
         partial_aggregation = partial_aggregation is not False
     partitions = partition_count(df, num_partitions, key_groups)
     marked = columns.watermark_columns(df.schema)
@@ -269,7 +274,7 @@ def aggregate(
     results = declared.results if declared.results is not None else pa.schema(aggregator.result_fields)
     output = T.StructType([*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(results).fields])
     routing = KeyRouting(stored, partitions, key_groups)
-    return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
+    return map_in_arrow(prepared, task.run, declare(DeclaredOperator(spec, aggregator=aggregator)), output, routing)
 
 
 @dataclass(frozen=True)
@@ -322,14 +327,6 @@ def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
                 "spark_bridge.functions."
             )
     return _Keys(tuple(k if isinstance(k, str) else k.name for k in keys), windows[0] if windows else None)
-
-
-def _one_partition(num_partitions: int | None) -> int:
-    if num_partitions not in (None, 1):
-        raise InvalidOperatorError(
-            f"num_partitions={num_partitions!r}: by=[] makes one row of all, which is in one partition."
-        )
-    return 1
 
 
 def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
@@ -415,11 +412,7 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence
 
 
 def _rolling(
-    df: DataFrame,
-    aggregations: dict[str, AggregateFunction],
-    event_time: str | None,
-    exact: bool,
-    output_mode: str,
+    df: DataFrame, aggregations: dict[str, AggregateFunction], event_time: str | None, exact: bool, output_mode: str
 ) -> Rolling | None:
     """Return the horizons of the outputs, None if no output has one."""
     plain = [name for name, function in aggregations.items() if not function.horizons]

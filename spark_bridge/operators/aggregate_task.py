@@ -16,15 +16,15 @@ from backends.encoding.columns import Integers, Mask, fixed_dtype
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KeyRange, decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
-from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.sorted_pairs import SortedPairs, key_order
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.columns import spark_struct
 from spark_bridge.operators.index_entries import move_entries, remove_entries
 from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.state_format.layouts import is_present
-from spark_bridge.state_format.stored_rows import by_expiry
+from spark_bridge.state_format.layouts import DUE, is_present
+from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, parts_of, scanned
@@ -138,6 +138,13 @@ class GroupedBatch:
         self._rows += rows.num_rows
         if rows.num_rows:
             reducer.add(self._by_key(rows, self._store.num_key_groups))
+
+    def _add_due(self, family: str, no_rows: pa.RecordBatch, reducer: RowReducer) -> None:
+        """Add the keys that are due by the watermark in a family, without rows."""
+        ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._store.times.watermark_ms)
+        for pairs in scanned(self._store, ranges, family):
+            keys = without_expiry(pairs.column(0))
+            reducer.add(KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), no_rows))
 
     def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Integers, family: str, *, present: bool) -> None:
         """Stage the chosen keys by their due times in a family, or the removal of such keys."""

@@ -20,6 +20,7 @@ from spark_bridge.aggregates.row_groups import group_rows, order_codes, plain
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
+    DeclaredOperator,
     KeyRouting,
     check_operator_name,
     declare,
@@ -270,4 +271,5 @@ def deduplicate(
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
     lag_ms = columns.watermark_lag_ms(df.schema, event_time)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time, lag_ms)
-    return map_in_arrow(df, task.run, declare(spec), df.schema, KeyRouting(stored, partitions, key_groups))
+    routing = KeyRouting(stored, partitions, key_groups)
+    return map_in_arrow(df, task.run, declare(DeclaredOperator(spec)), df.schema, routing)

@@ -18,6 +18,7 @@ from spark_bridge.operators import columns, join_sides
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
 from spark_bridge.operators.join_task import Apply, JoinLogic, join_logic
 from spark_bridge.operators.map_in_arrow import (
+    DeclaredOperator,
     KeyRouting,
     check_operator_name,
     columns_by_name,
@@ -71,8 +72,8 @@ def joined_stream(
         both = with_ticks(both, placing.operator)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    sides = logic.sides if type(logic) is JoinLogic else ()
-    return map_in_arrow(both, task.run, declare(spec, sides=sides), output, KeyRouting(keys, n, groups))
+    declared = DeclaredOperator(spec, sides=logic.sides if type(logic) is JoinLogic else ())
+    return map_in_arrow(both, task.run, declare(declared), output, KeyRouting(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -315,19 +316,14 @@ class SideTime:
     waits_ms: int | None
 
 
-def side_times(left: DataFrame, right: DataFrame, bounds: join_sides.Bounds) -> list[SideTime]:
-    """Return the times of both sides of a ``join``; none if it has no bounds."""
+def side_times(
+    left: DataFrame, right: DataFrame, bounds: join_sides.Bounds, waits_ms: tuple[int | None, int | None]
+) -> list[SideTime]:
+    """Return the times of both sides; none if the join has no bounds."""
     if bounds.left is None or bounds.right is None:
         return []
     fields = (left.schema[bounds.left.column], right.schema[bounds.right.column])
-    return [SideTime(field, wait) for field, wait in zip(fields, bounds.waits_ms, strict=True)]
-
-
-def asof_times(left: DataFrame, right: DataFrame, bounds: join_sides.Bounds, asof: Asof) -> list[SideTime]:
-    """Return the times of both sides of a ``join_asof``."""
-    assert bounds.left is not None and bounds.right is not None
-    fields = (left.schema[bounds.left.column], right.schema[bounds.right.column])
-    return [SideTime(field, wait) for field, wait in zip(fields, asof.waits_ms, strict=True)]
+    return [SideTime(field, wait) for field, wait in zip(fields, waits_ms, strict=True)]
 
 
 def timed_output(
@@ -444,7 +440,7 @@ def join(
     output_schema = timed_output(
         output_schema,
         event_time_column,
-        side_times(left, right, bounds),
+        side_times(left, right, bounds, bounds.waits_ms),
         lag_of(left, right, bounds),
         made_by_apply=apply is not None,
     )
@@ -528,7 +524,7 @@ def join_asof(
         Asof(direction, tolerance_us, allow_exact_matches),
     )
     output_schema = timed_output(
-        output_schema, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds)
+        output_schema, event_time_column, side_times(left, right, bounds, asof.waits_ms), lag_of(left, right, bounds)
     )
     try:
         logic = asof_logic(

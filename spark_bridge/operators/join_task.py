@@ -318,20 +318,11 @@ class JoinBatch:
             sides.append(self.side(i, part, keys, no_nulls, probed & no_nulls, codes))
         left, right = sides
         self._timer.step("get_ms")
-        matches = [
-            join_sides.matches(
-                left.matchable(new=True, old=False),
-                right.matchable(new=True, old=True),
-                logic.bounds.lower_us,
-                logic.bounds.upper_us,
-            ),
-            join_sides.matches(
-                left.matchable(new=False, old=True),
-                right.matchable(new=True, old=False),
-                logic.bounds.lower_us,
-                logic.bounds.upper_us,
-            ),
+        pairs = [
+            (left.matchable(new=True, old=False), right.matchable(new=True, old=True)),
+            (left.matchable(new=False, old=True), right.matchable(new=True, old=False)),
         ]
+        matches = [join_sides.matches(*pair, logic.bounds.lower_us, logic.bounds.upper_us) for pair in pairs]
         matched = [np.zeros(len(side.ids), np.bool_) for side in (left, right)]
         for one in matches:
             matched[0][one.matched_probes] = True

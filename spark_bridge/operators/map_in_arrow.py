@@ -342,17 +342,11 @@ _lock = threading.Lock()
 """Guards ``_declared``."""
 
 
-def declare(
-    spec: OperatorSpec,
-    initial: InitialState | None = None,
-    aggregator: Aggregator | None = None,
-    sides: tuple[JoinSide, ...] = (),
-    lag: Lag | None = None,
-) -> str:
+def declare(operator: DeclaredOperator) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial, aggregator, sides, lag)
+        _declared[name] = operator
     return name
 
 
@@ -374,11 +368,6 @@ def nodes(plan: Any) -> Iterator[Any]:
     children = plan.children().iterator()
     while children.hasNext():
         yield from nodes(children.next())
-
-
-def operators_of(df: DataFrame) -> list[OperatorSpec]:
-    """Return the operators that are in a DataFrame's plan."""
-    return [o.spec for o in declared_in(df)]
 
 
 def declared_in(df: DataFrame) -> list[DeclaredOperator]:
@@ -410,7 +399,7 @@ def check_operator_name(name: str, df: DataFrame) -> None:
         check_name("an operator", name)
     except InvalidStateStoreArgument as error:
         raise InvalidOperatorError(f"operator={error} It names the state in the checkpoint and in queries.") from error
-    if any(o.name == name for o in operators_of(df)):
+    if any(o.spec.name == name for o in declared_in(df)):
         raise InvalidOperatorError(
             f"operator={name!r} is used twice in one query; give each stateful operator a different name."
         )

@@ -21,30 +21,17 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Integers, Mask, fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.sorted_pairs import key_order
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_order
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
 from spark_bridge.aggregates.row_groups import group_rows, plain
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import (
-    DUE,
-    DUE_FAMILY,
-    LOST,
-    LOST_FAMILY,
-    LOST_GROUP,
-    MERGED_AT,
-    OLDER,
-    RECENT,
-    TILES,
-    TILES_FAMILY,
-)
-from spark_bridge.state_format.stored_rows import key_groups_of, without_expiry
+from spark_bridge.state_format import layouts
+from spark_bridge.state_format.stored_rows import key_groups_of
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.state_task import EventTime
 from spark_bridge.task.task_store import StateAccess
 
 ROLLING_KEYS_PER_STEP = 1 << 14
@@ -125,7 +112,7 @@ class _RollingBatch(GroupedBatch):
         self._logic = logic
         self._rolling = logic.rolling
         families = store.schema.families
-        numbers = len(families[DEFAULT_FAMILY].history), len(families[TILES_FAMILY].history)
+        numbers = len(families[DEFAULT_FAMILY].history), len(families[layouts.TILES_FAMILY].history)
         states = logic.aggregator.state_schema
         self._singles = SingleAnswers.of(logic.rolling, states, numbers, pa.schema([]))
         self._detail = FINE
@@ -160,14 +147,14 @@ class _RollingBatch(GroupedBatch):
         groups = np.flatnonzero(self._lost > -MAX_TIME)
         if not len(groups):
             return
-        schema = self._store.schema.families[LOST_FAMILY]
-        names = pa.record_batch([pa.array(groups, pa.int32())], names=[LOST_GROUP])
+        schema = self._store.schema.families[layouts.LOST_FAMILY]
+        names = pa.record_batch([pa.array(groups, pa.int32())], names=[layouts.LOST_GROUP])
         keys = encode_keys(names, groups)
-        before = schema.decode_values(self._store.get_many(keys, LOST_FAMILY)).column(0).cast(pa.int64())
+        before = schema.decode_values(self._store.get_many(keys, layouts.LOST_FAMILY)).column(0).cast(pa.int64())
         has_risen = self._lost[groups] > np.asarray(before.fill_null(-MAX_TIME))
-        times = fixed_array(self._lost[groups][has_risen], None, schema.value.field(LOST).type)
+        times = fixed_array(self._lost[groups][has_risen], None, schema.value.field(layouts.LOST).type)
         values = schema.encode_values(pa.RecordBatch.from_arrays([times], schema=schema.value))
-        self._store.stage(keys.filter(pa.array(has_risen)), values, LOST_FAMILY)
+        self._store.stage(keys.filter(pa.array(has_risen)), values, layouts.LOST_FAMILY)
 
     def _by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> keyed_rows.KeyedRows:
         logic = self._logic
@@ -216,11 +203,7 @@ class _RollingBatch(GroupedBatch):
         times: BatchTimes = self._store.times
         if times.watermark_ms <= times.late_watermark_ms:
             return  # the last batch has removed the keys that this watermark expires
-        ranges = EventTime(DUE).done_ranges(self._store.key_groups, times.watermark_ms)
-        nothing = keyed_rows.empty(self._logic.columns)
-        for pairs in keyed_rows.scanned(self._store, ranges, DUE_FAMILY):
-            keys = without_expiry(pairs.column(0))
-            reducer.add(keyed_rows.KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), nothing))
+        self._add_due(layouts.DUE_FAMILY, keyed_rows.empty(self._logic.columns), reducer)
 
     # -- pieces into state ---------------------------------------------------------------------
 
@@ -236,7 +219,9 @@ class _RollingBatch(GroupedBatch):
         stored = self._store.get_many(new.keys)
         self._timer.step("get_ms")
         rows = self._schema.decode_values(stored)
-        recent, older, due = (rows.column(rows.schema.get_field_index(name)) for name in (RECENT, OLDER, DUE))
+        recent, older, due = (
+            rows.column(rows.schema.get_field_index(name)) for name in (layouts.RECENT, layouts.OLDER, layouts.DUE)
+        )
         recent = Pieces.of_lists(recent)
         detail = self._detail
         apart = EVERY_PIECE if detail is FINE else detail.kept
@@ -267,7 +252,9 @@ class _RollingBatch(GroupedBatch):
         if is_expired.any():
             self._lose(new.keys.filter(pa.array(is_expired)), newest[is_expired])
             gone = is_expired & has_tiles
-            self._store.stage(new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), TILES_FAMILY)
+            self._store.stage(
+                new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), layouts.TILES_FAMILY
+            )
         self._emit(new.keys, touched & ~is_expired, pieces, merged, starts, newest, spool)
         return int(stored.nbytes + new.rows.nbytes)
 
@@ -275,18 +262,18 @@ class _RollingBatch(GroupedBatch):
         self, keys: pa.BinaryArray, visits: Integers, reference: Integers, moving: Pieces, moves: Mask, starts: Integers
     ) -> _OlderStates:
         """Move pieces to the tiles of keys, and return the merged state of the tiles for each horizon of ``visits``."""
-        schema = self._store.schema.families[TILES_FAMILY]
+        schema = self._store.schema.families[layouts.TILES_FAMILY]
         number = np.full(len(keys), -1, np.int64)
         number[visits] = np.arange(len(visits))
         visited = keys.take(pa.array(visits))
         self._timer.step("merge_ms")
-        stored = self._store.get_many(visited, TILES_FAMILY)
+        stored = self._store.get_many(visited, layouts.TILES_FAMILY)
         self._timer.step("get_ms")
         decoded = None if self._singles is None else self._singles.tiles(stored)
         if decoded is None:
             rows = schema.decode_values(stored)
-            merged_at = rows.column(MERGED_AT).cast(pa.int64()).fill_null(-MAX_TIME)
-            decoded = Pieces.of_lists(rows.column(TILES)), np.asarray(merged_at)
+            merged_at = rows.column(layouts.MERGED_AT).cast(pa.int64()).fill_null(-MAX_TIME)
+            decoded = Pieces.of_lists(rows.column(layouts.TILES)), np.asarray(merged_at)
         tiles, earlier = decoded
         if len(moving.ids):
             tiles = Pieces.concatenated(tiles, replace(moving, ids=number[moving.ids]))
@@ -298,7 +285,7 @@ class _RollingBatch(GroupedBatch):
             merged = self._merged(tiles.take(of_moved & is_needed), self._kept(tiles, len(visits)), reference)
             tiles = Pieces.concatenated(tiles.take(~of_moved), merged) if not of_moved.all() else merged
             values = self._tile_rows(merged, len(visits), reference).filter(pa.array(is_moved))
-            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(values), TILES_FAMILY)
+            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(values), layouts.TILES_FAMILY)
         num_horizons, of_visits = starts.shape[1], starts[visits]
         num_states = len(visits) * num_horizons
         places = [np.flatnonzero(tiles.last > of_visits[:, i][tiles.ids]) for i in range(num_horizons)]
@@ -327,7 +314,7 @@ class _RollingBatch(GroupedBatch):
         return np.where(after + self._detail.kept > self._detail.after_watermark, 0, after)
 
     def _tile_rows(self, tiles: Pieces, num_keys: int, reference: Integers) -> pa.RecordBatch:
-        value = self._logic.schema.families[TILES_FAMILY].value
+        value = self._logic.schema.families[layouts.TILES_FAMILY].value
         lists = tiles.lists(num_keys, value.field(0).type)
         merged_at = fixed_array(reference, None, value.field(1).type)
         return pa.RecordBatch.from_arrays([lists, merged_at], schema=value)
@@ -360,8 +347,8 @@ class _RollingBatch(GroupedBatch):
         or_removed = values if stays.all() else pc.if_else(pa.array(stays), values, pa.scalar(None, pa.binary()))
         self._store.stage(keys.filter(changed), or_removed.filter(changed))
         self._removed += int(np.count_nonzero(is_expired & present))
-        self._stage_due(keys, was_due & ~holds, old_due, DUE_FAMILY, present=False)
-        self._stage_due(keys, stays & ~holds, new_due, DUE_FAMILY, present=True)
+        self._stage_due(keys, was_due & ~holds, old_due, layouts.DUE_FAMILY, present=False)
+        self._stage_due(keys, stays & ~holds, new_due, layouts.DUE_FAMILY, present=True)
 
     def _emit(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,10 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Mask, fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.sorted_pairs import key_order
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.operators.aggregate_task import GroupedBatch
-from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START
-from spark_bridge.state_format.stored_rows import without_expiry
+from spark_bridge.state_format.layouts import END, ENDS_FAMILY, START
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
@@ -191,23 +189,16 @@ class _SessionBatch(GroupedBatch):
         """Add the keys that may have sessions which have ended, so that ``merge`` visits them."""
         if not self._removes or self._store.times.watermark_ms <= self._store.times.late_watermark_ms:
             return  # the last batch has removed the sessions that this watermark ends
-        ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._store.times.watermark_ms)
-        without = keyed_rows.empty(self._columns.schema)
-        for pairs in keyed_rows.scanned(self._store, ranges, ENDS_FAMILY):
-            keys = without_expiry(pairs.column(0))
-            reducer.add(keyed_rows.KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), without))
+        self._add_due(ENDS_FAMILY, keyed_rows.empty(self._columns.schema), reducer)
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
         """Merge the new sessions into the state, and put the sessions to emit into the spool."""
-
-        def emit_others(behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray) -> None:
-            self._emit_others(behind, up_to, touched, spool)
 
         self._in_steps(
             reducer,
             keyed_rows.StepSize(SESSION_KEYS_PER_STEP),
             lambda step: self._merge_step(step, spool),
-            emit_others if self._logic.output_mode == "complete" else None,
+            partial(self._emit_others, spool=spool) if self._logic.output_mode == "complete" else None,
         )
 
     def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:

@@ -24,6 +24,6 @@ def test_driver_rejects_names_that_the_store_rejects(name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["user_totals", "A.b-c", "_x", "0", "x" * 200])
 def test_driver_accepts_names_that_the_store_accepts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.operators.map_in_arrow.operators_of", lambda df: [])
+    monkeypatch.setattr("spark_bridge.operators.map_in_arrow.declared_in", lambda df: [])
     check_operator_name(name, NO_PLAN)
     assert StateStoreId("ck", name, 0).operator_id == name
