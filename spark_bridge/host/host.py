@@ -119,10 +119,9 @@ class PartitionReads:
             raise self._not_open(run_id, operator, partition, version)
         left = command.limit
         try:
-            is_there = command.column_family in instance.state.reads.column_families(version)
-            if not is_there:
-                return
             reads, family = instance.state.reads, command.column_family
+            if family not in reads.column_families(version):
+                return
             in_turn = (reads.scan_in_turn(run, version, family) for run in _ascending(ranges))
             for batch in chain.from_iterable(in_turn):
                 pairs = batch if left is None else batch.slice(0, left)
@@ -216,9 +215,9 @@ class Host:
         self._revoked_until = -math.inf
         self._orders = RunOrders()
         self._looked_at: dict[str, float] = {}
+        """By run of a late follower, when storage was last looked at with success, by ``clock``."""
         self._announced: dict[str, tuple[int, str]] = {}
         """By run, the version and the exchange of files that the last heartbeat's answer has announced."""
-        """By run of a late follower, when storage was last looked at with success, by ``clock``."""
         self.counters = Counters()
         self.memory = host_memory(conf)
         self.completed = CompletedVersions()

@@ -121,10 +121,6 @@ class Instance:
     def spec(self) -> OperatorSpec:
         return spec_of(self.registration, self.operator)
 
-    def keep_longer(self, now: float) -> None:
-        """Record that the kept files are still wanted."""
-        self.kept_since = now
-
     @property
     def is_whole_copy(self) -> bool:
         """Whether the kept files are open, and a load has left them whole: they are at one version, and can follow."""

@@ -293,7 +293,7 @@ class PartitionCache:
         with self.lock:
             self.wanted, self.standbys = wanted, standbys
             for key in (wanted | standbys) & self._kept.keys():
-                self._kept[key].keep_longer(now)
+                self._kept[key].kept_since = now
 
     def drop_least_wanted(self) -> Instance | None:
         """Remove the kept files of one partition, and return it; None if there are only files that are wanted soon.

@@ -32,6 +32,13 @@ WAIT_NOTICE_SECONDS = 10.0
 """After this many seconds a waiting session logs the reason and the holders of the CPUs."""
 
 
+def spark_executors(spark: SparkSession) -> list[Any]:
+    """Return the executors of a session as Spark describes them in its JVM, without the driver."""
+    active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    executors = [active.apply(i) for i in range(active.size())]
+    return [executor for executor in executors if executor.id() != DRIVER_ID]
+
+
 def executor_cores(spark: SparkSession) -> dict[str, int]:
     """Return the cores of the executors on each machine, by IP address, as Spark knows them now.
 
@@ -45,12 +52,9 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
     if scala.isLocal():
         return {own_address(): max(1, min(context.defaultParallelism, os.cpu_count() or 1))}
     cores: dict[str, int] = {}
-    active = scala.statusStore().executorList(True)
-    for i in range(active.size()):
-        executor = active.apply(i)
-        if executor.id() != DRIVER_ID:
-            ip = address_of(machine_of(str(executor.hostPort())))
-            cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
+    for executor in spark_executors(spark):
+        ip = address_of(machine_of(str(executor.hostPort())))
+        cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
     return cores
 
 
@@ -82,13 +86,11 @@ def expected_executors(nodes: Sequence[Mapping[str, Any]], cores: int) -> dict[s
 
 def await_executors(spark: SparkSession, count: int) -> None:
     """Wait until ``count`` executors have registered; continue without them after ``EXECUTOR_SECONDS``."""
-    store = spark.sparkContext._jsc.sc().statusStore()
     began = time.monotonic()
     deadline = began + EXECUTOR_SECONDS
     is_told = False
     while True:
-        active = store.executorList(True)
-        num_executors_up = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
+        num_executors_up = len(spark_executors(spark))
         if num_executors_up >= count:
             return
         if not is_told and time.monotonic() - began > WAIT_NOTICE_SECONDS:
@@ -342,13 +344,7 @@ def executor_places(spark: SparkSession) -> dict[str, Place | None]:
     """Return the address and port of each executor that Spark has, by its id; None for an executor whose port is not
     known yet.
     """
-    places = {}
-    active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
-    for i in range(active.size()):
-        executor = active.apply(i)
-        if executor.id() != DRIVER_ID:
-            places[str(executor.id())] = place_of(str(executor.hostPort()))
-    return places
+    return {str(executor.id()): place_of(str(executor.hostPort())) for executor in spark_executors(spark)}
 
 
 def place_of(host_port: str) -> Place | None:

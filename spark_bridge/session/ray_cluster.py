@@ -23,7 +23,7 @@ import ray
 from backends.background_loop import BackgroundLoop
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.executors import DRIVER_ID, EXECUTOR_POLL_SECONDS, EXECUTOR_SECONDS
+from spark_bridge.session.executors import EXECUTOR_POLL_SECONDS, EXECUTOR_SECONDS, spark_executors
 from spark_bridge.session.settings import Shutdown, spark_is_over
 from spark_bridge.session.state_cluster import is_dead
 
@@ -326,11 +326,7 @@ def core_use(spark: SparkSession) -> CoreUse:
     """Return how many cores the executors have and how many of them run Ray's workers, as Spark knows now."""
     scala = spark.sparkContext._jsc.sc()
     store = scala.statusStore()
-    executors = store.executorList(True)
-    cores = 0
-    for i in range(executors.size()):
-        executor = executors.apply(i)
-        cores += 0 if executor.id() == DRIVER_ID else int(executor.totalCores())
+    cores = sum(int(executor.totalCores()) for executor in spark_executors(spark))
     of_ray = 0
     for job_id in spark.sparkContext.statusTracker().getActiveJobsIds():
         job = store.job(job_id)

@@ -55,8 +55,7 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
     future: Future[str] = Future()
 
     def begin() -> SavepointStatus:
-        status = cluster.coordinator.trigger_savepoint(request_id, name, base, stop=stop)
-        return status
+        return cluster.coordinator.trigger_savepoint(request_id, name, base, stop=stop)
 
     def follow() -> None:
         run_id = str(running.runId) if stop and running is not None else ""
@@ -191,5 +190,4 @@ def rebalance(query: str | None = None) -> dict[str, int]:
     Without this call, partitions move once their new owners have loaded them. With it, the next batch waits for the
     loads.
     """
-    moved = current_cluster().coordinator.rebalance(query)
-    return moved
+    return current_cluster().coordinator.rebalance(query)

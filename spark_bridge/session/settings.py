@@ -36,11 +36,7 @@ _STORAGE_PREFIXES = (
     "spark.hadoop.dfs.",
     "spark.hadoop.hadoop.security.",
 )
-_NAME_NODE_PREFIXES = (
-    "dfs.ha.namenodes.",
-    "dfs.namenode.rpc-address.",
-    "dfs.client.failover.proxy.provider.",
-)
+_NAME_NODE_PREFIXES = ("dfs.ha.namenodes.", "dfs.namenode.rpc-address.", "dfs.client.failover.proxy.provider.")
 """Hadoop's settings that say which NameNodes a nameservice has."""
 
 

@@ -175,13 +175,7 @@ def state_source(
 
 
 def changes_source(
-    place: StatePlace,
-    operator: str,
-    state: str | None,
-    from_version: int,
-    to_version: int | None,
-    *,
-    raw: bool = False,
+    place: StatePlace, operator: str, state: str | None, from_version: int, to_version: int | None, *, raw: bool = False
 ) -> StateSource:
     """Return the source of ``state_changes_batches``; see there."""
     versions = StateVersions.look(place)

@@ -30,17 +30,9 @@ from backends.store import StateStore
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
+from spark_bridge.stateful import handle
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.declaration import make_deleted
-from spark_bridge.stateful.handle import (
-    EVENT_TIME,
-    NONE,
-    PROCESSING_TIME,
-    TIME_MODES,
-    State,
-    StatefulProcessorHandle,
-    ValueState,
-)
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.process_task import ProcessorState, detached
@@ -92,9 +84,11 @@ class TesterHandle:
         """Move the watermark to ``watermarkMs`` (since 1970) without firing timers: the next call fires them."""
         self._tester._set_watermark(watermarkMs)
 
-    def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
+    def getValueState(
+        self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None
+    ) -> handle.ValueState:
         """Return a value that ``init`` has declared."""
-        return self._tester._declared(ValueState, stateName)
+        return self._tester._declared(handle.ValueState, stateName)
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
         """Return a list that ``init`` has declared."""
@@ -133,7 +127,7 @@ class TesterHandle:
 
 _KEYS = pa.schema([pa.field("key", pa.int64())])
 """A key is stored as its number, in the order of appearance: so it may be of any type."""
-_KINDS = {ValueState: VALUE, ListState: LIST, MapState: MAP}
+_KINDS = {handle.ValueState: VALUE, ListState: LIST, MapState: MAP}
 
 
 class ProcessorTester:
@@ -171,7 +165,7 @@ class ProcessorTester:
         self.processor = processor
         self._time_mode = timeMode.lower()
         self._event_time = eventTimeExtractor
-        if self._time_mode not in TIME_MODES:
+        if self._time_mode not in handle.TIME_MODES:
             raise TesterAssertionError(
                 f"timeMode={timeMode!r} is unknown: choose 'None', 'ProcessingTime' or 'EventTime'."
             )
@@ -179,9 +173,9 @@ class ProcessorTester:
             raise TesterAssertionError(
                 f"outputMode={outputMode!r} is unknown: choose 'Append', 'Update' or 'Complete'."
             )
-        if self._time_mode == EVENT_TIME and eventTimeExtractor is None:
+        if self._time_mode == handle.EVENT_TIME and eventTimeExtractor is None:
             raise TesterValueError("[ARGUMENT_REQUIRED] eventTimeExtractor is missing: timeMode='EventTime' needs it.")
-        if (problem := call_problem(processor, has_timers=self._time_mode != NONE)) is not None:
+        if (problem := call_problem(processor, has_timers=self._time_mode != handle.NONE)) is not None:
             raise TesterAssertionError(problem)
         if initialStateRow is not None and initialStatePandas is not None:
             raise TesterAssertionError("Give initialStateRow or initialStatePandas, not both.")
@@ -209,7 +203,7 @@ class ProcessorTester:
         """Return the rows that the processor returns for a key's rows; late rows are left out."""
         self._uses_pandas = False
         extractor, watermark = self._event_time, self._times.watermark_ms
-        if self._time_mode == EVENT_TIME and extractor is not None:
+        if self._time_mode == handle.EVENT_TIME and extractor is not None:
             input = [row for row in input if extractor(row) > watermark]
         return self._handle_rows(key, iter(input))
 
@@ -217,7 +211,7 @@ class ProcessorTester:
         """Return the DataFrame that the processor returns for a key's DataFrame; late rows are left out."""
         self._uses_pandas = True
         extractor, watermark = self._event_time, self._times.watermark_ms
-        if self._time_mode == EVENT_TIME and extractor is not None:
+        if self._time_mode == handle.EVENT_TIME and extractor is not None:
             in_time = [extractor(row) > watermark for _, row in input.iterrows()]
             input = input[in_time].reset_index(drop=True)
         return _one_frame(self._handle_rows(key, iter([input])))
@@ -228,7 +222,7 @@ class ProcessorTester:
         Values whose TTL has passed expire. Raises ``ProcessorTesterError`` if time would not move forward, or in
         another time mode.
         """
-        self._check_advance(PROCESSING_TIME, "Processing time", self._times.timestamp_ms, currentTimeMs)
+        self._check_advance(handle.PROCESSING_TIME, "Processing time", self._times.timestamp_ms, currentTimeMs)
         self._times = BatchTimes(timestamp_ms=currentTimeMs)
         return self._handle_timers()
 
@@ -242,12 +236,12 @@ class ProcessorTester:
 
     def updateValueState(self, stateName: str, key: Any, value: tuple[Any, ...]) -> None:
         """Set a key's value; raises ``ProcessorTesterError`` if the value state does not exist."""
-        with self._variable(ValueState, stateName, key) as state:
+        with self._variable(handle.ValueState, stateName, key) as state:
             state.update(value)
 
     def peekValueState(self, stateName: str, key: Any) -> tuple[Any, ...] | None:
         """Return a key's value or None; raises ``ProcessorTesterError`` if the value state does not exist."""
-        with self._variable(ValueState, stateName, key) as state:
+        with self._variable(handle.ValueState, stateName, key) as state:
             return state.get()
 
     def updateListState(self, stateName: str, key: Any, value: Sequence[tuple[Any, ...]]) -> None:
@@ -317,13 +311,13 @@ class ProcessorTester:
         self._commit()
 
     @contextmanager
-    def _variable(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
+    def _variable(self, kind: type[handle.State], name: str, key: Any) -> Iterator[handle.State]:
         """Yield a state variable with the key as the current key, in a separate micro-batch."""
         state = self._declared(kind, name)
         with self._batch(key):
             yield state
 
-    def _declared(self, kind: type[State], name: str) -> State:
+    def _declared(self, kind: type[handle.State], name: str) -> handle.State:
         state = self._state.states.get(name)
         if not isinstance(state, kind):
             raise _unknown(f"{_KINDS[kind]} state", name, self._state)
@@ -374,9 +368,9 @@ class ProcessorTester:
             self._state.finish()
             store.commit(OperatorFigures())
 
-    def _timers(self) -> StatefulProcessorHandle:
+    def _timers(self) -> handle.StatefulProcessorHandle:
         """Return the handle that has the timers of the current key."""
-        if self._time_mode == NONE:
+        if self._time_mode == handle.NONE:
             raise TesterValueError(
                 "[UNSUPPORTED_OPERATION] Timers need timeMode='ProcessingTime' or 'EventTime', not 'None'."
             )
@@ -393,7 +387,7 @@ class ProcessorTester:
         self._state.states[name].clear()
 
     def _set_watermark(self, watermark_ms: int) -> None:
-        self._check_advance(EVENT_TIME, "The watermark", self._times.watermark_ms, watermark_ms)
+        self._check_advance(handle.EVENT_TIME, "The watermark", self._times.watermark_ms, watermark_ms)
         self._times = BatchTimes(watermark_ms=watermark_ms, late_watermark_ms=watermark_ms)
 
     def _forget(self, name: str) -> None:

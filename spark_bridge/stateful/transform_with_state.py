@@ -18,6 +18,7 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
+    DeclaredOperator,
     InitialState,
     KeyRouting,
     check_operator_name,
@@ -346,7 +347,7 @@ def _transformed(
         uses_time=True,
         watermark_lag_ms=arguments.lag_ms,
     )
-    return map_in_arrow(rows, task.run, declare(spec, initial=state), arguments.output, routing)
+    return map_in_arrow(rows, task.run, declare(DeclaredOperator(spec, initial=state)), arguments.output, routing)
 
 
 def _declared(processor: Any, arguments: TransformArguments) -> OperatorSchema:
