@@ -70,7 +70,8 @@ class StateTask:
             raise StateStoreRefusedError(f"Operator {self.operator!r} runs only inside a Spark task.")
         endpoints, run_id = endpoints_from(context.getLocalProperty, self.operator)
         try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
-        partition = context.partitionId()
+        first = next((b for b in batches if b.num_rows), None)
+        partition = self._partition(context.partitionId(), first)
         task = TaskIdentity(
             run_id=run_id,
             operator=self.operator,
@@ -80,13 +81,9 @@ class StateTask:
             invocation=uuid.uuid4().hex,
             stage=context.stageId(),
         )
+        timer = StepTimer()
         store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints, self.watermark_lag_ms)
         try:
-            if partition < self.num_partitions:
-                store.begin_open()
-            first = next((b for b in batches if b.num_rows), None)
-            self._check_partition(partition, first)
-            timer = StepTimer()
             with task_span(task) as span:
                 if self.uses_time or not store.knows_owner:
                     store.open()
@@ -100,8 +97,8 @@ class StateTask:
             store.close()
             settle_worker()
 
-    def _check_partition(self, task_partition: int, first: pa.RecordBatch | None) -> None:
-        """Raise ``PartitionMismatchError`` unless the task's number is that of a partition, and of its first row."""
+    def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
+        """Return this task's shuffle partition: that of its first row, or the task's number if it has no rows."""
         partition = task_partition if first is None else self._partitions_of(first.slice(0, 1))[0]
         if partition != task_partition or not 0 <= partition < self.num_partitions:
             raise PartitionMismatchError(
@@ -109,6 +106,7 @@ class StateTask:
                 f"of {self.num_partitions}: something after the operator merges or renumbers its partitions "
                 "(coalesce, union). Put .repartition(n) between the operator and it. No state was touched."
             )
+        return partition
 
     def _partitions_of(self, rows: pa.RecordBatch) -> list[int]:
         return partitions_of(rows, self.keys, self.num_key_groups, self.num_partitions)

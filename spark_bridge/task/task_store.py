@@ -6,7 +6,6 @@ session directory for newer ones. ``spark_bridge.host.commits`` describes what a
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Protocol, TypeVar
@@ -161,53 +160,22 @@ class TaskStore:
         self._loaded = LoadProgress()
         self._unreachable = ""
         """The address of the host that did not answer last; the next host that is asked reports it."""
-        self._early: threading.Thread | None = None
-        self._early_error: Exception | None = None
 
     @property
     def knows_owner(self) -> bool:
         """Return whether an earlier task of this worker found the owner: then the first ``get_many`` may open it."""
         return self._key in _owners
 
-    def begin_open(self) -> None:
-        """Open the store in the background, if an earlier task of this worker found the owner.
-
-        The host asks the coordinator, or loads the partition, while Spark still sends the rows. The next call waits for
-        the answer. If the store is not open then, that call opens it, and handles the reason.
-        """
-        if self.knows_owner:
-            self._early = threading.Thread(target=self._open_early, name="statestore-open", daemon=True)
-            self._early.start()
-
-    def _open_early(self) -> None:
-        try:
-            self._open_with(lambda host: (host.open(self._task), None))
-        except (*RETRIABLE, _StillLoadingError, BatchHeldError, HostMemoryBusyError):
-            pass  # the next call meets it again
-        except Exception as error:  # noqa: BLE001 - the next call raises it
-            self._early_error = error
-
-    def _join_early(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
-            with spans.step("task.open"):
-                early.join()
-            if self._early_error is not None:
-                raise self._early_error
-
     def open(self) -> None:
         """Open the store at its owner."""
-        self._join_early()
-        if self._owner is None:
-            with spans.step("task.open"):
-                self._with_owner(lambda owner: None)
+        with spans.step("task.open"):
+            self._with_owner(lambda owner: None)
 
     @property
     def batch_id(self) -> int:
         return self._task.batch_id
 
     def _told(self) -> protocol.OpenReply:
-        self._join_early()
         if self._opened is None:
             # The owner is known from an earlier task of this worker, and has not opened the store of this task yet.
             self._owner = None
@@ -289,7 +257,6 @@ class TaskStore:
         opening: Callable[[HostClient], tuple[protocol.OpenReply, T]] | None = None,
     ) -> T:
         """Call the owner; ``opening`` makes the same call to a store that is not open, and opens it."""
-        self._join_early()
         deadline = time.monotonic() + self._endpoints.timeout
         delay = SOON_DELAY
         while True:

@@ -37,8 +37,6 @@ ANSWERED_ON = 20.0
 """An ended query is answered on for so many seconds at most."""
 
 
-EARLY = 0.5
-"""How often a task opens its store while its rows still come."""
 HIDDEN_SECONDS = 0.5
 """A task tries for so many seconds to connect to a host that it cannot reach."""
 
@@ -376,10 +374,6 @@ class Query:
         """``StateTask.run`` with the operator's logic."""
         operator = task.operator
         store = TaskStore(task, self.num_partitions, model.KEY_GROUPS, endpoints)
-        s = self.world.scheduler
-        if s.random.random() < EARLY:
-            store.begin_open()
-            s.sleep(s.random.random() * 0.01)
         # Some operators need the times of the batch before they read.
         if task.partition % 2 or not store.knows_owner:
             store.open()

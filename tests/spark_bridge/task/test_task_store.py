@@ -212,56 +212,6 @@ def test_a_task_that_knows_its_owner_opens_with_its_first_get(
     assert store(served, 2).get_many(keys.slice(0, 1), "a").to_pylist() == [keys[1].as_py()]
 
 
-def test_a_task_that_knows_its_owner_opens_while_its_rows_still_come(
-    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    c = start(world, served, tmp_path)
-    write_offsets(world, 0, 7, 1000)
-    keys = keys_of(10)
-    new = unopened(served, 0)
-    new.begin_open()
-    assert new._early is None, "no owner is known yet"
-    for opened in (store(served, 0), store(served, 0, 1)):
-        opened.stage(keys, keys, "a")
-        opened.commit(OperatorFigures())
-    world.commit_spark(0)
-    write_offsets(world, 1, 8, 2000)
-
-    calls = calls_of(served[0], monkeypatch)
-    early = unopened(served, 1)
-    early.begin_open()
-    assert early._early is not None
-    early._early.join()
-    assert calls == ["open"]
-    early.open()
-    assert early.times == BatchTimes(2000, 8, 7)
-    assert early.get_many(keys, "a").to_pylist() == keys.to_pylist()
-    early.commit(OperatorFigures())
-    assert calls == ["open", "do_exchange", "do_put"]
-
-    # A second open of one attempt is refused by the call after it.
-    twice = TaskStore(msgspec.structs.replace(early._task, invocation="another"), 2, 1024, early._endpoints)
-    twice.begin_open()
-    with pytest.raises(PartitionMismatchError, match="a second time"):
-        twice.get_many(keys, "a")
-
-    # An owner that is lost, or is not the owner any more, is replaced by the call after it.
-    successor = Served(world, c, "b", tmp_path)
-    served.append(successor)
-    served[0].stop()
-    other = unopened(served, 1, 1)
-    other.begin_open()
-    assert other.get_many(keys, "a").to_pylist() == keys.to_pylist()
-    asked = Served(world, c, "c", tmp_path)
-    served.append(asked)
-    asked.host.open = lambda task: OpenReply(successor.address, 1)
-    task_client._owners[("run1", "op", 1)] = (asked.address, "token")
-    again = unopened(served, 1, 1)
-    again.begin_open()
-    again.commit(OperatorFigures())
-    assert task_client._owners[("run1", "op", 1)] == (successor.address, "token")
-
-
 def test_a_get_that_opens_finds_the_new_owner(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,12 +453,12 @@ def test_a_task_refuses_rows_of_another_partition() -> None:
     users = pa.record_batch({"user": pa.array(range(100), pa.int64())})
     owners = np.array(partitions_of(users, ["user"], 1024, 3))
     own, others = (users.take(pa.array(np.flatnonzero(owners == p))) for p in (0, 1))
-    work._check_partition(0, own)
-    work._check_partition(2, None)
+    assert work._partition(0, own) == 0
+    assert work._partition(2, None) == 2
     with pytest.raises(PartitionMismatchError, match="union"):
-        work._check_partition(3, None)
+        work._partition(3, None)
     with pytest.raises(PartitionMismatchError, match=r"Task 0 .* rows of shuffle partition 1 of 3.*coalesce"):
-        work._check_partition(0, others)
+        work._partition(0, others)
     assert list(work._checked(own, iter([own.slice(0, 0), own.slice(3)]), 0)) == [own, own.slice(3)]
     for mixed in ([*range(5), len(own) + 1], [len(own) + 1, *range(5)]):
         both = pa.Table.from_batches([own, others]).combine_chunks().to_batches()[0].take(pa.array(mixed))
