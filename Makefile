@@ -48,9 +48,12 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query and check its stat
 	@$(if $(filter --kafka,$(ARGS)),$(BIN)/python -m tests.services.artifacts kafka spark35-kafka && \
 		$(BIN)/python -m examples.fraud $(filter-out --kafka,$(ARGS)),$(BIN)/statestore demo $(ARGS))
 
-.PHONY: test test-fast test-matrix test-thorough test-pythons
+.PHONY: test test-slow test-fast test-matrix test-thorough test-pythons
 test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
+
+test-slow: $(STAMP) $(STAMP42) ## Run the slow tests of clusters that make test leaves out, as CI does
+	@$(BIN)/python -m tests.run --slow $(ARGS)
 
 test-thorough: $(STAMP) $(STAMP42) ## Run what make test leaves out: the other line of Spark for each stream, more random work
 	@$(BIN)/python -m tests.run --thorough $(ARGS)

@@ -6,7 +6,7 @@ Tests of the product that need neither cluster nor browser run first and alone, 
 minute. Then the two lines of Spark run side by side with the remaining tests, since they wait most of their time. Each
 part has its own directory for the files of its tests and of Ray, which is removed with the part; its output
 is prefixed with its name. Tests of behaviour that differs between the lines of Spark run on both; other tests of
-clusters are distributed over them.
+clusters are distributed over them. Those marked ``slow`` are left to ``--slow``, which a change must pass, too.
 
 A thorough run does the rest: each test of clusters on the other line, the tests marked ``thorough`` on both, and the
 part without clusters with many times as much random work. Without arguments of pytest, it also searches the simulation
@@ -165,7 +165,10 @@ LINES_AND_THEIR_REST = (
         "(ray or spark) and not service and (thorough or not (spark42 or spark42_only))",
     ),
 )
-"""The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
+"""The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2.
+
+Those of a usual run include the slow ones.
+"""
 SERVICES = (
     "service and not (spark or ray)",
     "service and (spark or ray) and not spark42_only",
@@ -235,16 +238,28 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         return [part(name, ".venv", *of, *NO_CLUSTER) for name, of in parts.items()]
 
     search = [".venv/bin/python", "-m", "tests.simulation", "--for", SIMULATED_FOR]
+    slow = "" if is_thorough else " and not slow"
     return [
         without_clusters(WITHOUT_CLUSTERS | AROUND)
         if is_thorough
         else [replace(p, bound=60, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))],
         *([[Part("simulation", search)]] if is_thorough and not arguments else []),
         [
-            part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
-            part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
+            part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough] + slow),
+            part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough] + slow),
             *([] if is_thorough else without_clusters(AROUND)),
         ],
+    ]
+
+
+def steps_of_slow(arguments: Sequence[str]) -> list[list[Part]]:
+    """Return the step with the slow tests of clusters, which a usual run leaves out."""
+    lines = (("Spark 3.5", ".venv"), ("Spark 4.2", ".venv42"))
+    return [
+        [
+            Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", f"{usual} and slow", *arguments])
+            for (name, venv), (usual, _) in zip(lines, LINES_AND_THEIR_REST, strict=True)
+        ]
     ]
 
 
@@ -301,6 +316,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the suite; return 0 if all of it is right."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="Other arguments are those of pytest.")
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests of clusters")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
@@ -310,9 +326,10 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
     steps = steps_of_services(given.thorough, rest) if given.services else steps
+    steps = steps_of_slow(rest) if given.slow else steps
     if given.without_clusters:
         steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
-    is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services)
+    is_usual = not (given.thorough or given.pythons or given.without_clusters or given.services or given.slow)
     bound = 600.0 if is_usual else None
     outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")

@@ -118,8 +118,9 @@ def test_each_test_of_services_runs_with_services_only(marks: tuple[int, ...]) -
     given |= {"service": True, "thorough": False, "browser": False}
     if (given["spark42"] and given["spark42_only"]) or (given["spark42"] or given["spark42_only"]) > given["spark"]:
         return
-    chosen = [p.command[p.command.index("-m", 3) + 1] for step in run.steps_of(False, []) for p in step]
-    assert not any(eval(of, {}, given) for of in chosen)
+    usual = [*run.steps_of(False, []), *run.steps_of_slow([])]
+    chosen = [p.command[p.command.index("-m", 3) + 1] for step in usual for p in step]
+    assert not any(eval(of, {}, {**given, "slow": slow}) for of in chosen for slow in (False, True))
     assert sum(bool(eval(of, {}, given)) for of in run.SERVICES) == 1 + given["spark42"]
 
 
@@ -161,9 +162,21 @@ def test_each_test_without_clusters_runs_once() -> None:
                 "spark42_only": False,
                 "thorough": False,
                 "service": False,
+                "slow": False,
             }
             ran = {of for of in chosen if eval(of, {}, {**given, "browser": browser})}
             assert len(ran) == 1, (is_thorough, browser, ran)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_test_of_clusters_is_run_by_the_usual_run_or_with_the_slow_ones(is_slow: bool) -> None:
+    names = ("ray", "spark42", "spark42_only", "service", "thorough")
+    given = dict.fromkeys(names, False) | {"spark": True, "browser": False, "slow": is_slow}
+    ran = [
+        sum(bool(eval(p.command[p.command.index("-m", 3) + 1], {}, given)) for step in steps for p in step)
+        for steps in (run.steps_of(False, []), run.steps_of_slow([]))
+    ]
+    assert ran == [not is_slow, is_slow]
 
 
 def test_all_parts_of_a_thorough_run_are_thorough() -> None:

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from backends.encoding.schema import StateSchema
-from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError
+from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError, listed_names
 from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import (
@@ -564,8 +564,16 @@ def test_features_of_a_checkpoint_need_no_cluster(cluster: FeatureCluster) -> No
     assert client.features("risk", [3]).to_dict()["score"] == [0.75]
     assert 0 <= rows.ages["n"] < PATIENCE
     assert [view["owner"] for view in client.feature_views()] == ["fraud"]
-    with pytest.raises(UnknownFeatureViewError, match="has no feature view 'none'; there are 'risk'"):
-        client.features("none", [1])
+    why = r"has no feature view 'risks'; feature views that exist: 'risk'\. Did you mean 'risk'\?"
+    with pytest.raises(UnknownFeatureViewError, match=why):
+        client.features("risks", [1])
+
+
+def test_an_error_about_an_unknown_name_lists_ten_names() -> None:
+    assert listed_names("x", []) == "none."
+    assert listed_names("sum", ["sums", "totals", "sums"]) == "'sums', 'totals'. Did you mean 'sums'?"
+    names = [f"view_{i:02}" for i in range(12)]
+    assert listed_names("other", names) == ", ".join(map(repr, names[:10])) + " and 2 more."
 
 
 # -- refusals ----------------------------------------------------------------------------------
