@@ -25,12 +25,24 @@ from backends.conf import StateStoreId, StateStoreProviderId
 from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import VersionNotFoundError
 from backends.formats.manifest import ChangelogRef
-from coordinator_actor import exceptions, messages
+from coordinator_actor import exceptions
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import (
+    NOBODY,
+    HandOver,
+    KvStateLocationOracle,
+    LocatedView,
+    LookedUp,
+    OperatorLocation,
+    OperatorSpec,
+    RunningOperator,
+    RunningView,
+    WarmUp,
+)
 from coordinator_actor.run.owners import WARM_VERSIONS, Assignment, SessionHosts
 from coordinator_actor.run.query_state import QueryState
 
@@ -144,7 +156,7 @@ def _spread(registries: Registries, run: QueryState) -> bool:
         run.lock.release()
 
 
-def warm_up(run: QueryState, host_id: str, hand_over: messages.HandOver) -> messages.WarmUp | None:
+def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None:
     """Return the partitions of a run that a host must load before tasks ask for them. Needs no lock of the run.
 
     ``hand_over`` is the last report of the host: the files that its copies lack are named. Standby copies that are
@@ -175,7 +187,7 @@ def warm_up(run: QueryState, host_id: str, hand_over: messages.HandOver) -> mess
         if (snapshot := run.newest_snapshot((operator, partition))) is not None:
             snapshots.setdefault(operator, {})[partition] = snapshot
     created_ms = run.versions.created_ms(completed)
-    return messages.WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots, created_ms)
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots, created_ms)
 
 
 def copied_to(run: QueryState, host_id: str) -> Mapping[str, list[int]] | None:
@@ -196,7 +208,7 @@ def note_copies(registries: Registries, run: QueryState) -> None:
     for operator, places in current.owners.items():
         lags[operator] = of_operator = []
         for partition, place in enumerate(places):
-            standbys = () if place == messages.NOBODY else current.standbys.get(current.hosts[place].host_id, ())
+            standbys = () if place == NOBODY else current.standbys.get(current.hosts[place].host_id, ())
             versions = (warm.get(h, {}).get(operator, {}).get(partition) for h in standbys)
             of_operator.append([max(0, completed - version) for version in versions if version is not None])
     run.copy_lags = lags
@@ -238,7 +250,7 @@ class Locations:
         self._registries = registries
         self._runs = registries.runs
 
-    def locate(self, operator: str, query: str | None = None) -> messages.OperatorLocation:
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
         runs = [run for run in named if run.operator(operator) is not None]
@@ -270,7 +282,7 @@ class Locations:
         assert spec is not None
         assignment = assign_owners(self._registries, run)
         owners = tuple(assignment.owner(operator, p) for p in range(spec.num_partitions))
-        return messages.OperatorLocation(
+        return OperatorLocation(
             run.registration.query_id,
             run.run_id,
             run.registration.name,
@@ -282,7 +294,7 @@ class Locations:
             assignment.standbys_of(owners),
         )
 
-    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> messages.LookedUp:
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
         # May wait for storage, unlike the other messages here. A batch of another query asks.
         location = self.locate(operator, query)
         run = self._runs.get(location.run_id)
@@ -292,7 +304,7 @@ class Locations:
         except VersionNotFoundError:
             run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
             raise
-        return messages.LookedUp(location, record.version, record.at_ms)
+        return LookedUp(location, record.version, record.at_ms)
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
@@ -312,7 +324,7 @@ class Locations:
             f"ended at {at} ({last.why}). Start it again, or read its state from the checkpoint with read_state."
         )
 
-    def operators(self) -> tuple[messages.RunningOperator, ...]:
+    def operators(self) -> tuple[RunningOperator, ...]:
         served = self._runs.served()
         having: dict[str, list[QueryState]] = {}
         for run in served:
@@ -320,7 +332,7 @@ class Locations:
                 having.setdefault(operator.name, []).append(run)
         meant = {name: {run.run_id for run in _meant(runs)} for name, runs in having.items()}
         return tuple(
-            messages.RunningOperator(
+            RunningOperator(
                 run.registration.query_id,
                 run.run_id,
                 run.registration.name,
@@ -335,7 +347,7 @@ class Locations:
             if run.run_id in meant[operator.name]
         )
 
-    def get_kv_state_location_oracle(self, job_id: str) -> messages.KvStateLocationOracle | None:
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         served = self._runs.served()
         location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
         runs = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
@@ -347,7 +359,7 @@ class Locations:
         owners = {
             name: [assignment.owner(name, p) for p in range(len(places))] for name, places in assignment.owners.items()
         }
-        return messages.KvStateLocationOracle.of(
+        return KvStateLocationOracle.of(
             registration.query_id,
             run.run_id,
             registration.name,
@@ -359,7 +371,7 @@ class Locations:
         )
 
 
-def _watermark_of(run: QueryState, spec: messages.OperatorSpec) -> int | None:
+def _watermark_of(run: QueryState, spec: OperatorSpec) -> int | None:
     """Return the watermark of the completed version if clients may ask as of it. None if storage does not have it."""
     if spec.kind != ROLLING_KIND:
         return None
@@ -400,14 +412,14 @@ class FeatureViews:
             run.keep_feature_views(tuple(kept for kept in run.feature_views if kept.name != view))
         return is_known
 
-    def feature_views(self) -> tuple[messages.RunningView, ...]:
+    def feature_views(self) -> tuple[RunningView, ...]:
         return tuple(
-            messages.RunningView(view, run.registration.query_id, run.run_id, run.registration.name)
+            RunningView(view, run.registration.query_id, run.run_id, run.registration.name)
             for run in self._runs.served()
             for view in run.feature_views
         )
 
-    def locate_view(self, view: str) -> messages.LocatedView:
+    def locate_view(self, view: str) -> LocatedView:
         runs = _meant(self._having(view))
         if not runs:
             if self._registries.expects_reports():
@@ -431,7 +443,7 @@ class FeatureViews:
             (operator, run.run_id if query is None and run.operator(operator) is not None else query)
             for operator, query in declared.sources
         ]
-        return messages.LocatedView(declared, tuple(self._locations.locate(*source) for source in sources))
+        return LocatedView(declared, tuple(self._locations.locate(*source) for source in sources))
 
     def _having(self, view: str) -> list[QueryState]:
         return [run for run in self._runs.served() if any(kept.name == view for kept in run.feature_views)]

@@ -5,6 +5,7 @@ The client looks at each answer as its user would. ``model.py`` says what an ans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class SimulatedConnections:
         self._world = world
 
     def begin(
-        self, address: str, header: LookupRequest, body: bytes, deadline: float, connect_seconds: float
+        self, address: str, header: LookupRequest, body: bytes, deadline: float, connect_seconds: float = math.inf
     ) -> _Exchange:
         """See ``KvConnections``. The network has its own limit of connecting."""
         world = self._world

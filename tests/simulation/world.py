@@ -480,7 +480,7 @@ def run(
         ),
         ("spark_bridge.state_surgery.forget_keys", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
         ("spark_bridge.state_surgery.forget_keys", "find_state"): partial(find_state, open_storage=open_storage),
-        ("spark_bridge.state_surgery.forget_keys", "ForgetRequest"): partial(
+        ("coordinator_actor.forgetting", "ForgetRequest"): partial(
             ForgetRequest, clock=lambda: scheduling.active.now, open_storage=open_storage
         ),
     }

@@ -101,9 +101,9 @@ def test_version_known_to_others_is_requested_at_once_and_once(make):
     def slow(*args: str) -> Any:
         asked.append(1)
         time.sleep(0.05)
-        return w.c.completed(*args)
+        return w.c.see_commit(*args)
 
-    w.port.completed = slow
+    w.port.see_commit = slow
     answers: list[Any] = []
     threads = [threading.Thread(target=lambda: answers.append(w.lookup([1], At("completed", 2)))) for _ in range(12)]
     for thread in threads:
@@ -129,6 +129,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
         return w.c.completed(*args)
 
     w.port.completed = silent
+    w.port.see_commit = lambda run_id, _, host_id: silent(run_id, host_id)
     first = threading.Thread(target=lambda: w.hosts[0].version_requests.completed_version(w.run, 2, HANG))
     first.start()
     try:

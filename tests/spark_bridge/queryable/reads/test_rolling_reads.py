@@ -366,7 +366,7 @@ def test_the_watermark_of_the_version_that_answers(tmp_path: Path) -> None:
             checkpoint.close()
         again = client.get("op", keys[0], at="watermark", version=stream.query.version)
         assert again == answers[keys[0]]
-        client._watermarks.forget()
+        client._watermarks._of_versions.clear()
         with pytest.raises(StateVersionError, match=r"watermark of version 2 .* is not known"):
             client.get("op", keys[0], at="watermark", version=2)
         with pytest.raises(RequestError, match="leave isolation='latest' out"):
