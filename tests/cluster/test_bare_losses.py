@@ -24,7 +24,7 @@ from tests.lab.cable import Direction
 from tests.lab.lab import Lab
 from tests.spark_bridge.conftest import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only, pytest.mark.slow]
 HOSTS = (1, 2)
 HOST_SECONDS, BEAT_SECONDS = 2.0, 0.2
 LOSSES = int(os.environ.get("STATESTORE_LOSSES") or effort(5, 276))

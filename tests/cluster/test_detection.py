@@ -18,7 +18,7 @@ from tests.lab.lab import Lab
 from tests.spark_bridge.conftest import wait_until
 
 # Otherwise: tests/coordinator_actor/handlers/test_suspected_hosts.py without processes, and tests/simulation.
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only, pytest.mark.slow]
 HOSTS = (1, 2)
 BEAT_SECONDS = 1.0
 _LOST = re.compile(r"Host (\S+) is lost: .* \((\w+)\)\. .* last heartbeat ([\d.]+) s ago")

@@ -19,7 +19,7 @@ from tests.lab.cable import Direction
 from tests.lab.lab import ROOT, Lab
 from tests.patience import PATIENCE
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow]
 PORT = 7000
 TALK = [sys.executable, "-m", "tests.cluster.conversations"]
 SILENCE = 0.5

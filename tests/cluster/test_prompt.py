@@ -12,7 +12,7 @@ from tests.lab.__main__ import COMMAND
 from tests.lab.commands import HELP, Commands, CommandServer
 from tests.lab.lab import Lab
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow]
 
 
 def test_commands_reach_the_machines(make_lab: Callable[[int], Lab]) -> None:

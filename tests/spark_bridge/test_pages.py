@@ -17,7 +17,7 @@ import spark_bridge
 from tests.command_line import CliRunner
 from tests.docs.pages import Page, pages, run
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 ON_SPARK = [p for p in pages() if p.needs_spark]
 

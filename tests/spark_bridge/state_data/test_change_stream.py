@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.spark,  # only Spark 4 has such streams; no session is needed
     pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Earlier lines of Spark have no limits."),
+    pytest.mark.slow,
 ]
 USERS = [(user, 0) for user in "abcdefgh"]
 

@@ -13,7 +13,7 @@ from tests.effort import effort
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.bank import ACCOUNTS, OPENING, Bank, check_history, run_bank
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 ANSWERS = effort(4_000, 20_000)
 SECONDS = effort(7, 45)
 

@@ -20,7 +20,7 @@ from spark_bridge import functions as S
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.conftest import Stream, wait_until
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 NO_DATA_CONF = "spark.sql.streaming.noDataMicroBatches.enabled"
 SCHEMA = "k string, t timestamp, n long"

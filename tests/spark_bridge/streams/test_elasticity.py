@@ -16,7 +16,7 @@ from spark_bridge.session.current import current_cluster
 from spark_bridge.task.executor import ADDRESSES
 from tests.spark_bridge.conftest import Stream, wait_until
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 PARTITIONS = 6
 
 

@@ -27,7 +27,7 @@ from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
 from tests.spark_bridge.streams.totals import KEYS, Totals, start
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
 from tests.spark_bridge.streams.other_driver import Driver
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

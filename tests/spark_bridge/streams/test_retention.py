@@ -15,7 +15,7 @@ from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.totals import Totals, start
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

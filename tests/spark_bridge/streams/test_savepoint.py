@@ -42,7 +42,7 @@ from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, remove_checkpoint, settle, wait_until
 from tests.spark_bridge.streams.flow import NULL, SCHEMA, Flow, Sink, backend, kept_by, progressed, same_state, start
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
 
 @contextmanager

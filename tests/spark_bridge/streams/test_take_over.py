@@ -50,6 +50,7 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4", reason="This Spark has no reader of state."),
+    pytest.mark.slow,
 ]
 
 INPUT = "user long, amount double, price decimal(10,2), cents decimal(6,2), ts timestamp"
