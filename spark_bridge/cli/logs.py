@@ -52,8 +52,8 @@ def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile
             node.node_id for node in list_nodes(address, limit=10_000)
         ):
             raise EnvironmentProblemError(
-                f"The dashboard that the Ray cluster at {address} names is that of another Ray cluster. Logs are read "
-                "from the dashboard of their own cluster: start its head node with Ray's dashboard (ray[default])."
+                f"The dashboard that the Ray cluster at {address} names is that of another Ray cluster. The "
+                "dashboard of this cluster has its logs: start the head node with Ray's dashboard (ray[default])."
             )
         return _log_files(address, namespace, coordinator, tail)
     except (RayStateApiException, OSError) as error:

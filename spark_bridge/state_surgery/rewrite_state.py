@@ -258,7 +258,7 @@ def bootstrap_state(
     workers: Workers | None = None,
     clock: Callable[[], float] = time.time,
 ) -> NewStateReport:
-    """Make a new checkpoint, from which the query of ``program`` begins at batch 0 with these rows as its state.
+    """Make a new checkpoint with these rows as the state: the query of ``program`` begins there at batch 0.
 
     ``program`` is the streaming DataFrame of the query. ``rows`` are the rows of its operator: a Ray ``Dataset``, a
     Spark DataFrame, a pandas DataFrame, or a ``pa.Table``, ``pa.RecordBatch`` or ``pa.RecordBatchReader``. For several

@@ -440,7 +440,7 @@ def sql(
         more = " ".join(
             [
                 *unclear,
-                f"Tables of running queries: {exist}. A feature view is no table: client.features(...) reads it.",
+                f"Tables of running queries: {exist}. SQL reads operators; client.features(...) reads feature views.",
             ]
         )
         raise UnknownOperatorError(f"{error}\n{more}") from error
