@@ -107,8 +107,8 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
     assert client.get_many("totals", []).num_rows == 0
     with pytest.raises(UnknownKeyOrNamespaceError, match="'one'"):
         client.get("totals", "one")
-    with pytest.raises(UnknownOperatorError, match="totals"):
-        client.get("nobody", 1)
+    with pytest.raises(UnknownOperatorError, match="Did you mean 'totals'"):
+        client.get("totalz", 1)
     local = Path(ray._private.worker._global_node.get_session_dir_path()) / "statestore"
     assert any("totals" in Path(directory).parts for directory, _, _ in os.walk(local)), "hosts keep state on the disk"
     for directory, _, files in os.walk(local):

