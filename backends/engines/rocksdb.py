@@ -78,7 +78,7 @@ class LocalRocksDB:
         )
         self._families: dict[str, _Family] = {}
         self._closed = False
-        self._damage: str | None = None
+        self._damage: StateStoreError | None = None
         self._opened = object()
         self._db: Any = None
         self._is_for_reading = False
@@ -144,7 +144,7 @@ class LocalRocksDB:
             self._open()
         except LocalStateDamagedError as error:
             # The open database can be read, but nothing can be added to it: a load must begin elsewhere.
-            self.state, self._damage = LocalState.unfinished(self.state.head), str(error)
+            self.state, self._damage = LocalState.unfinished(self.state.head), type(error)(str(error))
             raise
 
     def _create(self, name: str) -> None:
@@ -275,7 +275,7 @@ class LocalRocksDB:
                 # An interrupt may come after the first batch was written. A database that has found the disk full
                 # accepts no more writes until it is reopened, even if there is room.
                 if i or not isinstance(error, Exception) or is_full_disk(error):
-                    self.state, self._damage = unfinished, str(self._failure("write", error))
+                    self.state, self._damage = unfinished, self._failure("write", error)
                     self._forget_rows()
                 raise
 
@@ -420,7 +420,7 @@ class LocalRocksDB:
         if self._closed:
             raise StoreClosedError(f"{self._path} is closed: open it again.")
         if self._damage is not None:
-            raise LocalStateDamagedError(self._damage)
+            raise type(self._damage)(str(self._damage))  # a new error, without the frames of others
 
     def _failure(self, verb: str, error: BaseException) -> StateStoreError:
         if self._closed:

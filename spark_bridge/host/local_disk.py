@@ -69,8 +69,8 @@ class LocalDisk:
         finally:
             watch.reserve = None
             with self.changed:
-                self._reserved.pop(token, None)
-                self.changed.notify_all()
+                if self._reserved.pop(token, None) is not None:  # else two loads without room would wake each other
+                    self.changed.notify_all()
 
     def _reserve(self, token: object, watch: LoadWatch, nbytes: int, what: str, fetched: Path) -> None:
         needed = max(0, nbytes - bytes_below(fetched))
@@ -114,10 +114,12 @@ class LocalDisk:
         with self.changed:
             self.changed.notify_all()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until there may be more room, at most ``seconds``."""
+    def wait(self, seconds: float) -> float:
+        """Wait until there may be more room, at most ``seconds``; return the seconds that it took."""
+        begun = time.monotonic()
         with self.changed:
             self.changed.wait(seconds)
+        return time.monotonic() - begun
 
     def note_eviction(self, key: InstanceKey, nbytes: int) -> None:
         """Count an eviction, and warn of it from time to time."""

@@ -219,6 +219,13 @@ class Maintenance:
             log.debug("%s was unloaded before it gave up its write buffers", instance)
         except Exception:  # as with snapshots
             log.warning("%s did not write its files, and keeps its write buffers", instance, exc_info=True)
+            self._unload_damaged([instance])
+
+    def _unload_damaged(self, instances: Sequence[Instance]) -> None:
+        """Unload partitions that an error, such as a full disk, has left at no version: the next use loads them."""
+        for instance in instances:
+            if not instance.state.is_whole and not self._cache.evict(instance):
+                log.debug("%s is in use, and is unloaded by the next maintenance", instance)
 
     def _unload_others(self) -> None:
         # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.
@@ -335,6 +342,7 @@ class Maintenance:
             log.debug("No snapshot of %s was taken: %s", names, error)
         except Exception:
             log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
+            self._unload_damaged(instances)
 
     def close(self) -> None:
         self._uploads.shutdown(cancel_futures=True)

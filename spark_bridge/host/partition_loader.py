@@ -46,9 +46,9 @@ ABANDONED_SECONDS = 60.0
 """A load ends if no task has asked for it for this many seconds; its files are kept for the next one."""
 ROOM_SECONDS = 1.0
 """A load that waits for room on the disk looks again, and reports progress, after this many seconds."""
-ALONE_ROUNDS, RELEASE_ROUNDS = 3, 100
-"""A load that finds the disk full without another partition or load fails after so many further attempts: the second
-number, of about 20 s, while the host's directory has files of others.
+EMPTY_SECONDS, RELEASE_SECONDS = 0.6, 20.0
+"""A load on a full disk fails once it has waited so long without another partition or load: the first number counts
+from when the host's directory has no files of others. Seconds count, not attempts, since each load wakes all others.
 """
 EMPTY_BYTES = 64 << 10
 """A directory with fewer bytes has no partition."""
@@ -423,7 +423,7 @@ class PartitionLoader:
         If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not
         wait. ``instance`` is the partition, once it is open.
         """
-        alone = 0
+        alone_seconds = empty_seconds = 0.0
         while True:
             try:
                 return work()
@@ -431,19 +431,25 @@ class PartitionLoader:
                 if error.is_larger_than_disk:
                     raise
                 if self._free_room(key, error):
-                    alone = 0
+                    alone_seconds = empty_seconds = 0.0
                     continue
+                own = 0
                 if instance is not None:
                     # Two loads that wait might hold the room that each other needs.
+                    fetched = bytes_below(instance.state.local_dir)
                     with instance.commit_lock:
                         instance.state.drop_local_files()
-                alone = alone + 1 if not self._others_on_disk(key) and not self.disk.is_loading else 0
+                    own = bytes_below(instance.state.local_dir)
+                    if own < fetched:
+                        self.disk.notify()
+                is_alone = not self._others_on_disk(key) and not self.disk.is_loading
                 # Others may be releasing their files: an eviction, or a load that found the disk full as well.
-                own = 0 if instance is None else bytes_below(instance.state.local_dir)
-                is_empty = bytes_below(self._files.local_dir) <= own + EMPTY_BYTES
-                if watch is None or alone > (ALONE_ROUNDS if is_empty else RELEASE_ROUNDS):
+                is_empty = is_alone and bytes_below(self._files.local_dir) <= own + EMPTY_BYTES
+                if watch is None or alone_seconds >= RELEASE_SECONDS or empty_seconds >= EMPTY_SECONDS:
                     raise
-                self.disk.wait(ROOM_SECONDS / 5 if alone else ROOM_SECONDS)
+                waited_seconds = self.disk.wait(ROOM_SECONDS / 5 if is_alone else ROOM_SECONDS)
+                alone_seconds = alone_seconds + waited_seconds if is_alone else 0.0
+                empty_seconds = empty_seconds + waited_seconds if is_empty else 0.0
                 watch.step()  # the partitions in use make progress, and this load comes after them
 
     def _free_room(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:

@@ -100,7 +100,7 @@ class Stream:
         reads = self.host.reads.load("run1", "op", p).state.reads
         pairs = {
             k: v
-            for batch in reads.scan()
+            for batch in reads.scan(self.batch)  # a partition that found the disk full is still at the version before
             for k, v in zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
         }
         assert pairs == self.model[p]
@@ -149,6 +149,22 @@ def test_random_work_on_a_small_file_system_equals_the_model(
     random_work(stream, 8)
     if backend == "rocksdb":
         assert stream.disk()["evictions"] > 0 and stream.disk()["reread_bytes"] > 0
+    stream.host.close()
+
+
+def test_a_partition_whose_snapshot_finds_the_disk_full_is_read_again(tmp_path: Path, tmpfs: Path) -> None:
+    """The first open of its database for writing leaves a partition at no version, and no task may come for it."""
+    stream = Stream(tmp_path, tmpfs, "rocksdb", 1)
+    for _ in range(3):
+        stream.run_batch(list(range(PARTITIONS)), 5)
+    others = tmpfs / "of others"
+    with pytest.raises(OSError, match="No space left"):
+        others.write_bytes(bytes(8 * MIB))
+    stream.snapshots()
+    assert len(loaded(stream)) < PARTITIONS
+    others.unlink()
+    for p in range(PARTITIONS):
+        stream.check_read(p)
     stream.host.close()
 
 
@@ -297,6 +313,31 @@ def test_a_partition_larger_than_the_disk_is_refused_with_sizes_and_remedy(narro
     said = str(raised.value)
     assert re.search(r"partition=0\] needs 1\.\d MiB", said) and " of 1.0 MiB are free" in said, said
     assert "local_disk_bytes" in said, said
+
+
+def test_a_load_waits_for_files_that_others_release_however_often_it_is_woken(narrow: Stream) -> None:
+    """Each load and each eviction wakes all that wait: a few busy loads use up any number of attempts at once."""
+    released = narrow.host.loader._files.local_dir / "released"
+    released.parent.mkdir(parents=True, exist_ok=True)
+    released.write_bytes(bytes(MIB))
+    waiting = begun_load(narrow, 0)
+    attempts = 0
+    reserve = narrow.host.disk._reserve
+
+    def counted(*args: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        reserve(*args)
+
+    narrow.host.disk._reserve = counted
+
+    def woken() -> bool:
+        narrow.host.disk.notify()
+        return attempts > 200
+
+    wait_until(woken, "the load does not try again")
+    released.unlink()
+    opened(narrow, waiting)
 
 
 def test_evictions_are_counted_and_warned_of_once_in_a_while(narrow: Stream, caplog: pytest.LogCaptureFixture) -> None:
