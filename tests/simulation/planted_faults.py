@@ -141,7 +141,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query continues to complete versions.",
         no_fencing,
-        range(166, 306),
+        range(227, 367),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -262,7 +262,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(43, 343),
+        range(242, 542),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_continues_it",
     ),

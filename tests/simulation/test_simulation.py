@@ -59,7 +59,7 @@ def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "world"), [(3, "as-it-is"), *(only_thorough(*one) for one in kept() if one != (3, "as-it-is"))]
+    ("seed", "world"), [(7, "as-it-is"), *(only_thorough(*one) for one in kept() if one != (7, "as-it-is"))]
 )
 def test_a_seed_that_failed_once_passes_now(seed: int, world: str) -> None:
     check(run(seed, prepare=WORLDS[world]))

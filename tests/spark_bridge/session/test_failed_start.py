@@ -25,7 +25,7 @@ from spark_bridge.session.state_cluster import StateCluster
 from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.spark_bridge.conftest import wait_until
 from tests.spark_bridge.local_ray import ray_of_its_own
 from tests.spark_bridge.queryable.client_world import Cluster
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

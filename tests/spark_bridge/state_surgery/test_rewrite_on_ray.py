@@ -19,7 +19,7 @@ from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
 from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, PROGRAM
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from spark_bridge.operators.deduplicate import deduplicate
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.running import flat, start
 
-pytestmark = [pytest.mark.spark]
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 START = dt.datetime(2024, 3, 9, 23, 50, tzinfo=dt.timezone.utc)
 SCHEMA = "k long, ts timestamp, v long"
