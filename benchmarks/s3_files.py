@@ -25,6 +25,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import parse_qs, unquote
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 HOST = "127.0.0.1"
@@ -172,6 +173,12 @@ class Server:
         if method == "DELETE":
             path.unlink(missing_ok=True)
             return Answer("204 No Content")
+        if method == "POST" and "delete" in query:
+            keys = [of.text or "" for of in ElementTree.fromstring(body).iter() if of.tag.endswith("Key")]
+            for key in keys:
+                (path / key).unlink(missing_ok=True)
+            deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+            return Answer("200 OK", body=f"<DeleteResult>{deleted}</DeleteResult>".encode())
         if method in ("GET", "HEAD"):
             return self._read(path, headers.get("range"))
         return Answer("501 Not Implemented", body=b"<Error><Code>NotImplemented</Code></Error>")

@@ -132,6 +132,20 @@ def test_a_version_is_not_completed_before_sparks_commit(world: World, started: 
     assert started.heartbeat_host("h0", "a", {"run1": 1}).completed == ()
 
 
+def test_a_host_that_sees_a_commit_completes_the_version_and_gets_its_own_part(
+    world: World, started: Coordinator
+) -> None:
+    for p in range(2):
+        acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "t"))
+    world.commit_spark(0)
+    seen = started.see_commit("run1", 0, "h0")
+    (completed,) = started.heartbeat_host("h0", "a", {"run1": 0}).completed
+    assert seen == completed and seen.version == 1 and len(seen.heads["op"]) == 1
+    assert started.see_commit("run1", 0, "h0") == seen, "an answer may have been lost"
+    with pytest.raises(UnknownRunError):
+        started.see_commit("run of another cluster", 0, "h0")
+
+
 def test_the_last_acknowledgement_is_not_answered_before_the_manifest_is_durable(
     world: World, started: Coordinator
 ) -> None:
