@@ -281,6 +281,11 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
     ip = ip.strip("[]")
     try:
         sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
+    except ConnectionRefusedError as error:
+        raise HostUnavailableError(
+            f"{address} does not answer: nothing listens there. In the cluster, `statestore hosts` lists the query "
+            "addresses of the hosts: those of their machines in the network, and not 127.0.0.1."
+        ) from error
     except OSError as error:
         raise HostUnavailableError(f"{address} does not answer: {error}") from error
     try:
