@@ -115,11 +115,11 @@ class LocalDisk:
             self.changed.notify_all()
 
     def wait(self, seconds: float) -> float:
-        """Wait until there may be more room, at most ``seconds``; return the seconds that it took."""
+        """Wait until there may be more room, at most ``seconds``; return the seconds, not counting a stall."""
         begun = time.monotonic()
         with self.changed:
             self.changed.wait(seconds)
-        return time.monotonic() - begun
+        return min(seconds, time.monotonic() - begun)
 
     def note_eviction(self, key: InstanceKey, nbytes: int) -> None:
         """Count an eviction, and warn of it from time to time."""

@@ -129,6 +129,7 @@ class Maintenance:
         self._version_requests.forget_idle_runs()
         self._cache.drop_unused()
         self._unload_others()
+        self._unload_damaged(self._cache.all())
         self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
@@ -219,13 +220,12 @@ class Maintenance:
             log.debug("%s was unloaded before it gave up its write buffers", instance)
         except Exception:  # as with snapshots
             log.warning("%s did not write its files, and keeps its write buffers", instance, exc_info=True)
-            self._unload_damaged([instance])
 
     def _unload_damaged(self, instances: Sequence[Instance]) -> None:
         """Unload partitions that an error, such as a full disk, has left at no version: the next use loads them."""
         for instance in instances:
-            if not instance.state.is_whole and not self._cache.evict(instance):
-                log.debug("%s is in use, and is unloaded by the next maintenance", instance)
+            if not instance.state.is_whole:
+                self._cache.evict(instance, if_damaged=True)
 
     def _unload_others(self) -> None:
         # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.

@@ -228,16 +228,18 @@ class PartitionCache:
                 else:  # a copy that is loaded for a newer run
                     destroy(instance)
 
-    def evict(self, instance: Instance) -> bool:
+    def evict(self, instance: Instance, *, if_damaged: bool = False) -> bool:
         """Unload a partition to make room, and remove its local files; return whether that was possible at once.
 
         It is not while the partition is loaded, or a commit to it is under way. Accepted changes are in storage: the
-        next load reads them from there.
+        next load reads them from there. ``if_damaged``: only if an error has left the partition at no version.
         """
         with self._loading_locked(instance.key, waits=False) as is_locked:
             if not is_locked or not instance.commit_lock.acquire(blocking=False):
                 return False
             try:
+                if if_damaged and instance.state.is_whole:
+                    return False
                 with self.lock:
                     if not self.remove_instance(instance):
                         return False
@@ -249,7 +251,7 @@ class PartitionCache:
                 instance.state.destroy()
             finally:
                 instance.commit_lock.release()
-        log.info("Evicted %s to make room on the local disk", instance)
+        log.info("Evicted %s %s", instance, "after an error" if if_damaged else "to make room on the local disk")
         return True
 
     def forget_evicted(self, run_id: str, version: int | None = None) -> None:

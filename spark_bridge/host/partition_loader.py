@@ -445,11 +445,13 @@ class PartitionLoader:
                 is_alone = not self._others_on_disk(key) and not self.disk.is_loading
                 # Others may be releasing their files: an eviction, or a load that found the disk full as well.
                 is_empty = is_alone and bytes_below(self._files.local_dir) <= own + EMPTY_BYTES
+                alone_seconds = alone_seconds if is_alone else 0.0
+                empty_seconds = empty_seconds if is_empty else 0.0
                 if watch is None or alone_seconds >= RELEASE_SECONDS or empty_seconds >= EMPTY_SECONDS:
                     raise
                 waited_seconds = self.disk.wait(ROOM_SECONDS / 5 if is_alone else ROOM_SECONDS)
-                alone_seconds = alone_seconds + waited_seconds if is_alone else 0.0
-                empty_seconds = empty_seconds + waited_seconds if is_empty else 0.0
+                alone_seconds += waited_seconds if is_alone else 0.0
+                empty_seconds += waited_seconds if is_empty else 0.0
                 watch.step()  # the partitions in use make progress, and this load comes after them
 
     def _free_room(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:

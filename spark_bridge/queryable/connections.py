@@ -271,6 +271,12 @@ class ClientConnection:
         self._sock.close()
 
 
+NOT_LOOPBACK = (
+    "Hosts listen at the addresses of their machines in the network: `statestore hosts`, in the cluster, lists these "
+    "query addresses."
+)
+
+
 def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
     ip, _, port = address.rpartition(":")
     left = deadline - time.monotonic()
@@ -282,10 +288,8 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
     try:
         sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
     except ConnectionRefusedError as error:
-        raise HostUnavailableError(
-            f"{address} does not answer: nothing listens there. In the cluster, `statestore hosts` lists the query "
-            "addresses of the hosts: those of their machines in the network, and not 127.0.0.1."
-        ) from error
+        hint = f" {NOT_LOOPBACK}" if ip in ("127.0.0.1", "localhost", "::1") else ""
+        raise HostUnavailableError(f"{address} does not answer: nothing listens there.{hint}") from error
     except OSError as error:
         raise HostUnavailableError(f"{address} does not answer: {error}") from error
     try:
