@@ -24,7 +24,7 @@ from tests.spark_bridge.state_data.format_program import (
     write_input,
 )
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -25,7 +25,7 @@ from spark_bridge import functions as S
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
 Row = tuple[Any, ...]
 

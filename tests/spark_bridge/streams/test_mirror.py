@@ -41,6 +41,7 @@ from tests.spark_bridge.streams.running import EXECUTOR, dying
 
 pytestmark = [  # CI runs more of these, on Spark 4.3
     pytest.mark.spark,
+    pytest.mark.slow,
     pytest.mark.skipif(pyspark.__version__ < "4", reason="This Spark has no reader of state."),
 ]
 
