@@ -16,12 +16,12 @@ import pytest
 
 from backends.exceptions import LocalDiskFullError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.partition.load_watch import LoadProgress
+from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
-from spark_bridge.host.partition_loader import READ_SECONDS
+from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.patience import HANG
 from tests.spark_bridge.host.host_steps import make_host, task
@@ -338,6 +338,27 @@ def test_a_load_waits_for_files_that_others_release_however_often_it_is_woken(na
 
     wait_until(woken, "the load does not try again")
     released.unlink()
+    opened(narrow, waiting)
+
+
+def test_a_load_that_has_waited_alone_waits_for_one_that_begins(narrow: Stream) -> None:
+    """Its time is nearly over when another load takes the room: that one ends, and the room may be enough again."""
+    disk, attempts = narrow.host.disk, 0
+    reserve = disk._reserve
+
+    def refuse(*_: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts * ROOM_SECONDS / 5 > EMPTY_SECONDS:
+            disk._reserved["of another load"] = (0, LoadWatch("another load"))
+        raise LocalDiskFullError("The disk is full.")
+
+    disk._reserve = refuse
+    waiting = begun_load(narrow, 0)
+    wait_until(lambda: attempts > 5, "the load does not try again")
+    disk._reserve = reserve
+    del disk._reserved["of another load"]
+    disk.notify()
     opened(narrow, waiting)
 
 
