@@ -49,13 +49,13 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query and check its stat
 		$(BIN)/python -m examples.fraud $(filter-out --kafka,$(ARGS)),$(BIN)/statestore demo $(ARGS))
 
 .PHONY: test test-slow test-fast test-matrix test-thorough test-pythons
-test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
+test: $(STAMP) ## Run the tests on Spark 3.5, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
 
-test-slow: $(STAMP) $(STAMP42) ## Run the slow tests of clusters that make test leaves out, as CI does
+test-slow: $(STAMP) $(STAMP42) ## Run what make test leaves out: slow tests of clusters, and all those on Spark 4.2
 	@$(BIN)/python -m tests.run --slow $(ARGS)
 
-test-thorough: $(STAMP) $(STAMP42) ## Run what make test leaves out: the other line of Spark for each stream, more random work
+test-thorough: $(STAMP) $(STAMP42) ## Run what both leave out: the other line of Spark for each stream, more random work
 	@$(BIN)/python -m tests.run --thorough $(ARGS)
 
 # The other Pythons that are promised: each that is on this machine, by name or as pyenv keeps them.

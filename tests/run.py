@@ -2,11 +2,12 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-Tests of the product that need neither cluster nor browser run first and alone, so that simple mistakes show within a
-minute. Then the two lines of Spark run side by side with the remaining tests, since they wait most of their time. Each
+Tests of the product that need neither cluster nor browser run first and alone, so that simple mistakes show within
+minutes. Then the tests on Spark 3.5 run side by side with the remaining tests, since they wait most of their time. Each
 part has its own directory for the files of its tests and of Ray, which is removed with the part; its output
-is prefixed with its name. Tests of behaviour that differs between the lines of Spark run on both; other tests of
-clusters are distributed over them. Those marked ``slow`` are left to ``--slow``, which a change must pass, too.
+is prefixed with its name. ``--slow`` runs the rest, which a change must pass, too: the tests on Spark 4.2, and those
+marked ``slow``. Tests of behaviour that differs between the lines of Spark run on both; other tests of clusters are
+distributed over them.
 
 A thorough run does the rest: each test of clusters on the other line, the tests marked ``thorough`` on both, and the
 part without clusters with many times as much random work. Without arguments of pytest, it also searches the simulation
@@ -165,10 +166,7 @@ LINES_AND_THEIR_REST = (
         "(ray or spark) and not service and (thorough or not (spark42 or spark42_only))",
     ),
 )
-"""The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2.
-
-Those of a usual run include the slow ones.
-"""
+"""The marks of the tests of clusters on Spark 3.5, and on Spark 4.2: all but those of a thorough run, and these."""
 SERVICES = (
     "service and not (spark or ray)",
     "service and (spark or ray) and not spark42_only",
@@ -237,28 +235,27 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     def without_clusters(parts: Mapping[str, Sequence[str]]) -> list[Part]:
         return [part(name, ".venv", *of, *NO_CLUSTER) for name, of in parts.items()]
 
-    search = [".venv/bin/python", "-m", "tests.simulation", "--for", SIMULATED_FOR]
-    slow = "" if is_thorough else " and not slow"
+    (usual, rest), (_, rest_on_42) = LINES_AND_THEIR_REST
+    if is_thorough:
+        search = Part("simulation", [".venv/bin/python", "-m", "tests.simulation", "--for", SIMULATED_FOR])
+        return [
+            without_clusters(WITHOUT_CLUSTERS | AROUND),
+            *([] if arguments else [[search]]),
+            [part("Spark 3.5", ".venv", "-m", rest), part("Spark 4.2", ".venv42", "-m", rest_on_42)],
+        ]
     return [
-        without_clusters(WITHOUT_CLUSTERS | AROUND)
-        if is_thorough
-        else [replace(p, bound=60, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))],
-        *([[Part("simulation", search)]] if is_thorough and not arguments else []),
-        [
-            part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough] + slow),
-            part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough] + slow),
-            *([] if is_thorough else without_clusters(AROUND)),
-        ],
+        [replace(p, bound=60, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))],
+        [part("Spark 3.5", ".venv", "-m", f"{usual} and not slow"), *without_clusters(AROUND)],
     ]
 
 
 def steps_of_slow(arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the step with the slow tests of clusters, which a usual run leaves out."""
-    lines = (("Spark 3.5", ".venv"), ("Spark 4.2", ".venv42"))
+    """Return the step with what a usual run leaves out: the slow tests on Spark 3.5, and the tests on Spark 4.2."""
+    (on_35, _), (on_42, _) = LINES_AND_THEIR_REST
     return [
         [
-            Part(name, [f"{venv}/bin/python", "-m", "pytest", "-m", f"{usual} and slow", *arguments])
-            for (name, venv), (usual, _) in zip(lines, LINES_AND_THEIR_REST, strict=True)
+            Part("Spark 3.5", [".venv/bin/python", "-m", "pytest", "-m", f"{on_35} and slow", *arguments]),
+            Part("Spark 4.2", [".venv42/bin/python", "-m", "pytest", "-m", on_42, *arguments]),
         ]
     ]
 
@@ -316,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the suite; return 0 if all of it is right."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="Other arguments are those of pytest.")
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
-    parser.add_argument("--slow", action="store_true", help="run the slow tests of clusters")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests of clusters, and those on Spark 4.2")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")

@@ -169,14 +169,18 @@ def test_each_test_without_clusters_runs_once() -> None:
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_a_test_of_clusters_is_run_by_the_usual_run_or_with_the_slow_ones(is_slow: bool) -> None:
-    names = ("ray", "spark42", "spark42_only", "service", "thorough")
-    given = dict.fromkeys(names, False) | {"spark": True, "browser": False, "slow": is_slow}
-    ran = [
-        sum(bool(eval(p.command[p.command.index("-m", 3) + 1], {}, given)) for step in steps for p in step)
-        for steps in (run.steps_of(False, []), run.steps_of_slow([]))
-    ]
-    assert ran == [not is_slow, is_slow]
+@pytest.mark.parametrize("line", ["", "spark42", "spark42_only"])
+def test_a_test_of_clusters_is_run_by_the_usual_run_or_with_the_slow_ones(is_slow: bool, line: str) -> None:
+    """Once on each of its lines of Spark: on Spark 3.5 by the usual run unless it is slow, on Spark 4.2 with these."""
+    names = ("ray", "spark42", "spark42_only", "service", "thorough", "browser")
+    given = dict.fromkeys(names, False) | {"spark": True, "slow": is_slow} | ({line: True} if line else {})
+    usual, slow = (
+        [p.name for p in step if eval(p.command[p.command.index("-m", 3) + 1], {}, given)]
+        for step in (run.steps_of(False, [])[-1], run.steps_of_slow([])[-1])
+    )
+    on_35 = [] if line == "spark42_only" else ["Spark 3.5"]
+    on_42 = ["Spark 4.2"] if line else []
+    assert (usual, slow) == ([], on_35 + on_42) if is_slow else (on_35, on_42)
 
 
 def test_all_parts_of_a_thorough_run_are_thorough() -> None:
