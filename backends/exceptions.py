@@ -55,10 +55,12 @@ class LocalStateDamagedError(StateStoreError):
 class LocalDiskFullError(LocalStateDamagedError):
     """The local disk has no room for the working copy; the message names the disk, and what to do.
 
-    ``is_larger_than_disk``: the files of the one copy are larger than the whole disk.
+    ``is_larger_than_disk``: the files of the one copy are larger than the whole disk. ``is_refused``: nothing was
+    written, since there was no room for a reservation.
     """
 
     is_larger_than_disk: bool = False
+    is_refused: bool = False
 
 
 class LoadEndedError(StateStoreError):

@@ -29,6 +29,8 @@ MIN_FREE_SHARE, MIN_FREE_BYTES = 1 / 32, 1 << 30
 """Maintenance evicts an unused partition if a smaller share of the budget or of the file system is free, and fewer
 bytes.
 """
+REPEAT_STEP_SECONDS, REPEAT_TURN_SECONDS = 1.0, 20.0
+"""A load that waits for its turn reports progress after the first number of seconds, and continues after the second."""
 _MIB = 1 << 20
 _REMEDY = (
     "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's "
@@ -41,7 +43,8 @@ class LocalDisk:
     """The room below ``directory``: ``budget`` bytes, or the file system's free space if that is None or less.
 
     Thread-safe. ``changed`` guards the tables, and is notified when there may be more room: after a commit, a load or
-    an eviction. No other lock is taken while it is held. Memory: one entry for each load and each evicted partition.
+    an eviction. No other lock is taken while it is held. ``_turn`` is held while a load repeats a failed write; these
+    loads are ``_repeating``. Memory: one entry for each load and each evicted partition.
     """
 
     def __init__(self, directory: Path, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,6 +53,8 @@ class LocalDisk:
         self._clock = clock
         self.changed = threading.Condition()
         self._reserved: dict[object, tuple[int, LoadWatch]] = {}
+        self._turn = threading.Lock()
+        self._repeating: set[LoadWatch] = set()
         self._evicted: set[InstanceKey] = set()
         self._evictions = self._evicted_bytes = self._reread_bytes = 0
         self._unreported = self._unreported_bytes = 0
@@ -87,6 +92,7 @@ class LocalDisk:
                     f"them. {_REMEDY}"
                 )
                 error.is_larger_than_disk = whole > total
+                error.is_refused = True
                 raise error
             before, _ = self._reserved.get(token, (0, watch))
             self._reserved[token] = (before + nbytes, watch)
@@ -105,14 +111,37 @@ class LocalDisk:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether a load has reserved room now."""
+        """Return whether a load has reserved room now, other than those that repeat a failed write."""
         with self.changed:
-            return bool(self._reserved)
+            return any(watch not in self._repeating for _, watch in self._reserved.values())
 
     def notify(self) -> None:
         """Wake the loads that wait for room."""
         with self.changed:
             self.changed.notify_all()
+
+    @contextmanager
+    def turn(self, watch: LoadWatch) -> Iterator[None]:
+        """Repeat a load in its turn, after a write found the disk full though there had been room to reserve.
+
+        Two such loads at once might take the room of each other again and again. If the storage of one hangs, the
+        others continue after ``REPEAT_TURN_SECONDS``.
+        """
+        waited_seconds = 0.0
+        while (
+            not (has_turn := self._turn.acquire(timeout=REPEAT_STEP_SECONDS)) and waited_seconds < REPEAT_TURN_SECONDS
+        ):
+            waited_seconds += REPEAT_STEP_SECONDS
+            watch.step()
+        with self.changed:
+            self._repeating.add(watch)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._repeating.discard(watch)
+            if has_turn:
+                self._turn.release()
 
     def wait(self, seconds: float) -> float:
         """Wait until there may be more room, at most ``seconds``; return the seconds, not counting a stall."""

@@ -424,10 +424,13 @@ class PartitionLoader:
         wait. ``instance`` is the partition, once it is open.
         """
         alone_seconds = empty_seconds = 0.0
+        turn: AbstractContextManager[None] = nullcontext()
         while True:
             try:
-                return work()
+                with turn:
+                    return work()
             except LocalDiskFullError as error:
+                turn = nullcontext() if watch is None or error.is_refused else self.disk.turn(watch)
                 if error.is_larger_than_disk:
                     raise
                 if self._free_room(key, error):

@@ -283,6 +283,9 @@ def savepoints_page(call: PageCall) -> Response:
     queries = call.overview.queries
     named = call.given("query")
     query = call.named_query() if named or len(queries) == 1 else None
+    request = call.given("request")
+    # Before the list is read: a savepoint that is shown as made is then in the list, too.
+    progress = call.system.savepoint_status(request) if request else None
     savepoints: list[SavepointInfo] = []
     problem, status = "", 200
     if query is not None:
@@ -290,7 +293,6 @@ def savepoints_page(call: PageCall) -> Response:
             savepoints = call.system.savepoints(query, _directory(call))[::-1]
         except STATESTORE_ERRORS as error:
             problem, status = str(error), 400
-    request = call.given("request")
     return call.render(
         "savepoints.html",
         status,
@@ -301,7 +303,7 @@ def savepoints_page(call: PageCall) -> Response:
         left_out=max(0, len(savepoints) - MAX_SAVEPOINTS),
         problem=problem,
         request=request,
-        progress=call.system.savepoint_status(request) if request else None,
+        progress=progress,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +23,11 @@ from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.host import partition_loader
 from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
 from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.patience import HANG
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, task
 from tests.spark_bridge.host.task_threads import Threads, wait_until
 
@@ -360,6 +364,62 @@ def test_a_load_that_has_waited_alone_waits_for_one_that_begins(narrow: Stream) 
     del disk._reserved["of another load"]
     disk.notify()
     opened(narrow, waiting)
+
+
+@pytest.mark.parametrize("enough", [True, False], ids=["for-one", "for-none"])
+def test_loads_that_take_each_others_room_repeat_one_after_the_other(
+    narrow: Stream, monkeypatch: pytest.MonkeyPatch, enough: bool
+) -> None:
+    """Both find room to reserve, and their writes find the disk full. If that does not help, they fail."""
+    monkeypatch.setattr(partition_loader, "RELEASE_SECONDS", 1.0)
+    loader = narrow.host.loader
+    foreign = loader._files.local_dir / "foreign"
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.write_bytes(bytes(MIB))  # else they are alone on an empty disk, and give up at once
+    changed, both, over = threading.Condition(), threading.Barrier(2), threading.Event()
+    running, disturbed = set[LoadWatch](), set[LoadWatch]()
+
+    def load(watch: LoadWatch) -> bool:
+        attempts = itertools.count()
+
+        def write() -> bool:
+            assert not over.is_set(), "the loads repeat without end"
+            with narrow.host.disk.reserving(watch, watch.what, foreign.parent / watch.what):
+                watch.expect(1, 1)
+                if next(attempts) == 0:
+                    both.wait(PATIENCE)
+                with changed:
+                    running.add(watch)
+                    disturbed.update(running if len(running) > 1 else ())
+                    changed.notify_all()
+                    is_disturbed = changed.wait_for(lambda: watch in disturbed, 1.5 * ROOM_SECONDS if enough else 0.1)
+                    running.discard(watch)
+                    disturbed.discard(watch)
+            if is_disturbed or not enough:
+                raise LocalDiskFullError("The disk is full.")
+            return True
+
+        return loader._make_room(write, None, watch)
+
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(load, LoadWatch(name)) for name in ("one", "other")]
+        try:
+            for one in loads:
+                with nullcontext() if enough else pytest.raises(LocalDiskFullError):
+                    assert one.result(HANG)
+        finally:
+            over.set()
+
+
+def test_a_load_that_repeats_a_write_is_not_waited_for(narrow: Stream) -> None:
+    watch, disk = LoadWatch("repeating"), narrow.host.disk
+    fetched = narrow.host.loader._files.local_dir / "fetched"
+    with disk.turn(watch), disk.reserving(watch, watch.what, fetched):
+        watch.expect(1, 1)
+        assert not disk.is_loading
+    with disk.reserving(watch, watch.what, fetched):
+        watch.expect(1, 1)
+        assert disk.is_loading
 
 
 def test_evictions_are_counted_and_warned_of_once_in_a_while(narrow: Stream, caplog: pytest.LogCaptureFixture) -> None:

@@ -280,6 +280,33 @@ def test_watch_of_a_checkpoint_shows_completed_versions(hosts: Served, monkeypat
 # -- savepoints --------------------------------------------------------------------------------
 
 
+def test_a_savepoint_that_is_completed_during_a_request_is_not_made_but_missing(tmp_path: Path, look: Look) -> None:
+    made = served(tmp_path)
+    try:
+        made.cluster.batch({1: (1, "a")})
+        page = look(made.system)
+        answer = page.post("/savepoints", data={"query": "run1", "form_token": form_token(ACT)}, follow_redirects=False)
+        listed = made.system.savepoints
+
+        def completed_after(*args: Any) -> Any:
+            before = listed(*args)
+            deadline = time.monotonic() + PATIENCE
+            while not listed(*args):
+                assert time.monotonic() < deadline, "the savepoint is not completed"
+                for h in made.cluster.hosts:
+                    h.host.heartbeat()
+                made.cluster.c.maintain()
+            return before
+
+        made.system.savepoints = completed_after
+        text = page.get(answer.headers["location"]).text
+        assert "is being made" in text and "There is no savepoint" in text
+        text = page.get(answer.headers["location"]).text
+        assert "The savepoint is made" in text and 'href="/savepoint?' in text
+    finally:
+        made.cluster.close()
+
+
 def test_a_savepoint_is_made_listed_described_and_checked(tmp_path: Path, look: Look) -> None:
     made = served(tmp_path)
     try:
