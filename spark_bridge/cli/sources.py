@@ -22,6 +22,7 @@ from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import from_environment
 from spark_bridge.queryable.client.json_values import from_json, key_of_json, key_of_text
+from spark_bridge.queryable.connections import LOOPBACK
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -63,7 +64,12 @@ def _note_other_clusters(joined: str) -> None:
     """Say which cluster was joined, if several run on this machine: Ray's record names the one that started last."""
     from ray._private.services import find_gcs_addresses
 
-    others = sorted(find_gcs_addresses() - {joined})
+    def is_same(address: str) -> bool:
+        """Return whether it is the joined one: Ray may name a cluster of this machine by its loopback address."""
+        (ip, _, port), (joined_ip, _, joined_port) = address.rpartition(":"), joined.rpartition(":")
+        return port == joined_port and (ip == joined_ip or not {ip, joined_ip}.isdisjoint(LOOPBACK))
+
+    others = sorted(address for address in find_gcs_addresses() if not is_same(address))
     if others:
         complain(
             f"Several Ray clusters run on this machine. This is the one at {joined}; others are at "

@@ -271,6 +271,7 @@ class ClientConnection:
         self._sock.close()
 
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 NOT_LOOPBACK = (
     "Hosts listen at the addresses of their machines in the network: `statestore hosts`, in the cluster, lists these "
     "query addresses."
@@ -288,7 +289,7 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
     try:
         sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
     except ConnectionRefusedError as error:
-        hint = f" {NOT_LOOPBACK}" if ip in ("127.0.0.1", "localhost", "::1") else ""
+        hint = f" {NOT_LOOPBACK}" if ip in LOOPBACK else ""
         raise HostUnavailableError(f"{address} does not answer: nothing listens there.{hint}") from error
     except OSError as error:
         raise HostUnavailableError(f"{address} does not answer: {error}") from error

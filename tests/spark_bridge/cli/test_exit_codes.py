@@ -107,6 +107,8 @@ def test_one_of_several_clusters_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: {here, other})
     with sources.joined_ray(None, "statestore"):
         assert f"This is the one at {here}; others are at {other}. Name one" in capsys.readouterr().err
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {here})
-    with sources.joined_ray(None, "statestore"):
-        assert not capsys.readouterr().err
+    for joined, found in ((here, {here}), (here, {"127.0.0.1:6379"}), ("127.0.0.1:6379", {here})):
+        monkeypatch.setattr(ray, "get_runtime_context", lambda joined=joined: SimpleNamespace(gcs_address=joined))
+        monkeypatch.setattr(services, "find_gcs_addresses", lambda found=found: found)
+        with sources.joined_ray(None, "statestore"):
+            assert not capsys.readouterr().err
