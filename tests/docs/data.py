@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from tests.patience import PATIENCE
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
 USERS, ROWS_PER_USER = 1_000, 20
 
@@ -22,6 +26,33 @@ def write_clicks(directory: str, name: str = "clicks") -> None:
     clicks = pd.DataFrame({"user": np.arange(rows) % USERS, "amount": np.arange(rows) % 7 + 0.5, "ts": ts})
     clicks["ts"] = clicks["ts"].astype("datetime64[us, UTC]")
     write_rows(clicks, directory, name)
+
+
+def write_payments() -> None:
+    """Write a parquet file with a payment of each of 1,000 cards at 50 merchants: card, merchant, amount, ts."""
+    payments = pd.DataFrame([{"card": i, "merchant": f"m{i % 50}", "amount": 2.5} for i in range(1_000)])
+    write_rows(payments.assign(ts=minutes_of_2026([0] * 1_000)), "payments", "1")
+
+
+def minutes_of_2026(minutes: Sequence[int]) -> pd.Series:
+    """Return the times so many minutes after the begin of 2026, in UTC."""
+    times = [pd.Timestamp("2026-01-01", tz="UTC") + pd.Timedelta(minutes=m) for m in minutes]
+    return pd.Series(times).astype("datetime64[us, UTC]")
+
+
+def start_user_totals(spark: SparkSession, checkpoint: str = "ck/") -> StreamingQuery:
+    """Write clicks, and start the query of each user's totals; return it when clients see its first batch."""
+    from ray_statestore import QueryableStateClient, aggregate
+    from ray_statestore import functions as S
+
+    write_clicks("clicks")
+    clicks = spark.readStream.schema("user long, amount double, ts timestamp").parquet("clicks/")
+    totals = aggregate(clicks, by="user", operator="user_totals", n=S.count(), spent=S.sum("amount"), last=S.max("ts"))
+    query = totals.writeStream.outputMode("append").option("checkpointLocation", checkpoint).format("noop").start()
+    query.processAllAvailable()
+    with QueryableStateClient.connect() as client:
+        eventually(lambda: client.get("user_totals", 42, query=str(query.id)) is not None)
+    return query
 
 
 def write_rows(rows: pd.DataFrame, directory: str, name: str) -> None:
