@@ -11,12 +11,15 @@ from unittest.mock import patch
 import pytest
 import ray
 
-from spark_bridge import aggregate
+from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.cli.main import app
+from spark_bridge.exceptions import QueryTimeoutError
+from spark_bridge.session.current import current_cluster
 from spark_bridge.state_surgery import forget_keys
 from tests.command_line import CliRunner
 from tests.spark_bridge.conftest import Stream, settle, wait_until
+from tests.spark_bridge.own_head import free_ports
 
 pytestmark = pytest.mark.spark
 UNDAMAGED = ("statestore", "audit", "epochs", "folds", "history", "manifests", "rewritten", "savepoints", "schemas")
@@ -84,7 +87,14 @@ def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: S
     of_cluster = answers()
     look = looks()
     assert look == [(2, 2, ["cli_totals"]), [1, 2], [(0, 2), (1, 2)], 2, True, True]
-    assert any(h["answered"] and h["partitions"] for h in statestore("hosts"))
+    hosts = statestore("hosts")
+    assert any(h["answered"] and h["partitions"] for h in hosts)
+    token = current_cluster().token
+    refused = QueryableStateClient.connect(address=f"127.0.0.1:{free_ports(1)[0]}", token=token, timeout=1.0)
+    with refused, pytest.raises(QueryTimeoutError, match="`statestore hosts`"):
+        refused.get("cli_totals", 1)
+    with QueryableStateClient.connect(address=hosts[0]["query_address"], token=token) as client:
+        assert client.get("cli_totals", 1) == {"n": 2, "total": 4.0}
     assert of_cluster == [
         [{"k": 1, "n": 2, "total": 4.0}],
         [{"n": "4"}],
