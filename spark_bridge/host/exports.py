@@ -198,10 +198,13 @@ class SavepointExports:
 
 
 def pin_scans(cache: PartitionCache, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
-    """Return a partition at the savepoint's version, as it is loaded here; None if it is not, or no longer."""
+    """Return a partition at the savepoint's version, as it is loaded here; None if it is not, or no longer.
+
+    Does not wait for a load of another version, as a read would: the host's heartbeat calls this.
+    """
     instance = cache.instance(order.run_id, operator, partition)
     # The changes that are accepted for a version not completed here yet need not be those that the manifest names.
-    if instance is None or instance.state.version < order.version:
+    if instance is None or instance.state.is_loading or instance.state.version < order.version:
         return None
     spec = spec_of(order.registration, operator)
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
-from coordinator_actor.messages import Completed
+from coordinator_actor.messages import Completed, HostOrders, SavepointOrder
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import partition_loader as partition_loading
 from spark_bridge.host.running_loads import Loads
@@ -129,6 +129,24 @@ def test_no_snapshot_is_taken_of_a_partition_that_is_being_loaded(make: Any) -> 
     for upload in host.maintenance.do_maintenance():
         upload.result(PATIENCE)
     assert w.instance(0).snapshot_version == 1
+
+
+def test_the_heartbeat_with_an_order_of_a_savepoint_does_not_wait_for_a_load(make: Any, tmp_path: Path) -> None:
+    """A loaded partition lacks the changes of the last version, and is brought to it from storage."""
+    w = make(wait_seconds=0.01)
+    host, state = w.hosts[0], w.instance(0).state
+    w.write(dict.fromkeys(range(8), 3))
+    w.complete(tell=False)
+    ((meta, _, _),) = state.attempts.pending()
+    state.attempts.discard(3, meta.attempt)
+    host.completed.note(w.c.completed(w.run, "h0"))
+    order = SavepointOrder(w.c.registries.runs.find(w.run).registration, 5, 2, str(tmp_path / "savepoint"), {"op": [0]})
+    w.port.heartbeat_host = lambda *_: HostOrders(known=True, savepoints=(order,), pending={w.run: (5,)})
+    with HangingLoad(state._context.directory) as load:
+        with pytest.raises(HostUnavailableError):
+            w.lookup(range(8))
+        assert load.begun.wait(PATIENCE) and w.instance(0).state is state
+        assert is_done_in_time(host.heartbeat)
 
 
 def test_files_of_a_run_that_comes_back_while_it_is_unloaded_stay(make: Any) -> None:
