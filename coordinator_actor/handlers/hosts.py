@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from backends.background_loop import FailingLoop
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
@@ -19,7 +21,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries import HostLease, Registries
 from coordinator_actor.messages import (
     Completed,
     HandOver,
@@ -157,8 +159,9 @@ class Hosts:
             if lease is None:
                 return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._lease_seconds)
             self._registries.needed()
+            reported = (lease.hand_over if hand_over is None else hand_over).giving
             if hand_over is not None and hand_over.number > lease.hand_over.number:
-                lease.hand_over = hand_over
+                lease.hand_over = structs.replace(hand_over, giving=())
             runs = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
@@ -168,12 +171,12 @@ class Hosts:
                 run.machine.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before the completed versions: a run leaves this list with the version that is announced below.
-        giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
+        giving = {run.run_id: run.versions.completed for run in current if self._gives(run, lease, hand_over)}
         completed: list[Completed] = []
         for run_id, run in runs.items():
             announced = None if run_id in over else run.announcement_to(host_id)
             # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
-            is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
+            is_over = run_id in reported and run_id not in giving and run in current
             if announced is not None and (
                 held[run_id] < announced.version
                 or is_over
@@ -202,6 +205,24 @@ class Hosts:
             lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
             standbys={run.run_id: dict(copies) for run in current if (copies := copied_to(run, host_id))},
         )
+
+    def _gives(self, run: QueryState, lease: HostLease, hand_over: HandOver | None) -> bool:
+        """Return whether a host gives partitions of a run away, and record whether they may move.
+
+        They may if the host has said that it looks at Spark's log, and the answer that is being made says that it must.
+        After any other answer it looks no longer, and has to say so again for the next move.
+        """
+        with run.assignment.lock:  # no partition moves between the answer and its record
+            is_giving = gives(run, lease.info.host_id)
+            with self._registries.lock:
+                known = lease.hand_over
+                if is_giving and (hand_over is None or hand_over.number != known.number):
+                    return True  # the heartbeat was overtaken
+                others = tuple(run_id for run_id in known.giving if run_id != run.run_id)
+                looks = hand_over is not None and run.run_id in hand_over.giving
+                own = (run.run_id,) if is_giving and looks else ()
+                lease.hand_over = structs.replace(known, giving=(*others, *own))
+        return is_giving
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)

@@ -399,7 +399,8 @@ class HostLease:
     """One host, and the time of its last heartbeat, in seconds by the coordinator's clock.
 
     ``is_reported``: the host's report is processed, or is being processed. ``partitions`` are those that it held
-    when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves.
+    when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves; it names as
+    ``giving`` only the runs that the answer has named as well.
 
     ``is_reachable``: this incarnation has taken a connection from the coordinator. ``probed_at`` is the time of the
     last attempt.

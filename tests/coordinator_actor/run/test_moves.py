@@ -106,6 +106,33 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
     assert sorted(owners(s)) == ["h0", "h0", "h1", "h1"]
 
 
+def test_a_move_that_is_cancelled_and_planned_again_waits_until_the_owner_looks_at_sparks_log_again(stream):
+    """The owner's last heartbeat still says that it looks, and the answer says that it need not any more."""
+    s = stream(hosts=1, n=2)
+    s.add_host(1)
+    leave(s, 0)
+    s.heartbeat(1)
+    while not is_warm(s, 1, [0, 1]):
+        s.heartbeat(1)
+    s.heartbeat(1)
+    owner = s.hosts[0]
+    owner.heartbeat()
+    assert owner.hand_overs.gives("run1") and set(owners(s)) == {"h0"}
+    leave(s, 1)
+    s.c.expire()
+    owner.heartbeat()
+    assert not owner.hand_overs.gives("run1")
+    leave(s, 0)
+    s.c.expire()
+    s.c.expire()
+    assert set(owners(s)) == {"h0"}, "the owner would answer from its version after Spark's next commit"
+    s.heartbeat_until(lambda: set(owners(s)) == {"h1"})
+    s.begin(1, ALL)
+    s.world.commit_spark(1)  # without a report to the owner
+    owner.prepared.settle("run1", PATIENCE)
+    assert owner.completed.newest("run1").version == 2
+
+
 def test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch(stream):
     """Neither while it waits for the move, nor after the move, when the owner does not know of a later version."""
     s = stream(hosts=1)
