@@ -60,9 +60,9 @@ def assign_owners(
     """Return the assignment of a run, a new one if hosts have come or gone. Waits for no storage.
 
     With ``moves``, partitions whose new owners are warm move away from living hosts; with ``rebalance`` all planned
-    moves happen now. Both are for moments between two batches, and nothing moves while hosts still report. Tasks wait
-    for the partitions in ``waiting``: these get owners even while hosts still report. Raises ``UnknownHostError`` if
-    the session has no live host.
+    moves happen now, as far as they are safe. Both are for moments between two batches, and nothing moves while hosts
+    still report. Tasks wait for the partitions in ``waiting``: these get owners even while hosts still report. Raises
+    ``UnknownHostError`` if the session has no live host.
     """
     with run.assignment.lock:
         began, before = spans.now(), run.assignment.current

@@ -461,7 +461,10 @@ class RunAssignment:
         rebalance: bool = False,
         waiting: Collection[TaskKey] = (),
     ) -> Assignment:
-        """Make and activate another assignment, with these ``moves``; with ``rebalance`` all planned moves happen.
+        """Make and activate another assignment, with these ``moves``.
+
+        With ``rebalance`` all planned moves happen, except those that take all partitions from a host that does not
+        look at Spark's log yet.
 
         While hosts are reporting, only partitions with a known holder and those in ``waiting`` get owners, and nothing
         else moves.
@@ -479,8 +482,9 @@ class RunAssignment:
         placed = [n for n, task in self._tasks.items() if not is_reporting or n in owner_of or task in wanted]
         at_once = rebalance and not is_reporting
         owners = self._placed(placed, hosts, owner_of, rebalance=at_once)
-        is_final = is_reporting or at_once
-        target = owners if is_final else self._target(placed, hosts, owners)
+        target = owners if is_reporting or at_once else self._target(placed, hosts, owners)
+        if at_once:
+            owners = self._made_at_once(target, owner_of, hosts)
         planned = {self._tasks[n]: host_id for n, host_id in target.items() if owners[n] != host_id}
         # Another coordinator, or this one after a restart, must not give the same number to another assignment.
         number = (epoch << 20) + 1 if current is None else current.number + 1
@@ -521,6 +525,18 @@ class RunAssignment:
         leaving = {n: h for n, h in owner_of.items() if h not in hosts.staying and h in hosts.infos}
         rest = assign([n for n in partitions if n not in leaving], hosts.staying, owner_of, salt=self._salt)
         return {n: leaving.get(n) or rest[n] for n in partitions}
+
+    def _made_at_once(
+        self, target: Mapping[str, str], owner_of: Mapping[str, str], hosts: SessionHosts
+    ) -> dict[str, str]:
+        """Return the owners of ``target``, but leave all partitions to a host that would lose its last one.
+
+        That host takes no part in the next version. Unless it looks at Spark's log already, it would answer from its
+        own version until its next heartbeat.
+        """
+        looking = {host_id for host_id, said in hosts.hand_overs.items() if self._run_id in said.giving}
+        unmoved = {*owner_of.values()} - {*target.values()} - looking
+        return {n: owner_of[n] if owner_of.get(n) in unmoved else host_id for n, host_id in target.items()}
 
     def _target(self, partitions: Sequence[str], hosts: SessionHosts, owners: Mapping[str, str]) -> dict[str, str]:
         """Return the owner that each partition should have: equal shares. Hosts with copies relieve leaving hosts."""

@@ -188,6 +188,6 @@ def rebalance(query: str | None = None) -> dict[str, int]:
     """Give every host its share of the partitions now, of one query or of all; return how many have moved, by run id.
 
     Without this call, partitions move once their new owners have loaded them. With it, the next batch waits for the
-    loads.
+    loads. A host that would keep no partition gives them away as without this call.
     """
     return current_cluster().coordinator.rebalance(query)

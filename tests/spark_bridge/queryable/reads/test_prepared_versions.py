@@ -106,6 +106,24 @@ def test_host_restarted_within_a_batch_does_not_stay_behind_spark(make, has_coor
     assert w.one(key) == (2, 2)
 
 
+def test_host_that_gives_its_last_partition_away_without_waiting_is_not_behind_spark(make):
+    """It takes no part in the next batch, so it is not notified of the commit."""
+    w = make(n=1)
+    w.batch(filled(1))
+    w.hosts.append(w.host(1))
+    w.c.place_session("s", (), ["h0"])
+    assert w.c.rebalance() == {w.run: 0}, "the owner does not look at Spark's log yet"
+    committed_unheard(w, 2)
+    assert w.one(3) == (2, 2)
+    w.hosts[0].heartbeat()
+    w.hosts[0].heartbeat()
+    assert w.c.rebalance() == {w.run: 1}
+    assert w.one(3) == (2, 2)
+    committed_unheard(w, 3)
+    with pytest.raises(NotOwnerError, match="belongs to host h1"):
+        w.one(3)
+
+
 def test_a_version_that_spark_has_not_committed_is_not_seen(make):
     w = make()
     w.batch(filled(1))
