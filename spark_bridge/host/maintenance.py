@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from backends import spans
@@ -29,7 +30,7 @@ from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.host.instances import Counters, Instance, InstanceKey
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.prepared_versions import VersionRequests
-from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.registration import HostRegistration, Order, RunOrders
 from spark_bridge.host.running_loads import FileLease
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Maintenance:
         self._write_buffer_bytes = conf.write_buffer_bytes
         self._deltas_per_snapshot = conf.deltas_per_snapshot
         self._hooks: list[Callable[[], None]] = []
+        self._orders = RunOrders()
         self._num_threads = conf.maintenance_threads
         self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
         self._uploading: dict[InstanceKey, Future[None]] = {}
@@ -188,11 +190,14 @@ class Maintenance:
 
         The next reader loads them again. So ended queries take no memory in the long run.
         """
+        unread: dict[str, list[Order]] = {}
         for instance in self._cache.all():
-            if self._cache.has_ended(instance.registration.run_id) and not instance.state.is_loading:
+            run_id = instance.registration.run_id
+            if self._cache.has_ended(run_id) and not instance.state.is_loading:
                 if not instance.is_read:
-                    self._cache.lay_aside(instance, waits=False)
+                    unread.setdefault(run_id, []).append(partial(self._cache.lay_aside, instance, waits=False))
                 instance.is_read = False
+        self._orders.carry_out(unread)
 
     def write_out_ended(self, run_id: str) -> None:
         """Flush the partitions and copies of a query that has just ended.
@@ -235,12 +240,16 @@ class Maintenance:
             return
         info = self._registration.info
         owned = self._registration.coordinator.verify_instances(info.host_id, info.incarnation, run_ids)
+        others: dict[str, list[Order]] = {}
         for instance in instances:
-            of_run = owned.get(instance.registration.run_id)
+            run_id = instance.registration.run_id
+            of_run = owned.get(run_id)
             is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
             log.debug("Verified that state store %s is active: %s", instance, is_ours)
             if not is_ours:
-                self._cache.unload(instance, waits=False)
+                others.setdefault(run_id, []).append(partial(self._cache.unload, instance, waits=False))
+        # A commit or an upload under way is waited for, and so perhaps the storage of one query.
+        self._orders.carry_out(others)
 
     def upload_snapshots(self, instances: Sequence[Instance], together: _Together | None = None) -> None:
         """Upload snapshots of partitions of one run and report them. Descriptors and small files go up together.

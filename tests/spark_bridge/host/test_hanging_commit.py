@@ -21,28 +21,40 @@ def stream(tmp_path: Path) -> Iterator[Stream]:
     made.close()
 
 
+class HangingCommit:
+    """The commit of the second batch, in a thread; it hangs from the constructor until ``end``."""
+
+    def __init__(self, stream: Stream) -> None:
+        writes = threading.Event()
+        self._stream = stream
+        self._goes_on = threading.Event()
+        self.errors: list[Exception] = []
+
+        def hang(path: str) -> None:
+            if path.endswith(".changelog"):
+                writes.set()
+                assert self._goes_on.wait(HANG)
+
+        stream.world.put_hook = hang
+        self._thread = threading.Thread(target=self._commit)
+        self._thread.start()
+        assert writes.wait(PATIENCE)
+
+    def _commit(self) -> None:
+        try:
+            self._stream.begin(1, {1: 1})
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.errors.append(error)
+
+    def end(self) -> None:
+        self._goes_on.set()
+        self._thread.join(PATIENCE)
+
+
 def test_heartbeat_does_not_wait_for_a_commit_of_an_ended_query(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes, goes_on = threading.Event(), threading.Event()
-
-    def hang(path: str) -> None:
-        if path.endswith(".changelog"):
-            writes.set()
-            assert goes_on.wait(HANG)
-
-    stream.world.put_hook = hang
-    errors: list[Exception] = []
-
-    def commit() -> None:
-        try:
-            stream.begin(1, {1: 1})
-        except Exception as error:  # noqa: BLE001 - its run is over
-            errors.append(error)
-
-    committing = threading.Thread(target=commit)
-    committing.start()
-    assert writes.wait(PATIENCE)
+    commit = HangingCommit(stream)
     stream.c.deactivate_instances("run1")
     host = stream.hosts[0]
     monkeypatch.setattr(registration, "CARRY_OUT_SECONDS", 0.01)
@@ -51,11 +63,29 @@ def test_heartbeat_does_not_wait_for_a_commit_of_an_ended_query(
         beating.start()
         beating.join(PATIENCE)
         assert not beating.is_alive(), "the heartbeat waits for the commit"
-    goes_on.set()
-    committing.join(PATIENCE)
-    assert [type(e).__name__ for e in errors] == ["RetiredRunError"]
+    commit.end()
+    assert [type(e).__name__ for e in commit.errors] == ["RetiredRunError"]
     monkeypatch.setattr(registration, "CARRY_OUT_SECONDS", PATIENCE)
     for thread in list(host._orders._threads.values()):
         thread.join(PATIENCE)
     host.heartbeat()
     assert host.cache.instances == {} and host.cache.registrations == {}
+
+
+def test_maintenance_does_not_wait_for_a_commit_to_a_partition_that_has_moved(stream: Stream) -> None:
+    """The host was cut off from the coordinator for a while. Its other queries need the maintenance."""
+    commit, host = HangingCommit(stream), stream.hosts[0]
+    stream.world.now += 20
+    stream.c.expire()
+    stream.add_host(1)
+    assert stream.c.open_for_read("run1", "op", 0).owner.host_id == "h1"
+    stream.c.register_host(host.info, host.cache.report())
+    maintaining = threading.Thread(target=host.maintenance.do_maintenance)
+    maintaining.start()
+    maintaining.join(PATIENCE)
+    is_done = not maintaining.is_alive()
+    commit.end()
+    assert is_done, "the maintenance waits for the commit"
+    for thread in list(host.maintenance._orders._threads.values()):
+        thread.join(PATIENCE)
+    assert host.cache.instances == {}
