@@ -250,6 +250,7 @@ class Host:
             registration, cache, self.version_requests, self.counters, self.memory, conf, clock
         )
         self.maintenance.on_maintenance(self.loader.keep_within_disk)
+        self.maintenance.on_maintenance(self.grants.forget_idle_runs)
         self.exports = SavepointExports(
             info,
             partial(pin_scans, cache),

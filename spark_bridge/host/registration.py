@@ -277,6 +277,10 @@ GRANT_SECONDS = 1.0
 """Tasks of a batch use the coordinator's answer to the first of them for this many seconds: owners may have moved
 since.
 """
+IDLE_GRANT_SECONDS = 60.0
+"""The answer about a run is kept for this many seconds after its last task: a host that owns nothing of the run gets no
+message when it is over.
+"""
 
 
 @dataclass(frozen=True)
@@ -403,9 +407,21 @@ class Grants:
 
     def forget(self, run_id: str) -> None:
         with self._lock:
-            self._granted.pop(run_id, None)
-            self._waiting.pop(run_id, None)
-            self._granting.pop(run_id, None)
+            self._forget(run_id)
+
+    def forget_idle_runs(self) -> None:
+        """Forget the runs that no task has asked about for ``IDLE_GRANT_SECONDS``, and those without an answer."""
+        until = self._clock() - IDLE_GRANT_SECONDS
+        with self._lock:
+            for run_id in list(self._granting):
+                granted = self._granted.get(run_id)
+                if not self._waiting.get(run_id) and (granted is None or granted.at <= until):
+                    self._forget(run_id)
+
+    def _forget(self, run_id: str) -> None:
+        self._granted.pop(run_id, None)
+        self._waiting.pop(run_id, None)
+        self._granting.pop(run_id, None)
 
 
 # The coordinator's orders about runs, carried out separately from the heartbeat that brings them.
