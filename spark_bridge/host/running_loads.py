@@ -99,15 +99,22 @@ class Loads:
                 load = None
             if load is None:
                 load = self._loads[key] = Load(goal, self._clock(), Future())
-                if pool is not None:
-                    pool.submit(self._run, key, load, work)
-                else:
-                    run = spans.carried(self._run)
-                    threading.Thread(target=run, args=(key, load, work), name="statestore-open", daemon=True).start()
+                try:
+                    self._begin(key, load, work, pool)
+                except BaseException:  # such as that of a machine that has no more threads
+                    del self._loads[key]
+                    raise
             load.asked = self._clock()
             if asker is not None:
                 load.askers.add(asker)
             return load
+
+    def _begin(self, key: Hashable, load: Load, work: Callable[[Load], Any], pool: ThreadPoolExecutor | None) -> None:
+        if pool is not None:
+            pool.submit(self._run, key, load, work)
+        else:
+            run = spans.carried(self._run)
+            threading.Thread(target=run, args=(key, load, work), name="statestore-open", daemon=True).start()
 
     def wait_for_task(
         self, key: Hashable, goal: tuple[Hashable, ...], work: Callable[[Load], None], asker: str, seconds: float

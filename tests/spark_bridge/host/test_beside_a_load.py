@@ -180,3 +180,22 @@ def test_a_load_ahead_fetches_like_the_others_once_a_task_waits_for_it() -> None
         over.set()
         load.result.result(HANG)
         assert ahead.is_ahead
+
+
+@pytest.mark.parametrize("for_task", [True, False])
+def test_a_load_that_got_no_thread_is_begun_again(monkeypatch: pytest.MonkeyPatch, for_task: bool) -> None:
+    loads = Loads()
+
+    def load() -> bool:
+        if for_task:
+            return loads.wait_for_task("a partition", ("run",), lambda _: None, "a task", PATIENCE)
+        return loads.read_result("a partition", lambda: True, "a partition", PATIENCE)
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            load()
+    assert load()
