@@ -24,7 +24,7 @@ from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import store_snapshots
 from coordinator_actor.exceptions import BatchHeldError
-from coordinator_actor.messages import SnapshotUploaded
+from coordinator_actor.messages import QueryRegistration, SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.host.instances import Counters, Instance, InstanceKey
@@ -163,7 +163,10 @@ class Maintenance:
                 if is_idle and copy.written_out != version:
                     begun.append(self._uploads.submit(self._write_out, copy, version))
             for instances in due.values():
-                share = -(-len(instances) // self._num_threads)
+                threads = self._free_threads(instances[0].registration)
+                if threads <= 0:
+                    continue  # the next maintenance looks at them
+                share = -(-len(instances) // threads)
                 shares = [instances[first : first + share] for first in range(0, len(instances), share)]
                 together = _Together(len(shares))
                 for some in shares:
@@ -173,6 +176,16 @@ class Maintenance:
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._cache.instances]:
                 del self._uploading[key]
         return begun
+
+    def _free_threads(self, registration: QueryRegistration) -> int:
+        """Return how many threads may begin uploads of a query. If its storage hangs, a thread is left for the others.
+
+        The lock of the cache is held.
+        """
+        is_alone = all(i.registration.run_id == registration.run_id for i in self._cache.instances.values())
+        most = self._num_threads if is_alone else max(1, self._num_threads - 1)
+        uploading = {f for key, f in self._uploading.items() if key[0] == registration.state_location and not f.done()}
+        return most - len(uploading)
 
     def _renew_leases(self) -> None:
         with self._cache.lock:

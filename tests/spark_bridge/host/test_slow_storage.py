@@ -10,9 +10,11 @@ import msgspec
 
 from backends.exceptions import StorageError
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.held_runs import beat_through_a_lease, one, two_queries
-from tests.spark_bridge.host.host_steps import ch, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.task_threads import wait_until
 
 
 @contextmanager
@@ -115,3 +117,46 @@ def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path)
     dropped = "h0" not in c2.registries.hosts.leases
     go.set()
     assert not dropped
+
+
+def test_a_query_whose_storage_hangs_does_not_stop_the_snapshots_of_another(tmp_path):
+    w = World(tmp_path)
+    c = w.coordinator(0)
+    h = make_host(w, c, 0, tmp_path, deltas_per_snapshot=1)
+    r2 = msgspec.structs.replace(
+        reg(w, "runX", 1),
+        query_id="q2",
+        checkpoint_location=str(w.root / "ck2"),
+        state_location=str(w.root / "ck2/statestore"),
+    )
+    c.register_query(reg(w, n=4))
+    c.register_query(r2)
+    go, begun = threading.Event(), []
+    storage = h.files.storage_of(reg(w, n=4))
+    put_new = storage.put_new
+
+    def hang(path, data):
+        if not path.endswith(".changelog"):
+            assert go.wait(HANG)
+        return put_new(path, data)
+
+    storage.put_new = hang
+    try:
+        for batch in range(3):
+            for run, checkpoint, n in (("run1", "ck", 4), ("runX", "ck2", 1)):
+                w.plan_spark(batch, checkpoint)
+                for p in range(n):
+                    run_task([h], batch, p, run)
+                w.commit_spark(batch, checkpoint)
+                c.batch_committed(run, batch)
+            h.heartbeat()
+            begun += h.maintenance.do_maintenance()
+            other = h.cache.instance("runX", "op", 0)
+            wait_until(
+                lambda batch=batch, other=other: other.snapshot_version == batch + 1, "it waits for the first one"
+            )
+    finally:
+        go.set()
+    for upload in begun:
+        upload.result(PATIENCE)
+    assert all(h.cache.instance("run1", "op", p).snapshot_version for p in range(4))
