@@ -1,5 +1,7 @@
 """Every public name is what its name says when a user imports it first, in a process that has imported nothing else
 of ours.
+
+The entry points that pyproject.toml declares exist, whatever an older installation says.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-import pytest
 
 import ray_statestore
 from backends.lazy_names import EXTRAS
@@ -276,3 +279,16 @@ def test_command_line_of_a_machine_without_spark() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert "pip install 'ray-statestore[spark]'" in ran.stdout
+
+
+PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+TARGETS = re.findall(r'^[\w.-]+ = "((?:ray_statestore|spark_bridge)[\w.]*):(\w+)"$', PYPROJECT, re.MULTILINE)
+
+
+def test_both_are_declared() -> None:
+    assert len(TARGETS) == 2, TARGETS
+
+
+@pytest.mark.parametrize(("module", "name"), TARGETS)
+def test_what_is_declared_can_be_called(module: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(module), name))

@@ -25,7 +25,7 @@ from backends.exceptions import (
 )
 from backends.loaded_providers import LoadedProviders
 from backends.store import load_provider, loaded_providers
-from tests.backends.providers.providers import content
+from tests.backends.providers.provider_cases import content
 from tests.patience import HANG, PATIENCE
 
 CONF = StateStoreConf(provider="file", fsync=False, maintenance_interval=3600, deltas_per_snapshot=2)

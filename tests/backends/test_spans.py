@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from backends import spans
 from backends.open_telemetry import OpenTelemetryTracer
-from tests.recorded_spans import recorded_spans
+from tests.collector import recorded_spans
 
 BATCH = spans.batch("run", 7)
 

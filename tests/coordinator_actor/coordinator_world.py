@@ -1,10 +1,16 @@
-"""A coordinator with a clock, a Spark checkpoint and storage of the test's own."""
+"""A coordinator with a clock, a Spark checkpoint and storage of the test's own; batches of such a ``World``, and what
+tests ask of a coordinator that no message asks.
+
+``HangingStorage`` hangs for one query, for as long as a test likes.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +21,40 @@ import pyarrow as pa
 from backends.encoding.schema import StateSchema
 from backends.formats.changelog import ChangelogMeta, Changes, GroupMember, group_path, write_changelog, write_group
 from backends.formats.manifest import Manifest, changelog_path, unseal
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.messages import (
     Acknowledge,
+    Acknowledged,
+    CommitFigures,
     HostInfo,
     HostReport,
     OpenBatch,
     OpenGrant,
     OperatorSpec,
     QueryRegistration,
+    Refused,
 )
-from tests.coordinator_actor.coordinators import acknowledge
+from coordinator_actor.run.query_state import QueryState
+from spark_bridge.exceptions import rebuilt_error
+from tests.patience import HANG, PATIENCE
+
+
+def run_of(coordinator: Coordinator, run_id: str = "run1") -> QueryState:
+    """A registered run."""
+    return coordinator.registries.runs.by_id[run_id]
+
+
+def acknowledge(coordinator: Coordinator, message: Acknowledge) -> Acknowledged:
+    """One acknowledgement by itself; raises the error that refuses it."""
+    (answer,) = coordinator.acknowledge_many(message.run_id, message.host_id, message.incarnation, (message,))
+    if isinstance(answer, Refused):
+        raise rebuilt_error(answer.error, answer.message)
+    return answer
+
 
 SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
 
@@ -165,3 +190,64 @@ class World:
         paths = sorted((self.root / checkpoint / "statestore/manifests").glob("*.json"))
         found = [unseal(data, Manifest, p.name) for p in paths if (data := p.read_bytes()) != FENCE]
         return [json.loads(msgspec.json.encode(manifest, enc_hook=dict)) for manifest in found]
+
+
+CALLS = ("put_new", "get", "exists", "list", "delete")
+
+
+class HangingStorage:
+    """Opens real storage. While ``hangs(location)`` lasts, no call to files below that location comes back."""
+
+    def __init__(self, open_storage: OpenStorage) -> None:
+        self._open_storage = open_storage
+        self._location: str | None = None
+        self._goes_on = threading.Event()
+        self._waiting = threading.Semaphore(0)
+
+    def open(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
+        storage = self._open_storage(location, options)
+        for name in CALLS:
+            setattr(storage, name, self._gated(location, getattr(storage, name)))
+        return storage
+
+    def _gated(self, location: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if self._location is not None and location.startswith(self._location):
+                self._waiting.release()
+                assert self._goes_on.wait(HANG), "the storage was never released"
+            return call(*args, **kwargs)
+
+        return gated
+
+    @contextmanager
+    def hangs(self, location: str) -> Iterator[None]:
+        """Storage below a location hangs until the end of the block."""
+        self._goes_on.clear()
+        self._location = location
+        try:
+            yield
+        finally:
+            self._location = None
+            self._goes_on.set()
+
+    def wait_for_call(self) -> None:
+        """Wait until one more call hangs."""
+        assert self._waiting.acquire(timeout=PATIENCE), "the storage got no call"
+
+
+def begin(world: World, run: str = "run1", **changes: Any) -> Coordinator:
+    c = world.coordinator()
+    answer = c.register_query(world.registration(run, **changes))
+    assert answer.refusal is None, answer.refusal
+    return c
+
+
+def staged(world: World, c: Coordinator, batch: int, p: int, figures: CommitFigures, run: str = "run1") -> Acknowledge:
+    return msgspec.structs.replace(world.stage(world.open(c, batch, p, run), p, batch, "t", run), figures=figures)
+
+
+def batches(world: World, c: Coordinator, first: int, last: int, run: str = "run1") -> None:
+    for batch in range(first, last + 1):
+        world.plan_spark(batch)
+        world.run_batch(c, batch, run=run)
+        c.batch_committed(run, batch)

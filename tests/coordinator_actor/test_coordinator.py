@@ -32,8 +32,7 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.messages import MIRROR, HostReport, InputPace, OperatorSpec
 from coordinator_actor.run.owners import assign
 from spark_bridge.exceptions import rebuilt_error
-from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.coordinator_actor.coordinators import acknowledge, run_of
+from tests.coordinator_actor.coordinator_world import SCHEMA, World, acknowledge, run_of
 
 OTHER_KEY = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])).to_json()
 OTHER_STATE = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.float64())])).to_json()

@@ -17,8 +17,7 @@ from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError, Qu
 from coordinator_actor.handlers import hosts as host_messages
 from coordinator_actor.messages import HostReport, OpenBatch, QueryRegistration
 from coordinator_actor.threads import MAX_WAITING_MESSAGES, THREADS_PER_QUERY, QueryThreads
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.hanging_storage import HangingStorage
+from tests.coordinator_actor.coordinator_world import HangingStorage, World
 from tests.patience import HANG, PATIENCE
 
 HOSTS, FEW_HOSTS, PARTITIONS = 100, 8, 20

@@ -10,10 +10,8 @@ from backends.storage.requests import RequestCounts
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import CommitFigures
 from coordinator_actor.metrics import QueryMetrics
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge
-from tests.coordinator_actor.run.checkpoints_of_a_world import batches, begin, staged
-from tests.metric_sink import KeptMetrics
+from tests.coordinator_actor.coordinator_world import World, acknowledge, batches, begin, staged
+from tests.prometheus import KeptMetrics
 
 REQUESTS = RequestCounts()
 for _ in range(3):

@@ -24,8 +24,8 @@ from spark_bridge.state_data.looked_up_state import Batch, LookedUpState, in_sto
 from spark_bridge.state_format.layouts import aggregate_schema
 from spark_bridge.task.executor import ADDRESSES, RUN_ID, Endpoints
 from spark_bridge.task.executor import TOKEN as TASK_TOKEN
+from tests.collector import recorded_spans
 from tests.patience import PATIENCE
-from tests.recorded_spans import recorded_spans
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster
 
 ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])

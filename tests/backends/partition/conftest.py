@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends import fault_points
-from tests.backends.partition.rescaled_query import Query
+from tests.backends.partition.partition_steps import Query
 
 
 @pytest.fixture

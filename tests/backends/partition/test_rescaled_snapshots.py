@@ -7,7 +7,7 @@ import pytest
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest_chain import Layout
-from tests.backends.partition.rescaled_query import OTHER, backends, content_of, everywhere, group_of, key
+from tests.backends.partition.partition_steps import OTHER, backends, content_of, everywhere, group_of, key
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

@@ -8,7 +8,7 @@ import pytest
 from backends.encoding.key_groups import partition_of, partition_range
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest_chain import Layout, Segment
-from tests.backends.partition.rescaled_query import OTHER, G, backends, everywhere, key
+from tests.backends.partition.partition_steps import OTHER, G, backends, everywhere, key
 from tests.effort import only_thorough
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")

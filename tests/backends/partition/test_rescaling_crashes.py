@@ -9,7 +9,7 @@ from backends.encoding.key_groups import partition_of
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest import Lineage
 from backends.formats.manifest_chain import Layout
-from tests.backends.partition.rescaled_query import OTHER, G, backends, content_of, everywhere, group_of, key
+from tests.backends.partition.partition_steps import OTHER, G, backends, content_of, everywhere, group_of, key
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

@@ -6,7 +6,7 @@ import pytest
 
 from backends.formats import manifest_chain, snapshot
 from backends.formats.manifest import version_in
-from tests.backends.partition.rescaled_query import everywhere, key
+from tests.backends.partition.partition_steps import everywhere, key
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

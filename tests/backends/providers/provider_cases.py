@@ -1,15 +1,15 @@
-"""Which providers a case of all providers is tried with."""
+"""The providers whose behaviour is tried, which of them a case is tried with, and steps that they share."""
 
 from pathlib import Path
 
 import pytest
 
-from backends import StateStoreConf
-from tests.backends.providers.providers import PROVIDERS
+from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf
 from tests.backends.providers.third_provider import ThirdStateStoreProvider
 from tests.effort import only_thorough
 
 CONF = StateStoreConf(fsync=False)
+PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider, ThirdStateStoreProvider]
 
 
 def usually(*left):
@@ -38,3 +38,17 @@ SOON = StateStoreConf(fsync=False, deltas_per_snapshot=3, min_versions_to_retain
 
 def files(location, kind):
     return sorted(int(f.name.partition("-")[0]) for f in Path(location).rglob(f"*.{kind}"))
+
+
+def commit(provider, version, **pairs):
+    store = provider.get_store(version)
+    for key, value in pairs.items():
+        if value is None:
+            store.remove(key.encode())
+        else:
+            store.put(key.encode(), value.encode())
+    return store.commit()
+
+
+def content(store, column_family="default"):
+    return {k.decode(): v.decode() for k, v in store.iterator(column_family)}

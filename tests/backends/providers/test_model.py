@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from backends import StateStoreConf, StateStoreId
 from backends.exceptions import VersionNotFoundError
-from tests.backends.providers.providers import PROVIDERS
+from tests.backends.providers.provider_cases import PROVIDERS
 from tests.effort import effort
 
 pytestmark = pytest.mark.long

@@ -62,8 +62,7 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.keys import first_key_after
 from backends.exceptions import InvalidStateStoreArgument
-from tests.backends.providers.provider_cases import shared
-from tests.backends.providers.providers import commit, content
+from tests.backends.providers.provider_cases import commit, content, shared
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

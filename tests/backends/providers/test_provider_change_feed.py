@@ -8,8 +8,7 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     VersionNotFoundError,
 )
-from tests.backends.providers.provider_cases import SOON, changes, elements, shared
-from tests.backends.providers.providers import commit
+from tests.backends.providers.provider_cases import SOON, changes, commit, elements, shared
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

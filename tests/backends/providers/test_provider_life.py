@@ -8,7 +8,7 @@ import pytest
 from backends import StateStoreConf, StateStoreId
 from backends.exceptions import StorageError, StoreClosedError
 from backends.storage.local_files import LocalFiles
-from tests.backends.providers.providers import commit, content
+from tests.backends.providers.provider_cases import commit, content
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

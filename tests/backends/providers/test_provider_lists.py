@@ -6,8 +6,7 @@ import pytest
 from backends.exceptions import (
     InvalidStateStoreArgument,
 )
-from tests.backends.providers.provider_cases import elements
-from tests.backends.providers.providers import content
+from tests.backends.providers.provider_cases import content, elements
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

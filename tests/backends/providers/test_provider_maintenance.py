@@ -15,8 +15,7 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     VersionNotFoundError,
 )
-from tests.backends.providers.provider_cases import CONF, SOON, changes, files, shared
-from tests.backends.providers.providers import PROVIDERS, commit, content
+from tests.backends.providers.provider_cases import CONF, PROVIDERS, SOON, changes, commit, content, files, shared
 from tests.backends.providers.third_provider import ThirdStateStoreProvider
 from tests.patience import HANG, PATIENCE
 

@@ -17,8 +17,7 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from tests.backends.providers.provider_cases import CONF, shared
-from tests.backends.providers.providers import PROVIDERS, commit, content
+from tests.backends.providers.provider_cases import CONF, PROVIDERS, commit, content, shared
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

@@ -10,8 +10,7 @@ from backends.exceptions import (
     UnsupportedLocationError,
     VersionNotFoundError,
 )
-from tests.backends.providers.provider_cases import shared
-from tests.backends.providers.providers import commit
+from tests.backends.providers.provider_cases import commit, shared
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
 

@@ -1,4 +1,9 @@
-"""Storage requests are counted by kind, each attempt as one."""
+"""Storage requests are counted by kind, each attempt as one.
+
+What requests cost, and prices that a user gives.
+
+Requests to storage are timed, and those that fail are counted, repeated ones too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.exceptions import FileExistsInStorageError, InvalidStateStoreArgument, MissingFileError, StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest
-from backends.storage.requests import RequestCounts, num_requests, used_since, used_together
+from backends.storage.requests import Prices, RequestCounts, num_requests, used_since, used_together
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
@@ -85,3 +90,34 @@ def test_attempts_that_storage_fails_are_counted_and_storages_share_the_counts(
     assert other.get("a") == b"1"
     assert counts.read() == {"put": 1, "get": 3, "head": 0, "list": 0, "delete": 0}
     assert sum(counts.read().values()) == len(proxy.seen)
+
+
+def test_each_kind_has_its_price() -> None:
+    used = {"put": 1000, "get": 2000, "head": 1000, "list": 3000, "delete": 9000}
+    assert Prices().dollars(used) == pytest.approx(0.005 + 0.0008 + 0.0004 + 0.015)
+    moved = {"sent_bytes": 1 << 30, "received_bytes": 2 << 30}
+    assert Prices().dollars(moved) == 0 == Prices().dollars({})
+    assert Prices(sent_gib=0.01, received_gib=0.09).dollars(moved) == pytest.approx(0.19)
+
+
+def test_missing_prices_are_defaults_and_the_string_says_all() -> None:
+    given = Prices.parse(" put=0.0054, received_gib = 0.09 ")
+    assert given == Prices(put=0.0054, received_gib=0.09) == Prices.parse(str(given)) and Prices.parse("") == Prices()
+
+
+@pytest.mark.parametrize("text", ["putt=1", "put", "put=", "put=x", "put=-1", "put=nan", "put=inf", "put=1,get"])
+def test_an_unknown_price_is_refused_with_the_known_ones(text: str) -> None:
+    with pytest.raises(InvalidStateStoreArgument, match=r"is not a price: give put=, get=, .* dollars"):
+        Prices.parse(text)
+
+
+def test_failures_and_durations_are_counted_by_kind(tmp_path: Path) -> None:
+    requests = RequestCounts()
+    storage = CheckpointStorage.open(str(tmp_path), requests=requests)
+    storage.put_new("a", b"1")
+    assert requests.failures() == dict.fromkeys(requests.read(), 0)
+    assert {kind: b.count for kind, b in requests.durations().items()} == requests.read()
+    with pytest.raises(StorageError):
+        storage.put_new("a/b", b"1")  # a is a file, no directory
+    assert requests.failures() == {**dict.fromkeys(requests.read(), 0), "put": 1}
+    assert {kind: b.count for kind, b in requests.durations().items()} == requests.read()

@@ -13,7 +13,7 @@ CheckpointCoordinatorTest, in this file:
 - handleMessagesForNonExistingCheckpoints: test_messages_that_belong_to_nothing
 
 CheckpointIDCounterTest (testSerialIncrementAndGet, testConcurrentGetAndIncrement, testSetCount):
-``test_checkpoint_id.py``. CoordinatorShutdownTest: test_shutdown_..., here and in ``test_completion.py``.
+``test_pending_checkpoint.py``. CoordinatorShutdownTest: test_shutdown_..., here and in ``test_completion.py``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from coordinator_actor.exceptions import (
     InvalidRequestError,
 )
 from spark_bridge.exceptions import rebuilt_error
-from tests.coordinator_actor.checkpoints.checkpoint_world import World
-from tests.coordinator_actor.checkpoints.recorded_coordinator import (
+from tests.coordinator_actor.checkpoints.checkpoint_world import (
     A,
     B,
     C,
+    World,
     ack,
     coordinator,
     decline,

@@ -15,10 +15,10 @@ from coordinator_actor.exceptions import (
     CoordinatorError,
     InvalidRequestError,
 )
-from tests.coordinator_actor.checkpoints.checkpoint_world import World
-from tests.coordinator_actor.checkpoints.recorded_coordinator import (
+from tests.coordinator_actor.checkpoints.checkpoint_world import (
     A,
     B,
+    World,
     ack,
     coordinator,
     decline,

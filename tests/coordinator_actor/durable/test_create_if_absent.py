@@ -1,19 +1,37 @@
-"""No state is kept where files are overwritten, and a storage that can be trusted is tried out once."""
+"""No state is kept where files are overwritten, and a storage that can be trusted is tried out once.
+
+Storage that overwrites what it was asked to create only if it is absent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import StorageError, UnsupportedLocationError
-from backends.storage.checkpoint_storage import CREATE_PROBE, CreateIfAbsentProofs
+from backends.storage.checkpoint_storage import CREATE_PROBE, CheckpointStorage, CreateIfAbsentProofs
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostReport
 from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.durable.overwriting_storage import overwriting
+
+
+def overwriting(location: str, options: Mapping[str, str]) -> CheckpointStorage:
+    """Open a directory that does so, as if it were in an object store."""
+    storage = CheckpointStorage.open(location, options, fsync=False)
+    storage.is_local = False
+    put_new = storage.put_new
+
+    def put(path: str, data: bytes) -> Any:
+        (Path(storage.location.removeprefix("file://")) / path).unlink(missing_ok=True)
+        return put_new(path, data)
+
+    storage.put_new = put  # type: ignore[method-assign]
+    return storage
 
 
 @pytest.fixture

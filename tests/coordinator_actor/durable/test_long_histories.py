@@ -25,8 +25,7 @@ from coordinator_actor.durable.manifests import FOLDED, FOLDS, ManifestLog, Quer
 from coordinator_actor.durable.records import DIRECTORY, KEPT_RECORDS, SavepointRecord
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
 from coordinator_actor.run.retention import tidy_records
-from tests.coordinator_actor.coordinator_world import SCHEMA
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import SCHEMA, run_of
 from tests.critical_path import CriticalPath
 
 PARTITIONS = 1000

@@ -19,8 +19,7 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
 from coordinator_actor.messages import Acknowledge, Acknowledged, KvStateLocationOracle, Refused
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge, run_of
+from tests.coordinator_actor.coordinator_world import World, acknowledge, run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.patience import HANG, PATIENCE
 

@@ -14,8 +14,7 @@ from coordinator_actor.handlers.registries import RunRegistry
 from coordinator_actor.messages import Acknowledge, Acknowledged, HostReport, Refused
 from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.coordinator_world import World, acknowledge
 
 N = 8
 

@@ -11,8 +11,7 @@ from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import World, run_of
 
 KEEP = 3
 

@@ -25,10 +25,7 @@ from coordinator_actor.durable.records import (
 )
 from coordinator_actor.messages import MAX_STEPS, CommitFigures, HostReport
 from coordinator_actor.run.history import WRITE_SECONDS, CheckpointHistory
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge, run_of
-from tests.coordinator_actor.hanging_storage import HangingStorage
-from tests.coordinator_actor.run.checkpoints_of_a_world import batches, begin, staged
+from tests.coordinator_actor.coordinator_world import HangingStorage, World, acknowledge, batches, begin, run_of, staged
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS, UPLOAD, FilesInUse
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import World, run_of
 
 LAYOUTS = {"op": Layout("op", 2, "file")}
 TASK = ("op", 0)

@@ -15,8 +15,7 @@ from coordinator_actor.exceptions import FencedError, QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.run.holds import LISTED_EVERY
 from coordinator_actor.run.versions import KEPT_BATCHES, LOOKUP_RECORD_SECONDS, PIN_SECONDS
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.coordinator_world import World, acknowledge
 from tests.coordinator_actor.run.retention_steps import upload
 
 KEEP = 3

@@ -15,8 +15,7 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import NOBODY, BatchGrant, HandOver, HostReport, OpenBatch, QueryRegistration
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.coordinator_world import World, acknowledge
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 HOSTS, PARTITIONS = 10, 100

@@ -17,8 +17,7 @@ from coordinator_actor.durable.records import HISTORY
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import HostReport, SnapshotUploaded
 from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.coordinator_actor.run.retention_steps import KEEP, begin, maintain, names, plan_spark, run_batches, upload
 
 

@@ -17,8 +17,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.run import retention
 from coordinator_actor.run.holds import LISTED_EVERY, KnownFiles
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.coordinator_actor.run.retention_steps import begin, maintain, names, run_batches, upload
 from tests.patience import PATIENCE
 

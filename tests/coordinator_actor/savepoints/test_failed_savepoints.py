@@ -11,7 +11,7 @@ from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import read_stored_savepoints
 from spark_bridge.host.exports import pin_scans
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import run_of
 from tests.coordinator_actor.savepoints.savepoint_failures import (
     WHY,
     decline,

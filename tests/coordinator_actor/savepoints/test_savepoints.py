@@ -14,7 +14,7 @@ from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SavepointExported, SavepointStatus
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import read_stored_savepoint, read_stored_savepoints
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, run_and_clean
 from tests.effort import only_thorough
 

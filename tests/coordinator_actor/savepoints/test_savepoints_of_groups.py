@@ -14,7 +14,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
 from spark_bridge.host import commits as group_commit
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, stored
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.task_threads import Threads

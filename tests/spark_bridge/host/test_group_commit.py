@@ -22,8 +22,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from spark_bridge.host import commits as group_commit
 from spark_bridge.host.commits import GroupCommits, TasksAtWork
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, task
 from tests.spark_bridge.host.task_threads import Threads, wait_until

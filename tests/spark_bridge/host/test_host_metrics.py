@@ -14,7 +14,7 @@ from spark_bridge.host_actor import MAX_PARTITIONS, HostMetrics
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.server.limits import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.metric_sink import KeptMetrics
+from tests.prometheus import KeptMetrics
 from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task
 
 NAMES = {"run1": "totals"}

@@ -18,8 +18,7 @@ from backends.storage.locations import FileRef
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.run.holds import BUSY_SECONDS
 from spark_bridge.host import maintenance
-from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import SCHEMA, World, run_of
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task, task

@@ -26,7 +26,7 @@ from spark_bridge.overview.model import (
     Overview,
     to_plain,
 )
-from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.coordinator_world import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]

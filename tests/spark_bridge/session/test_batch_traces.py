@@ -9,8 +9,8 @@ import pytest
 
 from backends import spans
 from spark_bridge.session.progress import BatchTraces
+from tests.collector import Recorded, recorded_spans
 from tests.coordinator_actor.coordinator_world import World
-from tests.recorded_spans import Recorded, recorded_spans
 
 MS = 1_000_000
 BEGAN = 1_764_090_000_123 * MS

@@ -17,9 +17,7 @@ from coordinator_actor.handlers.registries import LONGEST_FAILURE
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.settings import Shutdown
-from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.coordinators import acknowledge
-from tests.coordinator_actor.hanging_storage import HangingStorage
+from tests.coordinator_actor.coordinator_world import HangingStorage, World, acknowledge
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually
 

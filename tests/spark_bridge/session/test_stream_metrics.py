@@ -12,7 +12,7 @@ from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.progress import StateOperatorProgress, StreamMetrics
 from spark_bridge.session.settings import Shutdown
-from tests.metric_sink import KeptMetrics
+from tests.prometheus import KeptMetrics
 from tests.spark_bridge.queryable.memory_reads import eventually
 
 PROGRESS = StateOperatorProgress("op", 4, 100, 7, 1, 2, 12.5, 5000, 4, 4, 70, 10.0, {"numDroppedDuplicateRows": 3.0})

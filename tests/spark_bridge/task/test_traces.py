@@ -24,9 +24,9 @@ from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.state_task import task_span
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
+from tests.collector import Recorded, recorded_spans
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.recorded_spans import Recorded, recorded_spans
 from tests.spark_bridge.conftest import wait_until
 from tests.spark_bridge.host.host_operators import SCHEMA, reg_of, spec, write_offsets
 from tests.spark_bridge.host.host_steps import make_host, run_task, task
