@@ -183,7 +183,7 @@ _STATE = [
 ]
 _HOSTS = [f"tests/spark_bridge/{name}" for name in ("demo", "host", "session", "task")]
 _OPERATORS = [
-    *(f"tests/spark_bridge/{name}" for name in ("aggregates", "alerts", "operators", "state_format")),
+    *(f"tests/spark_bridge/{name}" for name in ("aggregates", "alerts", "operators")),
     *(f"tests/spark_bridge/{name}" for name in ("stateful", "streams", "test_dashboard.py", "test_pages.py")),
 ]
 _QUERIES = ["tests/spark_bridge/queryable"]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.lab.lab import Lab
-from tests.lab.requirements import missing
+from tests.lab.namespaces import missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_address, ray_environment, start_ray
 from tests.patience import HANG
-from tests.spark_bridge.demo.demo_output import ALL_RIGHT
+from tests.spark_bridge.demo.test_demo import ALL_RIGHT
 
 # Otherwise: test_demo.py on a cluster of the demo's own, test_demo_processes.py for the lines that are shown.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]

@@ -4,6 +4,8 @@ The head is also killed or loses power. The application ends with the head, beca
 after a restart, it resumes after the last committed version.
 Every version that a query returns conserves money: it has exactly the accounts that follow from its batches.
 ``STATESTORE_LOSSES_SEED`` repeats a run's draws, ``STATESTORE_LOSSES`` makes more or fewer of them.
+
+``statestore run`` on a machine that stays, while the head loses power: the stream recovers by itself, exact.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import pytest
 
 from spark_bridge import state_table
 from tests.cluster.program_on_lab import START_SECONDS, ProgramOnLab
+from tests.lab import bank
 from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 from tests.lab.auditor import committed
 from tests.lab.cable import Direction
-from tests.lab.lab import Lab
-from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, start_ray_on
+from tests.lab.lab import ROOT, Lab
+from tests.lab.ray_nodes import JOBS_PORT, RAY, WITH_JOBS, ray_address, ray_environment, start_ray, start_ray_on
 from tests.spark_bridge.conftest import wait_until
 
 # Otherwise: test_bare_losses.py without Ray and Spark, tests/simulation, and what tests/spark_bridge/streams kills.
@@ -209,3 +212,40 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
     money[keys], count[keys] = table.column("money").to_numpy(), table.column("n").to_numpy()
     assert money.sum() == 0
     assert (money == postings(version)[0]).all() and (count == postings(version)[1]).all(), f"seed {seed}"
+
+
+# Otherwise: tests/spark_bridge/cli/test_supervision.py, and test_run.py there on one machine.
+SUPERVISED_CPUS = [0, 2, 2]
+SUPERVISOR = 1
+
+
+def test_a_stream_survives_a_power_loss_of_the_head(make_lab: Callable[[int], Lab]) -> None:
+    lab = make_lab(len(SUPERVISED_CPUS))
+    start_ray(lab, SUPERVISED_CPUS, head=WITH_JOBS)
+    checkpoint = str(lab.shared / "ck")
+    options = ("--name", "bank", "--address", f"http://{lab.addresses[0]}:{JOBS_PORT}", "--env", f"PYTHONPATH={ROOT}")
+    program = (str(bank.__file__), *options, "--", ray_address(lab), checkpoint, "2")
+    run = ProgramOnLab(lab, "cli", "run", *program, machine=SUPERVISOR, package="spark_bridge")
+    programs = [run]
+    try:
+        run.wait_for_more("batch", 3)
+        before = committed(checkpoint)
+        lab.cut(0)
+        lab.kill(0)
+        wait_until(lambda: "No cluster answers" in run.log(), timeout=START_SECONDS)
+
+        lab.start(0)
+        for k in range(1, len(SUPERVISED_CPUS)):  # the new head does not know the nodes of the old one
+            lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
+        start_ray(lab, SUPERVISED_CPUS, head=WITH_JOBS)
+        run.wait_for_more("batch", 3)
+        assert "bank-1 is started" in run.log() and "the head of the cluster has died" in run.log()
+        assert committed(checkpoint) > before, "committed batches are gone"
+        programs.append(auditor := ProgramOnLab(lab, "auditor", checkpoint))
+        auditor.wait_for_more("answer", 3)
+        assert auditor.lines("wrong") == []
+    except AssertionError as error:
+        raise AssertionError("\n".join(program.log()[-5000:] for program in programs)) from error
+    finally:
+        for each in programs:
+            each.end()

@@ -1,14 +1,21 @@
-"""The generated blocks of docs/reference are those of the code, and name everything that users import."""
+"""The generated blocks of docs/reference are those of the code, and name everything that users import.
+
+docs/reference/configuration.md names every setting and every environment variable that the code reads, and
+docs/how-to/page.md has a row for every kind of fault that the overview finds.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ray_statestore
 import spark_bridge
+from tests.docs.pages import ROOT
 from tests.docs.reference import END, pages, rendered, without_generated
 from tests.docs.reference.docstrings import as_markdown
 
@@ -60,3 +67,56 @@ def test_docstrings_as_markdown() -> None:
         "Take `*args` of `A`s, a \\< b, **one** * c:\n\n```py\nf(1)\n```\n\n- `x`: a list\n  of one.\n\n"
         "```text\n% run\n```\n\nEnd."
     )
+
+
+FAULTS_PAGE = ROOT / "docs" / "how-to" / "page.md"
+BRIDGE_SOURCES = sorted((ROOT / "spark_bridge").rglob("*.py"))
+
+
+def kinds_of(source: str) -> set[str]:
+    """Return the kinds of a module's faults. Raises ``AssertionError`` for a kind that is not a constant."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    faults = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Fault"]
+    return {kind for call in faults for kind in _constants(call.args[1])}
+
+
+def _constants(kind: ast.expr) -> Iterator[str]:
+    if isinstance(kind, ast.IfExp):
+        yield from _constants(kind.body)
+        yield from _constants(kind.orelse)
+    else:
+        assert isinstance(kind, ast.Constant) and isinstance(kind.value, str), ast.unparse(kind)
+        yield kind.value
+
+
+def test_the_table_has_every_fault() -> None:
+    found = set().union(*(kinds_of(path.read_text()) for path in BRIDGE_SOURCES))
+    assert len(found) > 20
+    (table,) = re.findall(r"^\| the page says \| .*?\n\n", FAULTS_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    listed = {kind for row in table.splitlines()[2:] if row for kind in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert listed == found
+
+
+SETTINGS_PAGE = ROOT / "docs" / "reference" / "configuration.md"
+SOURCES = [p for name in ("backends", "coordinator_actor", "spark_bridge") for p in sorted((ROOT / name).rglob("*.py"))]
+
+
+def found(pattern: str, *, without_demo: bool = False) -> set[str]:
+    sources = [p for p in SOURCES if not (without_demo and "demo" in p.parts)]
+    return {name for p in sources for name in re.findall(pattern, p.read_text())}
+
+
+def test_every_setting_of_ours_is_on_the_page() -> None:
+    names = found(r'"(spark\.statestore\.\w+)"')
+    assert len(names) > 3
+    assert {n for n in names if f"`{n}`" not in SETTINGS_PAGE.read_text()} == set()
+
+
+def test_every_environment_variable_is_on_the_page() -> None:
+    read = found(r'environ(?:\.get\(|\[|\.setdefault\()"(\w+)"', without_demo=True)
+    read |= found(r'"((?:STATESTORE|RAY_TLS)_\w+)"', without_demo=True)
+    ours = {
+        n for n in read if n not in ("PATH", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON") and not n.startswith("AWS_")
+    }
+    assert len(ours) > 5
+    assert {n for n in ours if f"`{n}`" not in SETTINGS_PAGE.read_text()} == set()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tests.lab.commands import HELP, Commands, CommandServer
 from tests.lab.lab import Lab
+from tests.lab.namespaces import missing
 from tests.lab.ray_nodes import ray_address, ray_environment, start_ray, start_ray_on
-from tests.lab.requirements import missing
 
 COMMAND = Path(__file__).with_name("command.py")
 SHELL_NAME = "lab"

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tests.lab.namespaces import ip_commands, network_command
-from tests.lab.requirements import tool
+from tests.lab.namespaces import ip_commands, network_command, tool
 
 SLOW_CABLE = Path(__file__).with_name("slow_cable.py")
 Direction = Literal["in", "out"]

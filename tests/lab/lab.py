@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.lab.cable import Cable, Direction
 from tests.lab.machine import Machine, Setup
-from tests.lab.requirements import missing, tool
+from tests.lab.namespaces import missing, tool
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.77.0"

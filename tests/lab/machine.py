@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.lab.requirements import tool
+from tests.lab.namespaces import tool
 
 INIT = Path(__file__).with_name("init.py")
 

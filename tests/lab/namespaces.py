@@ -1,10 +1,45 @@
-"""Commands in the namespaces of another process."""
+"""Requirements of a lab, programs and permissions on its computer, and commands in the namespaces of another process."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+from functools import cache
 
-from tests.lab.requirements import tool
+SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+"""The programs that a lab runs, and Debian's packages with them."""
+
+
+@cache
+def tool(name: str) -> str:
+    """Return the path of a program. Raises ``FileNotFoundError`` with the package that brings it."""
+    found = shutil.which(name, path=SYSTEM_PATH)
+    if found is None:
+        raise FileNotFoundError(f"The program {name!r} is missing: install Debian's package {PACKAGES[name]}.")
+    return found
+
+
+@cache
+def missing() -> str | None:
+    """Return why this process can make no lab, or None if it can."""
+    if os.geteuid() != 0:
+        return "a lab of machines needs root, to make network namespaces; run the tests as root"
+    try:
+        for name in PACKAGES:
+            tool(name)
+    except FileNotFoundError as error:
+        return f"a lab of machines is made with it: {error}"
+    tried = subprocess.run(
+        [tool("unshare"), "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode:
+        return f"this process may not make namespaces, and a lab needs them: {tried.stderr.strip()}"
+    return None
 
 
 def in_network(pid: int, *argv: str) -> list[str]:

@@ -25,10 +25,9 @@ from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply
 from tests.simulation import model
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Session
-from tests.simulation.model import Plan
+from tests.simulation.model import Plan, Stream
 from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.scheduler import Killed, Task, Violation
-from tests.simulation.stream import Stream
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

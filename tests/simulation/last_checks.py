@@ -19,8 +19,8 @@ from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.simulation import model
 from tests.simulation.driver import ANSWERED_ON, Query
+from tests.simulation.model import Stream
 from tests.simulation.scheduler import Violation
-from tests.simulation.stream import Stream
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

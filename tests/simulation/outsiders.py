@@ -52,12 +52,12 @@ from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model
 from tests.simulation.cluster import Cluster, Session
 from tests.simulation.last_checks import check_kept, check_restored, refusal_of_start
+from tests.simulation.model import Stream
 from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
-from tests.simulation.stream import Stream
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -17,10 +17,10 @@ from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol import At, LookupReply, LookupRequest, pack_bytes, unpack_bytes
 from spark_bridge.queryable.routing.router import StateRouter
 from tests.simulation import model
+from tests.simulation.model import Stream
 from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
 from tests.simulation.scheduler import Task, Violation
 from tests.simulation.sometimes import sometimes
-from tests.simulation.stream import Stream
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -43,14 +43,13 @@ from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
-from tests.simulation.model import SCHEMA, Model
+from tests.simulation.model import SCHEMA, Model, Stream
 from tests.simulation.network import Network
 from tests.simulation.outsiders import Follower, Forgetter, Outsider, Saver, StorageReader
 from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Disk, Faults
-from tests.simulation.stream import Stream
 from tests.simulation.troubles import Troubles
 
 NEVER = (MissingFileError, DamagedFileError, IncompleteBatchError, InvalidRequestError, PartitionMismatchError)

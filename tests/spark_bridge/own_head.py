@@ -1,4 +1,7 @@
-"""Another Ray head on this machine, with a dashboard that takes jobs. A test kills it to simulate a dead machine."""
+"""Another Ray head on this machine, with a dashboard that takes jobs. A test kills it to simulate a dead machine.
+
+``ray_of_its_own`` is a Ray of a test module's own, without Spark.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
+import ray
 
 from spark_bridge.session.ray_cluster import ensure_java
 from tests.patience import PATIENCE
@@ -130,3 +135,23 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+@contextmanager
+def ray_of_its_own() -> Iterator[None]:
+    """Start Ray with two CPUs, and end it."""
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", ray_dir)  # of workers: one that a test has die removes nothing itself
+        ray.init(
+            address="local",
+            num_cpus=2,
+            log_to_driver=False,
+            logging_level="WARNING",
+            include_dashboard=False,
+            _temp_dir=ray_dir,
+            object_store_memory=100 << 20,
+        )
+    yield
+    ray.shutdown()
+    shutil.rmtree(ray_dir, ignore_errors=True)

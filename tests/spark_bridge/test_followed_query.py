@@ -33,8 +33,7 @@ from spark_bridge.state_data.checkpoint_client import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G, served
-from tests.spark_bridge.state_surgery.heard_port import Port
+from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G, HeardPort, served
 
 USERS = 40
 
@@ -257,7 +256,7 @@ def test_forgotten_keys_are_forgotten_without_a_new_version(query: Cluster) -> N
     follower = Follower(query)
     try:
         version = follower.version()
-        port = Port(query)
+        port = HeardPort(query)
         forget_keys("name", "totals", [7], coordinator=port)  # type: ignore[arg-type]
         follower.look()
         run = follower.c.locate("totals").run_id

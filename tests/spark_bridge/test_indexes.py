@@ -40,7 +40,7 @@ from tests.command_line import CliRunner
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
 from tests.spark_bridge.state_flows import Query
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers
 
 AGGREGATOR = Aggregator(
     [

@@ -17,7 +17,7 @@ from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, stored
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.task_threads import Threads
+from tests.spark_bridge.host.host_steps import Threads
 
 PARTITIONS = 4
 

@@ -22,7 +22,7 @@ from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers
 
 NEWEST = 7
 

@@ -1,4 +1,7 @@
-"""One partition of a processor's state over a real provider in this process, batch by batch."""
+"""One partition of a processor's state over a real provider in this process, batch by batch.
+
+Steps of a processor's state, and their reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.stateful.process_task import ProcessorState
 from spark_bridge.stateful.testing import LocalStateAccess
 
-KEY = pa.schema([pa.field("user", pa.string()), pa.field("n", pa.int32())])
+KEY_SCHEMA = pa.schema([pa.field("user", pa.string()), pa.field("n", pa.int32())])
 KEY_GROUPS = (3, 11)
 
 
@@ -34,9 +37,9 @@ class LocalPartition:
         self.init = init
         self.time_mode = time_mode
         if schema is None:
-            driver = ProcessorState(KEY, time_mode, None)
+            driver = ProcessorState(KEY_SCHEMA, time_mode, None)
             init(driver.handle)
-            schema = OperatorSchema(driver.declare(), tuple(KEY.names))
+            schema = OperatorSchema(driver.declare(), tuple(KEY_SCHEMA.names))
         # As a task gets it: through the schema file.
         self.schema = OperatorSchema.from_json(schema.to_json())
         conf = StateStoreConf(fsync=False, compression="none")
@@ -49,7 +52,7 @@ class LocalPartition:
         store = LocalStateAccess(
             self.provider, self.schema, BatchTimes(timestamp_ms, watermark_ms), KEY_GROUPS, KEY_GROUPS[1]
         )
-        state = ProcessorState(KEY, self.time_mode, store)
+        state = ProcessorState(KEY_SCHEMA, self.time_mode, store)
         self.init(state.handle)
         yield state
         state.finish()
@@ -83,9 +86,9 @@ class LocalPartition:
 
 def encoded(keys: Sequence[tuple[str | None, int]]) -> pa.BinaryArray:
     """Stored keys, in the order given; a key's group depends on its number."""
-    columns = [pa.array([k[i] for k in keys], f.type) for i, f in enumerate(KEY)]
+    columns = [pa.array([k[i] for k in keys], f.type) for i, f in enumerate(KEY_SCHEMA)]
     groups = np.array([KEY_GROUPS[0] + k[1] % (KEY_GROUPS[1] - KEY_GROUPS[0]) for k in keys], np.int64)
-    return encode_keys(pa.RecordBatch.from_arrays(columns, schema=KEY), groups)
+    return encode_keys(pa.RecordBatch.from_arrays(columns, schema=KEY_SCHEMA), groups)
 
 
 def steps(keys: Sequence[tuple[str | None, int]], *sizes: int) -> list[list[tuple[str | None, int]]]:
@@ -104,9 +107,49 @@ def run_step(
     state: ProcessorState, keys: Sequence[tuple[str | None, int]], work: Callable[[tuple[str | None, int]], None]
 ) -> None:
     """One step: ``work`` is called for each key, while it is the current one."""
-    columns = [pa.array([k[i] for k in keys], f.type) for i, f in enumerate(KEY)]
-    state.begin(encoded(keys), pa.RecordBatch.from_arrays(columns, schema=KEY))
+    columns = [pa.array([k[i] for k in keys], f.type) for i, f in enumerate(KEY_SCHEMA)]
+    state.begin(encoded(keys), pa.RecordBatch.from_arrays(columns, schema=KEY_SCHEMA))
     for i, key in enumerate(keys):
         state.set_key(i)
         work(key)
     state.end()
+
+
+KEYS: list[tuple[str | None, int]] = [("a", 1), ("a\x00b", 1), (None, 2), ("", 11), ("z", 18), ("q", -1)]
+
+
+class Variables:
+    """One variable of each kind."""
+
+    def __init__(self, ttls: tuple[int | None, int | None, int | None]) -> None:
+        self.ttls = ttls
+
+    def init(self, handle: Any) -> None:
+        value_ttl, list_ttl, map_ttl = self.ttls
+        self.handle = handle
+        self.value = handle.getValueState("value", "count BIGINT, tag STRING", value_ttl)
+        self.list = handle.getListState("list", "x INT, text STRING", list_ttl)
+        self.map = handle.getMapState("map", "user INT, part STRING", "v DOUBLE", map_ttl)
+
+
+KEY = ("a", 1)
+
+
+OTHER = ("b", -1)  # in the last key group, and its stored key ends with 0xFF
+
+
+def partition_of(directory: Path, declare: Callable[[Any], Any], time_mode: str = "none") -> tuple[LocalPartition, Any]:
+    """A partition with one state variable, and a holder of it in ``.state``."""
+
+    class Holder:
+        state: Any
+        handle: Any
+
+    def init(handle: Any) -> None:
+        Holder.handle, Holder.state = handle, declare(handle)
+
+    return LocalPartition(directory, init, time_mode), Holder
+
+
+def check(what: bool) -> None:
+    assert what

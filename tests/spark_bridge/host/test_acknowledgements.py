@@ -1,22 +1,28 @@
-"""Acknowledgements of tasks that commit at the same time: one message for many, an answer for each; without Ray."""
+"""Acknowledgements of tasks that commit at the same time: one message for many, an answer for each; without Ray.
+
+A host reports the keys after a commit only once it has applied the changes.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backends import fault_points
 from backends.exceptions import StorageError
 from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import LineageError, StaleOwnerError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.commits import Acknowledgements
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.task_threads import Threads, wait_until
+from tests.spark_bridge.host.host_steps import Threads, make_host, plan_spark, reg, run_task, wait_until
 
 WAIT = PATIENCE
 """Seconds; only a test that fails waits so long."""
@@ -208,3 +214,29 @@ def test_many_threads_get_their_answers_in_few_messages(pool):
         future.result(WAIT)
     assert sorted(sent) == sorted((f"run{i % 3}", i, v) for i in range(48) for v in range(1, 9)), "each once"
     assert len(calls) <= 3 * 2 * 8
+
+
+def test_a_version_that_is_shown_has_its_keys_only_when_it_is_applied(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    c = world.coordinator(0)
+    host = make_host(world, c, 0, tmp_path)
+    assert c.register_query(reg(world, n=1)).refusal is None
+    plan_spark(world, 0)
+    run_task([host], 0)
+    (instance,) = host.cache.all()
+    during: list[dict[str, Any]] = []
+
+    def reached(point: str) -> None:
+        if point == "apply":
+            during.append(instance.describe())
+
+    world.commit_spark(0)
+    c.batch_committed("run1", 0)
+    fault_points.set_hook(reached)
+    try:
+        host.heartbeat()
+    finally:
+        fault_points.set_hook(None)
+    (seen,) = during
+    assert (seen["version"], seen["keys"]) == (1, 0) and "keys" not in seen["commits"][1]
+    assert instance.describe()["commits"][1]["keys"] == instance.describe()["keys"] == 1

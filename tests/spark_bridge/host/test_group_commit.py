@@ -24,8 +24,7 @@ from spark_bridge.host import commits as group_commit
 from spark_bridge.host.commits import GroupCommits, TasksAtWork
 from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, task
-from tests.spark_bridge.host.task_threads import Threads, wait_until
+from tests.spark_bridge.host.host_steps import Threads, ch, make_host, plan_spark, reg, task, wait_until
 
 FOR_EVER = PATIENCE
 """A linger that only a test which fails waits for."""

@@ -1,21 +1,28 @@
 """The rules between hosts and coordinator when answers are lost, grants are late and storage hangs; without Ray.
 
 Each of these was once wrong.
+
+Where a host keeps partitions, and over which storage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
 from coordinator_actor.messages import HostReport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
+from spark_bridge.host.instances import PartitionFiles
 from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.held_runs import get, one, start
 from tests.spark_bridge.host.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
@@ -302,3 +309,23 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
     assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
+
+
+def test_the_partitions_of_a_query_share_one_storage_and_other_options_have_another(tmp_path: Path) -> None:
+    opened: list[tuple[str, dict[str, str]]] = []
+
+    def open_storage(location: str, options: Mapping[str, str]) -> CheckpointStorage:
+        opened.append((location, dict(options)))
+        return CheckpointStorage.open(location)
+
+    files = PartitionFiles(tmp_path / "local", "a", StateStoreConf(fsync=False), open_storage)
+    of = World(tmp_path).registration("run1")
+    (spec,) = of.operators
+    other = msgspec.structs.replace(of, storage_options={"fs.s3a.access.key": "new"})
+    states = [files.open_own(of, spec, 0, set), files.open_own(of, spec, 1, set)]
+    states.append(files.open_copy(of, "copied", spec.backend, tmp_path / "copy"))
+    assert opened == [(of.state_location, {})]
+    states.append(files.open_copy(other, "copied", spec.backend, tmp_path / "other"))
+    assert opened[1:] == [(of.state_location, {"fs.s3a.access.key": "new"})]
+    for state in states:
+        state.close()

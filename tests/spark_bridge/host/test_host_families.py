@@ -15,8 +15,16 @@ from spark_bridge.exceptions import NotOwnerError
 from spark_bridge.operators.map_in_arrow import InitialStateAccess
 from spark_bridge.transport.protocol import ScanCommand
 from tests.coordinator_actor.coordinator_world import World
-from tests.spark_bridge.host.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
+from tests.spark_bridge.host.host_steps import (
+    FAMILIES_SCHEMA,
+    binary,
+    make_host,
+    plan_spark,
+    reg_of,
+    spec,
+    task,
+    write_offsets,
+)
 
 
 def start(tmp_path: Path, **changes: Any) -> tuple[World, Any, Any]:
@@ -45,7 +53,7 @@ def scan(h: Any, version: int, family: str, *ranges: tuple[bytes, bytes | None],
 def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path, backend):
     w, _, h = start(tmp_path, backend=backend)
     opened = h.open(task(0))
-    assert (opened.key_groups, opened.schema, opened.times) == (1024, SCHEMA, None)
+    assert (opened.key_groups, opened.schema, opened.times) == (1024, FAMILIES_SCHEMA, None)
     assert h.reads.get_many("run1", "op", 0, 0, binary(b"k"), "a").to_pylist() == [None]
     assert scan(h, 0, "a", (b"", None)) == []
     plan_spark(w, 0)
@@ -98,7 +106,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     w = World(tmp_path)
     c = w.coordinator(0)
     h = make_host(w, c, 0, tmp_path)
-    other = OperatorSpec("other", 2, SCHEMA, backend=backend, kind="transform_with_state")
+    other = OperatorSpec("other", 2, FAMILIES_SCHEMA, backend=backend, kind="transform_with_state")
     registration = reg_of(w, spec(backend=backend), other)
     access = InitialStateAccess(
         registration, spec(backend=backend), 0, "t1", BatchTimes(5), StateStoreConf(fsync=False)
@@ -165,7 +173,7 @@ def test_a_query_with_an_initial_state_restarts_with_other_partitions_before_its
     w = World(tmp_path)
     c = w.coordinator(0)
     first = spec(before, backend)
-    empty = OperatorSpec("other", before, SCHEMA, backend=backend, kind="transform_with_state")
+    empty = OperatorSpec("other", before, FAMILIES_SCHEMA, backend=backend, kind="transform_with_state")
     registration = reg_of(w, first, empty)
     access = InitialStateAccess(registration, first, 0, "t1", BatchTimes(5), StateStoreConf(fsync=False))
     access.stage(binary(b"\x00\x00k"), binary(b"1"), "a")
@@ -174,7 +182,10 @@ def test_a_query_with_an_initial_state_restarts_with_other_partitions_before_its
     plan_spark(w, 0)
     c2 = w.coordinator(0)
     h2 = make_host(w, c2, 0, tmp_path, inc="b")
-    second = (spec(after, backend), OperatorSpec("other", after, SCHEMA, backend=backend, kind="transform_with_state"))
+    second = (
+        spec(after, backend),
+        OperatorSpec("other", after, FAMILIES_SCHEMA, backend=backend, kind="transform_with_state"),
+    )
     assert c2.register_query(reg_of(w, *second, run="run2")).refusal is None
     found = []
     for name in ("op", "other"):

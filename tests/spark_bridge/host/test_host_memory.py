@@ -19,8 +19,7 @@ from spark_bridge.transport.protocol import COMMIT_SCHEMA, CommitCommand, GetCom
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import wait_until
-from tests.spark_bridge.host.host_operators import reg_of, spec
-from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, task
+from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg_of, spec, task
 
 MIB = 1 << 20
 

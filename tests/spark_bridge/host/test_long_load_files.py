@@ -17,8 +17,7 @@ from backends.partition import loading as changelog_reads
 from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS
 from spark_bridge.host.partition_loader import version_key
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.gated_world import GatedWorld
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.host_steps import GatedWorld, make_host, plan_spark, reg, run_task, task
 
 KEEP = 3
 STEP = FILES_RENEW_SECONDS + 100

@@ -28,8 +28,7 @@ from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
 from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.host.host_steps import make_host, task
-from tests.spark_bridge.host.task_threads import Threads, wait_until
+from tests.spark_bridge.host.host_steps import Threads, make_host, task, wait_until
 
 MIB = 1 << 20
 PARTITIONS = 4

@@ -1,12 +1,17 @@
-"""Queries whose hosts answer clients, all in the test's own process: real coordinator, hosts, proxies, connections."""
+"""Queries whose hosts answer clients, all in the test's own process: real coordinator, hosts, proxies, connections.
+
+``HeardPort`` is a port to a coordinator in the test's process, whose hosts have no heartbeat threads.
+"""
 
 from __future__ import annotations
 
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,3 +253,74 @@ def served(query: Query, limits: RequestLimits | None = None) -> Iterator[Querya
     finally:
         client.close()
         proxy.shutdown()
+
+
+def go_back(c: Cluster, version: int, run: str) -> None:
+    """The query is started again from an older version."""
+    for batch in range(version, c.version):
+        (c.world.root / f"ck/offsets/{batch}").unlink()
+        (c.world.root / f"ck/commits/{batch}").unlink()
+    c.start(run)
+    assert c.version == version
+
+
+class HeardPort:
+    """Calls ``before`` and ``after`` around a message. Before it holds a query, all hosts send a heartbeat."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.before: dict[str, Callable[[], None]] = {}
+        self.after: dict[str, Callable[[], None]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def send(*args: Any, **kwargs: Any) -> Any:
+            self.before.pop(name, lambda: None)()
+            for h in self._cluster.hosts if name == "hold_query" else ():
+                h.host.heartbeat()
+            answer = getattr(self._cluster.c, name)(*args, **kwargs)
+            self.after.pop(name, lambda: None)()
+            return answer
+
+        return send
+
+
+class Grouping(Cluster):
+    """A cluster whose tasks of a batch commit at once, so that their changelogs go into one object."""
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        self.tasks: list[tuple[int, Changes]] = []
+        super().__init__(root, partitions=8, **more)
+
+    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
+        self.tasks.append((p, changes))
+        if len(self.tasks) < self.partitions:
+            return
+        commits = []
+        for partition, own in self.tasks:
+            task = TaskIdentity(self.run, "totals", partition, batch, f"{partition}", f"{self.run}-{batch}")
+            (host,) = [h.host for h in self.hosts if h.host.open(task).redirect is None]
+            commits.append(partial(host.commit, task, own, {}))
+        with ThreadPoolExecutor(len(commits)) as pool:
+            for done in [pool.submit(commit) for commit in commits]:
+                done.result()
+        self.tasks = []
+
+
+class TwoCoordinators(Cluster):
+    """The coordinator and the hosts are restarted halfway through a batch: its manifest is never written."""
+
+    restarts = False
+
+    def between_coordinators(self) -> None:
+        """Run before the second coordinator acknowledges anything."""
+
+    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
+        if self.restarts and p == self.partitions // 2:
+            for h in self.hosts:
+                h.close()
+            self.port.c = self.world.coordinator(0)
+            for i in range(len(self.hosts)):
+                self.replace_host(i)
+            self.start(self.run)
+            self.between_coordinators()
+        super()._run_task(p, batch, changes)

@@ -1,4 +1,7 @@
-"""Queries whose hosts are read, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
+"""Queries whose hosts are read, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``.
+
+A host with some versions, as tests of its reads begin.
+"""
 
 from __future__ import annotations
 
@@ -166,3 +169,19 @@ def changes_of(values: Mapping[int, int | None], p: int, n: int) -> Changes:
     is_there = pa.array([a is not None for a in amounts], pa.bool_())
     encoded = pc.if_else(is_there, encoded, None)
     return Changes({"default": SortedPairs.of(stored(own), encoded)})
+
+
+KEYS = range(40)
+
+
+def exactly(version: int, *, held_only: bool = False) -> At:
+    return At("version", version, held_only)
+
+
+def filled(value: int) -> dict[int, int]:
+    return dict.fromkeys(KEYS, value)
+
+
+def table(w: HostWorld, **asked: Any) -> pa.Table:
+    answer = w.reads[0].scan(ScanRequest(w.run, "op", **asked))
+    return pa.Table.from_batches(list(answer.batches), answer.schema)

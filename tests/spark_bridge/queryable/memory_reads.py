@@ -1,4 +1,7 @@
-"""A store in memory that a ``KvStateServer`` can answer from, and a client that says any bytes to it."""
+"""A store in memory that a ``KvStateServer`` can answer from, and a client that says any bytes to it.
+
+Also requests to it, and a store that holds its answers.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,12 @@ from spark_bridge.queryable.protocol import (
     Welcome,
     decode_reply,
     frame,
+    pack_bytes,
 )
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.tokens import Grant
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 TOKEN = "right-token"
 ROWS = pa.schema([pa.field("k", pa.int64()), pa.field("v", pa.string())])
@@ -259,3 +263,35 @@ def failed_with(reply: Reply, error: str) -> str:
 def welcomed(reply: Reply) -> Welcome:
     assert isinstance(reply, Welcome), reply
     return reply
+
+
+LOOKUP = LookupRequest("run", "totals")
+SCAN = ScanRequest("run", "totals")
+
+
+def keys(*given: bytes | None) -> bytes:
+    return pack_bytes(pa.array(given, pa.binary()))
+
+
+def query_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("statestore-quer")]
+
+
+@contextlib.contextmanager
+def client_of(server: KvStateServer):
+    with RawClient(server.server_address) as client:
+        yield client
+
+
+class Holding(MemoryReads):
+    """Keeps lookups of the key "held" at work until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def lookup_one(self, request, key):
+        if key == b"held":
+            self.begun.set()
+            assert self.go_on.wait(HANG)
+        return super().lookup_one(request, key)

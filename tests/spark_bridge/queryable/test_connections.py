@@ -46,9 +46,17 @@ from spark_bridge.queryable.protocol import (
 )
 from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, rows, serving
+from tests.spark_bridge.queryable.memory_reads import (
+    LOOKUP,
+    SCAN,
+    TOKEN,
+    Holding,
+    MemoryReads,
+    eventually,
+    rows,
+    serving,
+)
 from tests.spark_bridge.queryable.routing.slow_hosts import hear, said, scripted
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, Holding
 
 
 @pytest.fixture

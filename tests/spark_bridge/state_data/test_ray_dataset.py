@@ -11,7 +11,7 @@ import ray
 from spark_bridge import read_state_dataset, state_table
 from spark_bridge.exceptions import RequestError
 from tests.spark_bridge.conftest import wait_until
-from tests.spark_bridge.local_ray import ray_of_its_own
+from tests.spark_bridge.own_head import ray_of_its_own
 from tests.spark_bridge.queryable.client_world import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

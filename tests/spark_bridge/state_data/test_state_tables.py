@@ -32,7 +32,6 @@ from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of, seconds
-from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Operation, Query
 from tests.spark_bridge.variable_operations import (
     AGGREGATOR,
@@ -43,6 +42,7 @@ from tests.spark_bridge.variable_operations import (
     note,
     one_key,
     random_batch,
+    session_operator,
 )
 
 BACKEND = effort("file", "rocksdb")

@@ -31,9 +31,16 @@ from spark_bridge.state_surgery.rewrite_state import bootstrap_state
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
-from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, KEYS, PROGRAM
+from tests.spark_bridge.state_surgery.surgery_steps import (
+    GIVEN,
+    KEYS,
+    PROGRAM,
+    OwnWorkers,
+    program_of,
+    rows,
+    tree,
+    variables,
+)
 
 
 def made(given: Any, at: Path, program: Any = PROGRAM, **options: Any) -> NewStateReport:

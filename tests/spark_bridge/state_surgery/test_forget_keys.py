@@ -1,6 +1,8 @@
 """No version and no byte of a checkpoint has a forgotten key; everything else stays, and the query continues.
 
 Which stored rows belong to keys: in families of any order of columns, with nulls, and where it cannot be decided.
+
+Keys are forgotten in a checkpoint on S3, over the real protocol.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.state_surgery.forget_keys import forget_keys, keys_to_forget
 from spark_bridge.task.state_task import EventTime
+from tests.backends.storage.s3_server import faulty_s3
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
 from tests.spark_bridge.state_flows import NAMES, Flow, Key, Query
-from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.state_surgery.surgery_steps import files_with, patterns_of
 from tests.spark_bridge.variable_operations import AGGREGATOR, flat, in_order, random_operation
 
 BACKENDS = ("rocksdb", "file")
@@ -484,3 +487,31 @@ def test_only_partitions_of_the_keys_are_looked_at_where_all_columns_are_given()
     groups = key_groups(keys, 16)
     assert ForgottenKeys(keys, FAMILIES, 16, is_whole=True).partitions(4) == {int(g) * 4 // 16 for g in groups}
     assert ForgottenKeys(keys.select(["user"]), FAMILIES, 16, is_whole=False).partitions(3) == {0, 1, 2}
+
+
+GONE, STAYS = "Zr7mQx2vNc9bLt4wKs1e", "Hd5gYu8jPf3oAi6kXz0q"
+
+
+@pytest.mark.thorough  # otherwise: the tests above on a local disk, over the same storage interface
+def test_no_object_has_a_forgotten_key(tmp_path: Path) -> None:
+    flow = Flow(tmp_path, backend="rocksdb")
+    for version in range(6):
+        flow.batch({(user, 0): lambda of, n=version: of.total.update((n, "x")) for user in (GONE, STAYS)})
+        for upload in flow.host.maintenance.do_maintenance():
+            upload.result()
+    flow.stop()
+    with faulty_s3() as server:
+        server.put_all("bucket", "ck", Path(flow.location))
+        made, options = server.client(), server.settings
+
+        def objects_with(name: str) -> list[str]:
+            keys = [one["Key"] for one in made.list_objects_v2(Bucket="bucket", Prefix="ck/")["Contents"]]
+            contents = {key: made.get_object(Bucket="bucket", Key=key)["Body"].read() for key in keys}
+            return [key for key, data in contents.items() if any(p in data for p in patterns_of(name))]
+
+        assert objects_with(GONE)
+        forget_keys("s3://bucket/ck", "op", [(GONE, 0)], storage_options=options)
+        assert objects_with(GONE) == [] and objects_with(STAYS)
+        for version in range(1, 7):
+            found = state_table("s3://bucket/ck", "op", "total", version, storage_options=options)
+            assert found["user"].to_pylist() == [STAYS]

@@ -14,10 +14,9 @@ import ray
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge import bootstrap_state, rewrite_state
 from tests.patience import PATIENCE
-from tests.spark_bridge.local_ray import ray_of_its_own
+from tests.spark_bridge.own_head import ray_of_its_own
 from tests.spark_bridge.state_data.format_fixtures import Stored
-from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
-from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, PROGRAM
+from tests.spark_bridge.state_surgery.surgery_steps import GIVEN, PROGRAM, program_of, rows, tree, variables
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

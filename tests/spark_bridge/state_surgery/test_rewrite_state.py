@@ -42,8 +42,7 @@ from tests.coordinator_actor.coordinator_world import World
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.state_flows import Flow
-from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables, versions_of
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers, program_of, rows, tree, variables, versions_of
 
 
 @pytest.fixture

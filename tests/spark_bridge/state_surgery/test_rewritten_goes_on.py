@@ -15,7 +15,7 @@ from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_surgery import rewrite_state, shuffle
 from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers
 from tests.spark_bridge.variable_operations import flat, in_order, random_batch
 
 

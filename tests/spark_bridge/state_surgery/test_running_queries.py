@@ -7,14 +7,12 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.exceptions import StorageError, VersionNotFoundError
-from backends.formats.changelog import Changes
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import forgetting
@@ -31,35 +29,12 @@ from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.effort import effort
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.client_world import Cluster, Grouping, HeardPort, TwoCoordinators
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.state_surgery.heard_port import Port
-from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.state_surgery.surgery_steps import files_with
 
 SECRET = "xK3vP9qL2mZ8wR5tY7uB"
 OTHER = "aQ4sD6fG1hJ0kX2cV8bN"
-
-
-class Grouping(Cluster):
-    """A cluster whose tasks of a batch commit at once, so that their changelogs go into one object."""
-
-    def __init__(self, root: Path, **more: Any) -> None:
-        self.tasks: list[tuple[int, Changes]] = []
-        super().__init__(root, partitions=8, **more)
-
-    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
-        self.tasks.append((p, changes))
-        if len(self.tasks) < self.partitions:
-            return
-        commits = []
-        for partition, own in self.tasks:
-            task = TaskIdentity(self.run, "totals", partition, batch, f"{partition}", f"{self.run}-{batch}")
-            (host,) = [h.host for h in self.hosts if h.host.open(task).redirect is None]
-            commits.append(partial(host.commit, task, own, {}))
-        with ThreadPoolExecutor(len(commits)) as pool:
-            for done in [pool.submit(commit) for commit in commits]:
-                done.result()
-        self.tasks = []
 
 
 @pytest.fixture
@@ -92,7 +67,7 @@ def ck(cluster: Cluster) -> str:
 
 
 def forget(cluster: Cluster, port: Any = None, **more: Any) -> Any:
-    return forget_keys("name", "totals", [1], coordinator=port or Port(cluster), **more)
+    return forget_keys("name", "totals", [1], coordinator=port or HeardPort(cluster), **more)
 
 
 def check_forgotten(cluster: Cluster) -> None:
@@ -135,7 +110,7 @@ def test_forgotten_key_leaves_answers_versions_and_files(cluster):
 
 def test_exchange_waits_for_the_current_batch_and_holds_the_next(cluster, monkeypatch):
     worked(cluster)
-    port, steps, held = Port(cluster), [], threading.Event()
+    port, steps, held = HeardPort(cluster), [], threading.Event()
     batch = cluster.version
     cluster.world.plan_spark(batch)
     tasks = [TaskIdentity("run1", "totals", p, batch, f"a{p}", "t") for p in range(cluster.partitions)]
@@ -163,7 +138,7 @@ def test_exchange_waits_for_the_current_batch_and_holds_the_next(cluster, monkey
 
 def test_no_snapshot_is_taken_during_a_hold(cluster, caplog):
     worked(cluster)
-    port = Port(cluster)
+    port = HeardPort(cluster)
 
     port.before["adopt_rewritten"] = lambda: snapshots(cluster)
     with caplog.at_level(logging.WARNING):
@@ -197,7 +172,7 @@ def test_no_snapshot_is_taken_of_what_a_host_still_has_from_before(cluster):
 
 def test_replaced_coordinator_exchanges_nothing_and_a_retry_succeeds(cluster):
     worked(cluster)
-    port, steps = Port(cluster), []
+    port, steps = HeardPort(cluster), []
 
     def replace() -> None:
         cluster.replace_coordinator()
@@ -215,7 +190,7 @@ def test_lost_reply_is_looked_up(cluster):
     def lost() -> None:
         raise StorageError("the answer is lost")
 
-    port = Port(cluster)
+    port = HeardPort(cluster)
     port.after["adopt_rewritten"] = lost
     forget(cluster, port)
     check_forgotten(cluster)
@@ -230,7 +205,7 @@ def test_lost_reply_is_looked_up(cluster):
 def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(cluster, monkeypatch, hosts_report_first):
     """Storage writes the manifest of the exchange, and its answer is lost: the coordinator cannot tell what counts."""
     worked(cluster)
-    port, real, lost = Port(cluster), RecordFiles.create, []
+    port, real, lost = HeardPort(cluster), RecordFiles.create, []
 
     def registered_again() -> None:
         """Inform the hosts and the driver of it with a heartbeat."""
@@ -318,7 +293,7 @@ def test_hanging_storage_delays_the_query_only_briefly(cluster, monkeypatch):
 
 def written_record(cluster: Cluster) -> str:
     """Write a record that would exchange files, as an interrupted caller leaves it, and return its path."""
-    port, paths = Port(cluster), []
+    port, paths = HeardPort(cluster), []
 
     def note(run_id: str, hold: str, epoch: int, path: str) -> None:
         paths.append(path)
@@ -433,7 +408,7 @@ def test_files_written_under_a_hold_that_has_lapsed_are_not_exchanged(tmp_path):
         for n in range(7, 12):
             cluster.batch({1: (n, SECRET), 2: (n, OTHER)})
             cluster.remove_old_versions()
-        port, steps, written = Port(cluster), [], []
+        port, steps, written = HeardPort(cluster), [], []
 
         def stall() -> None:
             written.extend(path for path in (cluster.root / "ck/statestore/groups").iterdir())
@@ -553,26 +528,6 @@ def test_a_version_that_spark_commits_while_a_stopped_query_forgets_is_kept(clus
     assert cluster.client().get("totals", 2)["n"] == 9
 
 
-class TwoCoordinators(Cluster):
-    """The coordinator and the hosts are restarted halfway through a batch: its manifest is never written."""
-
-    restarts = False
-
-    def between_coordinators(self) -> None:
-        """Run before the second coordinator acknowledges anything."""
-
-    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
-        if self.restarts and p == self.partitions // 2:
-            for h in self.hosts:
-                h.close()
-            self.port.c = self.world.coordinator(0)
-            for i in range(len(self.hosts)):
-                self.replace_host(i)
-            self.start(self.run)
-            self.between_coordinators()
-        super()._run_task(p, batch, changes)
-
-
 @pytest.fixture
 def restarting(tmp_path: Path) -> Iterator[TwoCoordinators]:
     made = TwoCoordinators(tmp_path)
@@ -620,13 +575,13 @@ def test_ended_query_that_is_still_served_forgets(cluster):
         h.host.heartbeat()
     client = cluster.client()
     assert client.get("totals", 1)["n"] == 5
-    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
+    forget_keys(ck(cluster), "totals", [1], coordinator=HeardPort(cluster))
     check_forgotten(cluster)
 
 
 def test_a_path_of_a_running_query_means_that_query(cluster):
     worked(cluster)
-    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
+    forget_keys(ck(cluster), "totals", [1], coordinator=HeardPort(cluster))
     check_forgotten(cluster)
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 
@@ -634,7 +589,7 @@ def test_a_path_of_a_running_query_means_that_query(cluster):
 def test_a_query_whose_coordinator_has_just_restarted_is_not_taken_for_an_ended_one(cluster):
     """The driver reports to the new coordinator a moment later."""
     worked(cluster)
-    port, steps = Port(cluster), []
+    port, steps = HeardPort(cluster), []
 
     def restart() -> None:
         cluster.port.c = Coordinator(lambda: cluster.world.now, cluster.world.storage, CoordinatorConf())
@@ -658,7 +613,7 @@ def test_a_copy_of_a_running_query_forgets_and_the_original_does_not(cluster):
     """Both have the query id of the original."""
     worked(cluster)
     shutil.copytree(ck(cluster), f"{ck(cluster)}-copy")
-    forget_keys(f"{ck(cluster)}-copy", "totals", [1], coordinator=Port(cluster))
+    forget_keys(f"{ck(cluster)}-copy", "totals", [1], coordinator=HeardPort(cluster))
     assert files_with(f"{ck(cluster)}-copy", SECRET) == [] and files_with(ck(cluster), SECRET)
     assert cluster.client().get("totals", 1)["n"] == 5
     cluster.batch({1: (6, SECRET)})
@@ -680,7 +635,7 @@ def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_a
 @pytest.mark.parametrize("message", ["hold_query", "adopt_rewritten"])
 def test_query_that_ends_during_forget_is_treated_as_stopped(cluster, message):
     worked(cluster)
-    port, steps = Port(cluster), []
+    port, steps = HeardPort(cluster), []
 
     def end() -> None:
         cluster.c.deactivate_instances("run1")
@@ -700,5 +655,5 @@ def test_query_that_stops_with_a_savepoint_is_not_touched(cluster):
     with pytest.raises(InvalidRequestError, match=r"Do it after the stop, with the checkpoint location"):
         forget(cluster)
     cluster.c.deactivate_instances("run1")
-    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
+    forget_keys(ck(cluster), "totals", [1], coordinator=HeardPort(cluster))
     assert files_with(f"{ck(cluster)}/statestore", SECRET) == []

@@ -14,8 +14,7 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from spark_bridge.stateful import ttl as expiry
 from spark_bridge.stateful.testing import LocalStateAccess
 from tests.effort import effort
-from tests.spark_bridge.host.local_partition import KEY_GROUPS, LocalPartition
-from tests.spark_bridge.stateful.variable_steps import KEY, OTHER, Variables, check
+from tests.spark_bridge.host.local_partition import KEY, KEY_GROUPS, OTHER, LocalPartition, Variables, check
 
 GROUPS = KEY_GROUPS[1] - KEY_GROUPS[0]
 

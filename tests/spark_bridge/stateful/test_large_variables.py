@@ -12,8 +12,17 @@ import pytest
 from pyspark.sql import Row
 
 from spark_bridge.stateful.process_task import ProcessorState
-from tests.spark_bridge.host.local_partition import LocalPartition, run_step, steps
-from tests.spark_bridge.stateful.variable_steps import KEY, KEYS, OTHER, Variables, check, partition_of
+from tests.spark_bridge.host.local_partition import (
+    KEY,
+    KEYS,
+    OTHER,
+    LocalPartition,
+    Variables,
+    check,
+    partition_of,
+    run_step,
+    steps,
+)
 
 
 class Recorder:

@@ -1,4 +1,7 @@
-"""State variables, timers and TTL against a plain Python model, over a real store, batch by batch."""
+"""State variables, timers and TTL against a plain Python model, over a real store, batch by batch.
+
+On Spark 4.2 the objects that a processor is given are instances of PySpark's own classes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,20 @@ from backends.conf import check_name
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.queryable.client.state_views import state_view
-from tests.spark_bridge.host.local_partition import LocalPartition, encoded, run_step, steps
-from tests.spark_bridge.stateful.variable_steps import KEY, OTHER, Variables, partition_of
+from spark_bridge.stateful.handle import StatefulProcessorHandle, ValueState
+from spark_bridge.stateful.list_state import ListState
+from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, TimerValues
+from tests.spark_bridge.host.local_partition import (
+    KEY,
+    OTHER,
+    LocalPartition,
+    Variables,
+    encoded,
+    partition_of,
+    run_step,
+    steps,
+)
 
 ZONED = dt.datetime(2024, 3, 1, 12, tzinfo=dt.timezone.utc)
 
@@ -356,3 +371,33 @@ def test_state_is_read_after_its_schema_has_evolved(tmp_path: Path) -> None:
     partition.init = new
     partition.handle([KEY], read, timestamp_ms=101)
     partition.handle([KEY], read_again, timestamp_ms=107)  # the TTL is that of the batch that wrote
+
+
+OURS = [ValueState, ListState, MapState, StatefulProcessorHandle, TimerValues, ExpiredTimerInfo]
+
+
+@pytest.mark.spark42
+@pytest.mark.parametrize("ours", OURS)
+def test_each_is_of_pysparks_class_and_inherits_no_method(ours: Any) -> None:
+    pyspark = pytest.importorskip("pyspark.sql.streaming.stateful_processor", reason="This Spark has no such classes.")
+    theirs = getattr(pyspark, ours.__name__)
+    assert issubclass(ours, theirs)
+    assert [name for name in vars(theirs) if not name.startswith("_") and name not in vars(ours)] == []
+
+
+@pytest.mark.spark42
+def test_processor_receives_objects_of_these_classes(tmp_path: Path) -> None:
+    pyspark = pytest.importorskip("pyspark.sql.streaming.stateful_processor", reason="This Spark has no such classes.")
+    given: dict[str, Any] = {}
+
+    def init(handle: Any) -> None:
+        given.update(
+            StatefulProcessorHandle=handle,
+            ValueState=handle.getValueState("v", "x INT"),
+            ListState=handle.getListState("l", "x INT"),
+            MapState=handle.getMapState("m", "k INT", "x INT"),
+        )
+
+    with LocalPartition(tmp_path, init).batch() as state:
+        given.update(TimerValues=state.timer_values)
+    assert {name: isinstance(one, getattr(pyspark, name)) for name, one in given.items()} == dict.fromkeys(given, True)

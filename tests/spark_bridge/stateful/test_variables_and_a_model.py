@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from spark_bridge.stateful.process_task import ProcessorState
 from tests.effort import effort
-from tests.spark_bridge.host.local_partition import LocalPartition, encoded, run_step, steps
-from tests.spark_bridge.stateful.variable_steps import KEYS, Variables
+from tests.spark_bridge.host.local_partition import KEYS, LocalPartition, Variables, encoded, run_step, steps
 
 
 class Model:

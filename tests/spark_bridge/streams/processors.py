@@ -3,6 +3,8 @@
 A processor here has no base class: ``based_on`` adds one, so that the same code runs on this package's processor API
 and on PySpark's. Its input rows are commands to its state variables and timers (``Command``), and its output rows are
 their results. A test is a list of commands and expected results.
+
+Streams of commands, and the answers of a processor to them.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import pytest
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row
 from pyspark.sql.streaming import StreamingQuery
+
+from spark_bridge import StatefulProcessor, transform_with_state, transform_with_state_in_pandas
+from tests.spark_bridge.conftest import Stream
 
 # The workers cannot import the tests, so the contents of this module are pickled with the query.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -555,3 +561,36 @@ def native_of(processor: type) -> Any:
 
     methods = {name: method for name, method in vars(processor).items() if not name.startswith("__")}
     return type(f"Native{processor.__name__}", (Native,), methods)()
+
+
+def commands_on(stream: Stream, processor: type = Commands, time_mode: str = "none", **options: Any) -> DataFrame:
+    """A stream of commands, watermark included, through their processor."""
+    transform = transform_with_state_in_pandas if issubclass(processor, PandasCommands) else transform_with_state
+    return transform(
+        stream.read().withWatermark("ts", f"{DELAY_MS} milliseconds"),
+        BY,
+        based_on(StatefulProcessor, processor, time_mode=time_mode),
+        OUTPUT,
+        operator="commands",
+        time_mode=time_mode,
+        **{"num_partitions": 3, **options},
+    )
+
+
+def process_all(df: DataFrame, stream: Stream) -> list[list[tuple[Any, ...]]]:
+    """Run until all is processed, and stop; the output of each batch that gave some."""
+    query, found = gather(df, stream.checkpoint)
+    drain(query, stream.checkpoint, stream.files)
+    query.stop()
+    return [ordered(found[n]) for n in sorted(found) if found[n]]
+
+
+def error_of(df: DataFrame, stream: Stream) -> str:
+    """Run a query and return the error that ends it."""
+    with pytest.raises(Exception) as raised:
+        process_all(df, stream)
+    return str(raised.value)
+
+
+def answers(rows: list[tuple[Any, ...]]) -> list[tuple[int, str]]:
+    return sorted((seq, found) for _, _, seq, found in rows)

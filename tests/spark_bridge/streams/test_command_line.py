@@ -1,9 +1,14 @@
-"""Each command against a running stream, against the checkpoint of the stopped one, and against a damaged one."""
+"""Each command against a running stream, against the checkpoint of the stopped one, and against a damaged one.
+
+A copied checkpoint in real Spark is refused until it is forked; then it is an independent query.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +16,8 @@ from unittest.mock import patch
 import pytest
 import ray
 
-from spark_bridge import QueryableStateClient, aggregate
+from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
+from spark_bridge import QueryableStateClient, aggregate, read_state
 from spark_bridge import functions as S
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import QueryTimeoutError
@@ -134,3 +140,37 @@ def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: S
     # What says where state is, is whole, and so is what is made of it.
     assert statestore("status", "--checkpoint", stream.checkpoint)["queries"][0]["completed_version"] == 2
     assert len(statestore("checkpoints", "--checkpoint", stream.checkpoint)) == 2
+
+
+@pytest.mark.spark42
+@pytest.mark.thorough
+def test_fork_and_original_both_continue(make_stream: Callable[..., Stream], spark: Any, tmp_path: Path) -> None:
+    stream, base, copy = make_stream(), str(tmp_path / "base"), str(tmp_path / "copy")
+    totals = aggregate(stream.read(), by="k", operator="totals", num_partitions=2, n=S.count())
+
+    def run(checkpoint: str) -> str:
+        query = totals.writeStream.format("noop").option("checkpointLocation", checkpoint).start()
+        try:
+            query.processAllAvailable()
+            return str(query.id)
+        finally:
+            query.stop()
+
+    def count(checkpoint: str) -> int:
+        return int(read_state(spark, checkpoint, "totals", state_location=base).collect()[0]["n"])
+
+    spark.conf.set("spark.statestore.location", base)
+    try:
+        stream.add([(1, 1.0)])
+        original = run(stream.checkpoint)
+        shutil.copytree(stream.checkpoint, copy)
+        stream.add([(1, 1.0)])  # the refusal comes from a task, and without rows there is none
+        with pytest.raises(Exception, match="statestore checkpoint fork"):
+            run(copy)
+        forked = fork_checkpoint(copy, base)
+        assert run(copy) == forked.query_id
+        assert (count(copy), count(stream.checkpoint)) == (2, 1)
+        assert run(stream.checkpoint) == original
+        assert (count(copy), count(stream.checkpoint)) == (2, 2)
+    finally:
+        spark.conf.unset("spark.statestore.location")

@@ -1,4 +1,7 @@
-"""Answers over several partitions are of one version, even if processes die; ``bank.py`` makes longer runs."""
+"""Answers over several partitions are of one version, even if processes die; ``bank.py`` makes longer runs.
+
+A read after Spark has reported the end of a batch returns that batch or a later one.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import DataFrame
 
+from spark_bridge import QueryableStateClient, aggregate
+from spark_bridge import functions as S
 from tests.effort import effort
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.bank import ACCOUNTS, OPENING, Bank, check_history, run_bank
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark]
 ANSWERS = effort(4_000, 20_000)
 SECONDS = effort(7, 45)
 
 
+@pytest.mark.slow
 def test_every_answer_is_consistent(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
     directory = tmp_path / "tellers"
     directory.mkdir()
@@ -28,6 +35,7 @@ def test_every_answer_is_consistent(make_stream: Callable[..., Stream], tmp_path
     assert newest >= at_least[1], "the tellers have hardly seen a new version"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("record", "is_right"),
     [
@@ -58,3 +66,48 @@ def test_history_check_finds_wrong_answers(tmp_path: Path, record: dict[str, Any
     else:
         with pytest.raises(AssertionError, match="completed were"):
             check_history(tmp_path, committed)
+
+
+QUERIES = effort(8, 100)
+
+
+def counts(stream: Stream) -> DataFrame:
+    return aggregate(stream.read(), by="k", operator="counts", n=S.count(), num_partitions=2)
+
+
+@pytest.mark.spark42_only
+def test_a_short_query_that_has_ended_is_never_answered_from_before_its_batch(
+    make_stream: Callable[..., Stream],
+) -> None:
+    for _ in range(QUERIES):
+        stream = make_stream()
+        stream.add([(1, 1.0), (2, 1.0), (2, 1.0)])
+        writer = counts(stream).writeStream.format("noop").option("checkpointLocation", stream.checkpoint)
+        query = writer.trigger(availableNow=True).start()
+        query.awaitTermination()
+        with QueryableStateClient.connect() as client:
+            assert client.get("counts", 2, query=str(query.id)) == {"n": 2}
+
+
+@pytest.mark.spark42_only
+def test_each_batch_is_visible_once_spark_reports_its_end(stream: Stream) -> None:
+    """By a new client after ``processAllAvailable``, and by ``foreachBatch`` in the next batch."""
+    seen: list[tuple[int, Any]] = []
+
+    def ask(batch: DataFrame, batch_id: int) -> None:
+        batch.collect()
+        if batch_id:
+            with QueryableStateClient.connect() as client:
+                seen.append((batch_id, client.get("counts", 1)))
+
+    writer = counts(stream).writeStream.foreachBatch(ask).option("checkpointLocation", stream.checkpoint)
+    stream.add([(1, 1.0)])
+    query = writer.start()
+    query.processAllAvailable()
+    for n in range(2, QUERIES):
+        stream.add([(1, 1.0)])
+        query.processAllAvailable()
+        with QueryableStateClient.connect() as client:
+            assert client.get("counts", 1) == {"n": n}
+    query.stop()
+    assert seen == [(i, {"n": i}) for i in range(1, QUERIES - 1)]

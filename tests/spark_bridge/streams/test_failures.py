@@ -25,7 +25,7 @@ from spark_bridge.session.current import current_cluster
 from tests.effort import only_thorough
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
-from tests.spark_bridge.streams.totals import KEYS, Totals, start
+from tests.spark_bridge.streams.running import KEYS, Totals, start_totals
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -74,7 +74,7 @@ def test_a_task_that_dies_after_its_commit_is_run_again(
 ) -> None:
     totals.add(2)
     schema = "k long, n long, total double"
-    query = start(totals.frame().mapInArrow(once(tmp_path / "flag", action), schema), totals.stream)
+    query = start_totals(totals.frame().mapInArrow(once(tmp_path / "flag", action), schema), totals.stream)
     settle(query)
     assert (tmp_path / "flag").exists()
     totals.check(client)
@@ -86,7 +86,9 @@ def test_a_task_that_dies_after_its_commit_is_run_again(
 def test_a_worker_killed_before_its_commit(totals: Totals, client: QueryableStateClient, tmp_path: Path) -> None:
     totals.add(3)
     before = totals.stream.read().mapInArrow(once(tmp_path / "flag", kill_myself), "k long, v double")
-    query = start(aggregate(before, by="k", operator=totals.operator, n=S.count(), total=S.sum("v")), totals.stream)
+    query = start_totals(
+        aggregate(before, by="k", operator=totals.operator, n=S.count(), total=S.sum("v")), totals.stream
+    )
     settle(query)
     assert (tmp_path / "flag").exists()
     totals.check(client)
@@ -130,7 +132,7 @@ MOMENTS = (0.15, 0.55, 0.9)
 def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableStateClient, turn: int) -> None:
     """At different moments of a batch; in all turns together, everybody at each of them."""
     totals.add()
-    query = start(slow_frame(totals), totals.stream)
+    query = start_totals(slow_frame(totals), totals.stream)
     query.processAllAvailable()
 
     def next_batch_begins() -> bool:
@@ -155,7 +157,7 @@ def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableState
 def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: QueryableStateClient) -> None:
     """After Spark's ``commits/N`` and before the next batch: storage alone must say that N + 1 is completed."""
     totals.add(2)
-    query = start(totals.frame(), totals.stream)
+    query = start_totals(totals.frame(), totals.stream)
     query.processAllAvailable()
     for pid in [coordinator_pid(), *host_pids()]:
         os.kill(pid, signal.SIGKILL)
@@ -222,7 +224,7 @@ def test_a_driver_killed_between_our_commit_and_sparks_own(stream: Stream, clien
     killed = run_driver(DRIVER, str(stream.root), "1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not Path(stream.checkpoint, "commits", "1").exists()
-    again = start(totals.frame(3), stream)
+    again = start_totals(totals.frame(3), stream)
     settle(again)
     totals.check(client)
 
@@ -272,12 +274,12 @@ def test_foreach_batch_that_runs_part_of_the_plan_fails_and_can_be_repaired(
     query = frame.foreachBatch(sink).start()
     with pytest.raises(Exception, match=r"(?s)foreachBatch.*commits/0"):
         query.processAllAvailable()
-    again = start(totals.frame(), totals.stream)
+    again = start_totals(totals.frame(), totals.stream)
     with pytest.raises(Exception, match=r"(?s)foreachBatch.*commits/0"):
         again.processAllAvailable()
     for name in ("commits/0", "commits/.0.crc", "offsets/1", "offsets/.1.crc"):
         Path(totals.stream.checkpoint, name).unlink(missing_ok=True)
-    repaired = start(totals.frame(), totals.stream)
+    repaired = start_totals(totals.frame(), totals.stream)
     settle(repaired)
     totals.check(client)
 
@@ -286,10 +288,10 @@ def test_coalesce_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals: Totals, client: QueryableStateClient
 ) -> None:
     totals.add(2)
-    query = start(totals.frame().coalesce(2), totals.stream)
+    query = start_totals(totals.frame().coalesce(2), totals.stream)
     with pytest.raises(Exception, match=r"(?s)repartition"):
         query.processAllAvailable()
-    good = start(totals.frame().repartition(2), totals.stream)
+    good = start_totals(totals.frame().repartition(2), totals.stream)
     settle(good)
     totals.check(client)
 
@@ -301,7 +303,7 @@ def test_union_after_the_operator_is_a_clear_error_and_loses_no_state(
     totals.add(2)
     other = make_stream("k long, n long, total double")
     other.add([(1, 1, 1.0)])
-    query = start(other.read().union(totals.frame()), totals.stream)
+    query = start_totals(other.read().union(totals.frame()), totals.stream)
     with pytest.raises(Exception, match=r"(?s)repartition"):
         query.processAllAvailable()
 

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from spark_bridge import QueryableStateClient, aggregate, forget_keys
 from spark_bridge import functions as S
 from tests.spark_bridge.conftest import Stream, settle, wait_until
-from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.state_surgery.surgery_steps import files_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 

@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
     TimeModeError,
 )
 from spark_bridge.stateful.process_task import ProcessorState
-from tests.spark_bridge.host.local_partition import KEY, LocalPartition, run_step
+from tests.spark_bridge.host.local_partition import KEY_SCHEMA, LocalPartition, run_step
 
 PROCESSING_TIME = "processingtime"
 INVALID_HANDLE = "STATEFUL_PROCESSOR_CANNOT_PERFORM_OPERATION_WITH_INVALID_HANDLE_STATE"
@@ -118,7 +118,7 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
     ("declare", "time_mode", "kind", "words"), [d[1:] for d in DECLARATIONS], ids=[d[0] for d in DECLARATIONS]
 )
 def test_wrong_declarations(declare: Declare, time_mode: str, kind: type[Exception], words: list[str]) -> None:
-    state = ProcessorState(KEY, time_mode, None)
+    state = ProcessorState(KEY_SCHEMA, time_mode, None)
     with pytest.raises(kind) as caught:
         declare(state.handle)
     for word in words:
@@ -131,7 +131,7 @@ def test_wrong_declarations(declare: Declare, time_mode: str, kind: type[Excepti
 
 def test_an_unknown_time_mode_is_refused() -> None:
     with pytest.raises(InvalidOperatorError, match="'ProcessingTime' is unknown: choose one of none, processingtime"):
-        ProcessorState(KEY, "ProcessingTime", None)
+        ProcessorState(KEY_SCHEMA, "ProcessingTime", None)
 
 
 def variables(handle: Any) -> tuple[Any, Any, Any]:

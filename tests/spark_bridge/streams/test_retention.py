@@ -13,7 +13,7 @@ from spark_bridge import QueryableStateClient
 from spark_bridge.session.current import current_cluster
 from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
-from tests.spark_bridge.streams.totals import Totals, start
+from tests.spark_bridge.streams.running import Totals, start_totals
 
 pytestmark = [pytest.mark.spark, pytest.mark.spark42_only, pytest.mark.slow]
 
@@ -56,7 +56,7 @@ def versions(files: list[Path]) -> set[int]:
 
 def run_batches(totals: Totals, n: int) -> None:
     """Run so many micro-batches, each of one file."""
-    query = start(totals.frame(), totals.stream)
+    query = start_totals(totals.frame(), totals.stream)
     for _ in range(n):
         totals.add()
         settle(query)
@@ -70,7 +70,7 @@ def test_the_last_k_offsets_and_commits_are_removed(totals: Totals, client: Quer
         remove(totals.stream, "offsets", batch)
         remove(totals.stream, "commits", batch)
     assert batches(totals.stream, "commits")[-1] == 4 - k
-    again = start(totals.frame(), totals.stream)
+    again = start_totals(totals.frame(), totals.stream)
     settle(again)
     # Spark reads the files of the removed batches again, as one batch.
     totals.check(client)
@@ -83,7 +83,7 @@ def test_commits_alone_are_removed(totals: Totals, client: QueryableStateClient)
     run_batches(totals, 4)
     for batch in batches(totals.stream, "commits"):
         remove(totals.stream, "commits", batch)
-    again = start(totals.frame(), totals.stream)
+    again = start_totals(totals.frame(), totals.stream)
     settle(again)
     assert batches(totals.stream, "commits") == [3]  # Spark repeats the last batch only
     totals.check(client)
@@ -95,7 +95,7 @@ def test_commits_alone_are_removed(totals: Totals, client: QueryableStateClient)
 def test_only_versions_that_spark_can_go_back_to_are_kept(
     totals: Totals, client: QueryableStateClient, few_batches_kept: int
 ) -> None:
-    query = start(totals.frame(), totals.stream)
+    query = start_totals(totals.frame(), totals.stream)
 
     def add() -> None:
         totals.add()
@@ -125,7 +125,7 @@ def test_only_versions_that_spark_can_go_back_to_are_kept(
     for batch in kept[2:]:
         remove(totals.stream, "offsets", batch)
         remove(totals.stream, "commits", batch)
-    again = start(totals.frame(), totals.stream)
+    again = start_totals(totals.frame(), totals.stream)
     settle(again)
     totals.check(client)
     again.stop()
@@ -145,7 +145,7 @@ def test_only_versions_that_spark_can_go_back_to_are_kept(
         for batch in (0, 1):
             (moved / str(batch)).write_bytes(content)
     totals.add()
-    refused = start(totals.frame(), totals.stream)
+    refused = start_totals(totals.frame(), totals.stream)
     with pytest.raises(Exception, match=r"needs state version 2, but at .* versions \d+ to \d+ are kept"):
         refused.processAllAvailable()
     assert state_files(totals.stream, "changelog") == before

@@ -26,8 +26,8 @@ from tests.spark_bridge.streams.processors import (
     at,
     based_on,
     ordered,
+    process_all,
 )
-from tests.spark_bridge.streams.transform_steps import process_all
 
 pytestmark = pytest.mark.spark
 

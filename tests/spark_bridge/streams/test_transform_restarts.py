@@ -15,8 +15,9 @@ from spark_bridge import (
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.processors import (
     based_on,
+    error_of,
+    process_all,
 )
-from tests.spark_bridge.streams.transform_steps import error_of, process_all
 
 pytestmark = pytest.mark.spark
 

@@ -12,11 +12,12 @@ from tests.spark_bridge.streams.processors import (
     INPUT,
     Commands,
     Writer,
+    answers,
     at,
+    commands_on,
     drain,
     gather,
 )
-from tests.spark_bridge.streams.transform_steps import answers, commands_on
 
 pytestmark = pytest.mark.spark
 

@@ -25,16 +25,18 @@ from tests.spark_bridge.streams.processors import (
     Model,
     PandasCommands,
     Writer,
+    answers,
     at,
     based_on,
+    commands_on,
     composite,
     drain,
     gather,
     ordered,
+    process_all,
     random_batches,
     random_starts,
 )
-from tests.spark_bridge.streams.transform_steps import answers, commands_on, process_all
 
 pytestmark = pytest.mark.spark
 

@@ -25,8 +25,7 @@ from spark_bridge.task import task_store as task_client
 from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.gated_world import GatedWorld
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.host_steps import GatedWorld, make_host, plan_spark, reg, run_task, task
 
 VERSIONS = 8
 TIMEOUT = 60.0

@@ -1,11 +1,16 @@
 """A task's store over real hosts and their Flight servers: several families, scans and commits, also when a host
 dies.
+
+A worker process excludes objects that outlive tasks from garbage collection, and can still import modules.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +38,8 @@ from spark_bridge.task.task_store import StagedChanges, TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
-from tests.patience import PATIENCE
-from tests.spark_bridge.host.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
-from tests.spark_bridge.host.host_steps import make_host, task
+from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.host.host_steps import FAMILIES_SCHEMA, binary, make_host, reg_of, spec, task, write_offsets
 
 
 class Served:
@@ -99,7 +103,7 @@ def test_task_reads_and_commits(world: World, served: list[Served], tmp_path: Pa
     write_offsets(world, 0, 7, 1000)
     first, other = store(served, 0), store(served, 0, 1)
     assert (first.batch_id, first.times, first.key_groups) == (0, BatchTimes(1000, 7, 0), (0, 512))
-    assert first.schema.to_json() == SCHEMA
+    assert first.schema.to_json() == FAMILIES_SCHEMA
     keys = keys_of(5000)
     first.stage(keys, keys, "a")
     first.stage(binary(b"\x00\x00000001", b"\x00\x00x"), binary(None, b"x"), "a")  # the last counts
@@ -201,7 +205,7 @@ def test_a_task_that_knows_its_owner_opens_with_its_first_get(
     assert calls == ["do_exchange", "do_exchange", "do_put"]
     # What the opening call has told is known.
     assert again.times == BatchTimes(2000, 8, 7)
-    assert again.schema.to_json() == SCHEMA
+    assert again.schema.to_json() == FAMILIES_SCHEMA
     assert len(calls) == 3
     # A task without keys to read opens with its commit.
     empty = unopened(served, 1, 1)
@@ -384,7 +388,7 @@ def test_a_task_says_which_owner_it_cannot_reach_and_asks_again_soon(monkeypatch
             opened.append((self.address, asked.unreachable))
             if self.address == "dead":
                 raise HostUnavailableError("connection refused")
-            return OpenReply("dead" if len(opened) < 8 else None, 0, 1024, SCHEMA)
+            return OpenReply("dead" if len(opened) < 8 else None, 0, 1024, FAMILIES_SCHEMA)
 
     monkeypatch.setattr(task_client, "client_for", Asked)
     monkeypatch.setattr(task_client.time, "sleep", slept.append)
@@ -406,7 +410,7 @@ def test_a_known_owner_that_takes_no_connection_is_reported_at_once(monkeypatch:
 
         def open(self, opening: TaskIdentity) -> OpenReply:
             asked.append((self.address, opening.unreachable))
-            return OpenReply(None, 0, 1024, SCHEMA)
+            return OpenReply(None, 0, 1024, FAMILIES_SCHEMA)
 
         def get_many(self, command: object, keys: pa.BinaryArray) -> pa.BinaryArray:
             return keys
@@ -552,3 +556,31 @@ def test_scan_that_never_succeeds_times_out(
     with pytest.raises(HostUnavailableError, match=r"within 1 s.*always"):
         list(store(served, 0, timeout=0.6).scan([(b"", None)], "a"))
     assert 2 <= len(calls) < 50
+
+
+CHILD = """
+import gc, importlib, sys
+sys.path.insert(0, sys.argv[1])
+import packed.one
+from spark_bridge.task.executor import settle_worker
+importers = lambda: [f for f in sys.path_importer_cache.values() if type(f).__name__ == "zipimporter"]
+assert importers()
+settle_worker()
+frozen = gc.get_freeze_count()
+assert frozen > 1000 and not importers()
+junk = [[] for _ in range(5000)]
+settle_worker()
+assert gc.get_freeze_count() <= frozen  # what later tasks make is collected as ever
+importlib.invalidate_caches()
+import packed.two
+assert (packed.one.x, packed.two.x) == (1, 2)
+"""
+
+
+def test_a_settled_worker_imports_from_zip_files_and_freezes_once(tmp_path: Path) -> None:
+    archive = tmp_path / "lib.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("packed/__init__.py", "")
+        packed.writestr("packed/one.py", "x = 1")
+        packed.writestr("packed/two.py", "x = 2")
+    subprocess.run([sys.executable, "-c", CHILD, str(archive)], check=True, timeout=HANG)

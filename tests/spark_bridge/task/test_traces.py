@@ -28,10 +28,9 @@ from tests.collector import Recorded, recorded_spans
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import wait_until
-from tests.spark_bridge.host.host_operators import SCHEMA, reg_of, spec, write_offsets
-from tests.spark_bridge.host.host_steps import make_host, run_task, task
+from tests.spark_bridge.host.host_steps import FAMILIES_SCHEMA, make_host, reg_of, run_task, spec, task, write_offsets
 
-SCHEMA_A = OperatorSchema.from_json(SCHEMA).families["a"]
+SCHEMA_A = OperatorSchema.from_json(FAMILIES_SCHEMA).families["a"]
 VALUE = SCHEMA_A.encode_values(pa.record_batch([pa.array([1])], ["v"]))
 
 

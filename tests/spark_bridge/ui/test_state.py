@@ -28,8 +28,7 @@ from tests.patience import PATIENCE
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.ui.browser import served_page
 from tests.spark_bridge.ui.conftest import Look
-from tests.spark_bridge.ui.hostile import HOSTILE, Forms
-from tests.spark_bridge.ui.systems import ACT, LOOK, Served, Tokens, served
+from tests.spark_bridge.ui.systems import ACT, HOSTILE, LOOK, Forms, Served, Tokens, served
 
 pytestmark = pytest.mark.in_turns("hosts", "storage")
 

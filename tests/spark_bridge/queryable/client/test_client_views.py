@@ -18,10 +18,10 @@ from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.json_values import rows_to_json, to_json, window_of_text
 from spark_bridge.state_format.layouts import deduplicate_schema
 from tests.spark_bridge.operators.operator_runs import WINDOW
-from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.queryable.client.client_rows import MINUTE, NINE, ROWS, bounds, windowed
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Flow, Query
+from tests.spark_bridge.variable_operations import session_operator
 
 # -- lists, maps, timers -----------------------------------------------------------------------
 

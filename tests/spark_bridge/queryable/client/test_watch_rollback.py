@@ -16,8 +16,7 @@ from spark_bridge.host.prepared_versions import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol import ChangesRequest, RowsReply
 from spark_bridge.queryable.reads import answer_version, operator_plan
 from spark_bridge.queryable.reads.change_feed import MANIFESTS_IDLE_SECONDS
-from tests.spark_bridge.queryable.client_world import Cluster
-from tests.spark_bridge.queryable.rollback import go_back
+from tests.spark_bridge.queryable.client_world import Cluster, go_back
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads import answer_version
 from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.host_world import changes_of, partitions_of, stored
+from tests.spark_bridge.queryable.host_world import KEYS, changes_of, exactly, filled, partitions_of, stored, table
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled, table
 
 LATEST = At("latest")
 

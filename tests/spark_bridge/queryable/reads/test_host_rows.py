@@ -24,10 +24,17 @@ from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import WINDOW, batch_of, seconds
-from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
-from tests.spark_bridge.variable_operations import AGGREGATOR, Expiring, flat, in_order, one_key, random_batch
+from tests.spark_bridge.variable_operations import (
+    AGGREGATOR,
+    Expiring,
+    flat,
+    in_order,
+    one_key,
+    random_batch,
+    session_operator,
+)
 
 USERS = [(user, shard) for user in ("é", "zz", "a", "b", "ab", "") for shard in (1, 0)]
 

@@ -7,8 +7,7 @@ import pytest
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.queryable.protocol import Comparison, ScanRequest
 from spark_bridge.queryable.reads import scans
-from tests.spark_bridge.queryable.host_world import COMPLETED, partitions_of, stored
-from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled, table
+from tests.spark_bridge.queryable.host_world import COMPLETED, KEYS, exactly, filled, partitions_of, stored, table
 
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])

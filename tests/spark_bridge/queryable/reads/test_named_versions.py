@@ -14,8 +14,7 @@ from spark_bridge.host import partition_cache
 from spark_bridge.queryable.protocol import ScanRequest
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.host_world import changes_of, partitions_of
-from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
+from tests.spark_bridge.queryable.host_world import KEYS, changes_of, exactly, filled, partitions_of
 
 
 @pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])

@@ -17,8 +17,7 @@ from spark_bridge.exceptions import NotOwnerError, StateVersionError
 from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.reads import answer_version, host_reads
 from tests.patience import HANG
-from tests.spark_bridge.queryable.host_world import partitions_of
-from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
+from tests.spark_bridge.queryable.host_world import KEYS, exactly, filled, partitions_of
 
 
 def test_partition_unopened_since_a_restart_is_loaded(make):

@@ -52,8 +52,7 @@ from tests.spark_bridge.operators.rolling_model import ROWS, model, random_rows,
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Query
 from tests.spark_bridge.state_http.http_state import answering
-from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers, files_with
 from tests.spark_bridge.ui.systems import ACT, Tokens
 
 TOTALS = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())]))

@@ -35,8 +35,7 @@ from tests.spark_bridge.queryable.routing.router_world import (
     located,
     soon,
 )
-from tests.spark_bridge.queryable.routing.slow_hosts import Memory
-from tests.spark_bridge.queryable.server.relays import Relay
+from tests.spark_bridge.queryable.routing.slow_hosts import Memory, Relay
 
 
 def test_a_scan_gives_each_row_once(cluster: Cluster, router: StateRouter) -> None:

@@ -30,8 +30,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.scans import RoutedScan
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
-from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
-from tests.spark_bridge.queryable.rollback import go_back
+from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, go_back
 
 USERS = 8_000
 WIDE = "x" * 4_000

@@ -63,11 +63,11 @@ from tests.spark_bridge.queryable.routing.router_world import (
     asked,
     located,
     numbers,
+    oracle_of,
     owned_by,
     soon,
     stored,
 )
-from tests.spark_bridge.queryable.server.oracle_source import oracle_of
 
 USERS = list(range(1000))
 Q = "q"

@@ -11,7 +11,7 @@ from coordinator_actor.exceptions import RetiredRunError
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
 from spark_bridge.queryable.server.proxy import LocationCache
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.server.oracle_source import Source, oracle_of
+from tests.spark_bridge.queryable.routing.router_world import Source, oracle_of
 
 
 def test_oracle_in_use_is_refreshed_in_the_background() -> None:

@@ -43,19 +43,23 @@ from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
+    LOOKUP,
     ROWS,
+    SCAN,
     SECRET,
     MemoryReads,
     OneToken,
     RawClient,
+    client_of,
     eventually,
     failed_with,
     frame_bytes,
+    keys,
+    query_threads,
     rows,
     serving,
     welcomed,
 )
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, client_of, keys, query_threads
 
 # -- answers ---------------------------------------------------------------------------------------
 

@@ -24,15 +24,18 @@ from spark_bridge.queryable.server import framed_socket, request_handler
 from spark_bridge.queryable.server import server as server_module
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
+    LOOKUP,
+    SCAN,
     MemoryReads,
     RawClient,
+    client_of,
     eventually,
     failed_with,
     frame_bytes,
+    keys,
     rows,
     serving,
 )
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, client_of, keys
 
 
 @pytest.mark.parametrize(

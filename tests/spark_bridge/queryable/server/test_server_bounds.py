@@ -31,16 +31,20 @@ from spark_bridge.queryable.server import framed_socket, request_handler
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
+    LOOKUP,
     ROWS,
+    SCAN,
+    Holding,
     MemoryReads,
     RawClient,
+    client_of,
     eventually,
     failed_with,
     frame_bytes,
+    keys,
     rows,
     serving,
 )
-from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN, Holding, client_of, keys
 
 
 def test_a_client_that_leaves_within_a_scan_releases_it():

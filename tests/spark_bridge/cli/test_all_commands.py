@@ -1,25 +1,35 @@
-"""Exit codes that no other test covers: old failures, warnings, no cluster, and unexpected errors."""
+"""What all commands share: exit codes that no other test covers (old failures, warnings, no cluster, unexpected errors),
+an example in the help, --json, and shell completion.
+
+Also which node ``statestore drain`` takes; ``session/test_host_placement.py`` has what follows.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
+import typer.main
 from click.testing import Result
 from msgspec import structs
 from ray._private import services
 
 from spark_bridge.cli import main as program
 from spark_bridge.cli import sources
+from spark_bridge.cli.cluster_commands import node_named
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import Source
+from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host.instances import in_columns
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import WARNING, Fault, Overview
@@ -112,3 +122,68 @@ def test_one_of_several_clusters_is_named(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setattr(services, "find_gcs_addresses", lambda found=found: found)
         with sources.joined_ray(None, "statestore"):
             assert not capsys.readouterr().err
+
+
+def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, one in command.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, f"{path} {name}")
+        else:
+            yield f"{path} {name}", one
+
+
+COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestore"))
+
+REFERENCE = Path(__file__).parents[3] / "docs/reference/command-line.md"
+
+GO_ON = ("statestore changes", "statestore demo", "statestore run", "statestore serve", "statestore ui")
+"""These commands answer nothing: they run something, and say how it goes."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_json(name: str) -> None:
+    command = COMMANDS[name]
+    assert "Example" in command.help and f"{name} " in f"{command.help} ", name
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert "--json" in options or name in GO_ON
+    assert not [option for option in options if "token" in option or "secret" in option], "arguments are visible to all"
+
+
+def test_completion_can_be_shown() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert "--install-completion" in result.stdout and "--show-completion" in result.stdout
+
+
+def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_STATESTORE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "statestore che")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    result = CliRunner().invoke(app, [], prog_name="statestore")
+    assert sorted(result.stdout.split()) == ["checkpoint", "checkpoints"]
+
+
+def test_the_reference_has_the_codes_of_each_command() -> None:
+    section = REFERENCE.read_text().partition("## Exit codes")[2].partition("## Commands")[0]
+    named = set(re.findall(r"`([a-z-]+(?: [a-z]+)?)`", section))
+    told = [name.removeprefix("statestore ") for name in COMMANDS]
+    assert [name for name in told if name not in named and name.split()[0] not in named | {"run"}] == []
+
+
+NODES = [
+    {"NodeID": "aaaaaa1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "one", "Alive": True},
+    {"NodeID": "aaaaaa2", "NodeManagerAddress": "10.0.0.2", "NodeManagerHostname": "two", "Alive": True},
+    {"NodeID": "bbbbbb3", "NodeManagerAddress": "10.0.0.2", "NodeManagerHostname": "two", "Alive": False},
+    {"NodeID": "cccccc4", "NodeManagerAddress": "10.0.0.4", "NodeManagerHostname": "one", "Alive": True},
+]
+
+
+@pytest.mark.parametrize("name", ["aaaaaa2", "10.0.0.2", "two"])
+def test_a_living_node_is_named_by_id_address_or_host_name(name: str) -> None:
+    assert node_named(name, NODES) == "aaaaaa2"
+    assert node_named("cccccc", NODES) == "cccccc4"
+
+
+@pytest.mark.parametrize(("name", "why"), [("bbbbbb3", "No living"), ("one", "Several"), ("aaaaaa", "Several")])
+def test_unknown_or_ambiguous_node_name_lists_the_nodes(name: str, why: str) -> None:
+    with pytest.raises(EnvironmentProblemError, match=rf"{why} .*'{name}'; .*10.0.0.1 \(one, aaaaaa1\)"):
+        node_named(name, NODES)
