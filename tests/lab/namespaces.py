@@ -1,4 +1,4 @@
-"""Requirements of a lab, programs and permissions on its computer, and commands in the namespaces of another process."""
+"""Requirements of a lab: programs and permissions on its computer; and commands in the namespaces of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes that no other test covers (old failures, warnings, no cluster, unexpected errors),
+"""What commands share: exit codes that no other test covers (old failures, warnings, no cluster, unexpected errors),
 an example in the help, --json, and shell completion.
 
 Also which node ``statestore drain`` takes; ``session/test_host_placement.py`` has what follows.

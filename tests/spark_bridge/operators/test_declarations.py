@@ -1,4 +1,4 @@
-"""What the driver takes and refuses in a declared operator, before anything runs: its name, its keys, outputs, event time.
+"""What the driver takes and refuses in an operator's declaration: its name, its keys, its outputs, its event time.
 
 The driver takes the names that the store takes, and no others. It aims at a Spark partition through Spark's own hash.
 """
