@@ -13,8 +13,7 @@ from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.held_runs import beat_through_a_lease, one, two_queries
-from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task
-from tests.spark_bridge.host.task_threads import wait_until
+from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task, wait_until
 
 
 @contextmanager
