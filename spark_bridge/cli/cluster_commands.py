@@ -28,6 +28,7 @@ from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import EnvironmentProblemError, RequestError, UnknownFeatureViewError
 from spark_bridge.grafana import config_map, dashboard, written
 from spark_bridge.queryable.client.features import age_of
+from spark_bridge.queryable.connections import LOOPBACK
 
 if TYPE_CHECKING:
     from spark_bridge.overview.model import Overview
@@ -410,7 +411,6 @@ def serve(
 
 
 PORT = 8170
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UI_COORDINATOR_SECONDS = 10.0
 UI_OVERVIEW_SECONDS = 3.0
 """How long to wait for hosts: a dead one must not hold up the page."""
