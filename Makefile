@@ -52,7 +52,7 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query and check its stat
 test: $(STAMP) ## Run the tests on Spark 3.5, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
 
-test-slow: $(STAMP) $(STAMP42) ## Run what make test leaves out: slow tests of clusters, and all those on Spark 4.2
+test-slow: $(STAMP) $(STAMP42) ## Run what make test leaves out: slow tests, and all those on Spark 4.2
 	@$(BIN)/python -m tests.run --slow $(ARGS)
 
 test-thorough: $(STAMP) $(STAMP42) ## Run what both leave out: the other line of Spark for each stream, more random work

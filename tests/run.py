@@ -2,12 +2,11 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-Tests of the product that need neither cluster nor browser run first and alone, so that simple mistakes show within
-minutes. Then the tests on Spark 3.5 run side by side with the remaining tests, since they wait most of their time. Each
-part has its own directory for the files of its tests and of Ray, which is removed with the part; its output
-is prefixed with its name. ``--slow`` runs the rest, which a change must pass, too: the tests on Spark 4.2, and those
-marked ``slow``. Tests of behaviour that differs between the lines of Spark run on both; other tests of clusters are
-distributed over them.
+Tests of the product that need neither cluster nor browser run first, side by side with the tests on Spark 3.5, which
+wait most of their time. Then come the tests of everything around the product. Each part has its own directory for the
+files of its tests and of Ray, which is removed with the part; its output is prefixed with its name. ``--slow`` runs the
+rest, which a change must pass, too: the tests on Spark 4.2, and those marked ``slow``. Tests of behaviour that differs
+between the lines of Spark run on both; other tests of clusters are distributed over them.
 
 A thorough run does the rest: each test of clusters on the other line, the tests marked ``thorough`` on both, and the
 part without clusters with many times as much random work. Without arguments of pytest, it also searches the simulation
@@ -42,14 +41,13 @@ COLUMNS = "160"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the suite: its name, its command, and how many seconds it should take on two quiet cores at most.
+    """A part of the suite: its name and its command.
 
     A part with a number in ``core`` runs on one core alone, and shares it with parts of other numbers if cores are few.
     """
 
     name: str
     command: Sequence[str]
-    bound: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
     core: int | None = None
 
@@ -144,13 +142,11 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
 
     Logs of CI are often cut to their end, so the names of failed tests belong there.
     """
-    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in outcomes]
-    rows.append(("in all", spoken(seconds), bound, "right" if all(o.is_right for o in outcomes) else "FAILED"))
+    rows = [(o.part.name, spoken(o.seconds), o.last_line) for o in outcomes]
+    most = "" if bound is None else f"(bound {spoken(bound)})  "
+    rows.append(("in all", spoken(seconds), most + ("right" if all(o.is_right for o in outcomes) else "FAILED")))
     failures = [f"{o.part.name}: {line}" for o in outcomes for line in o.failures]
-    table = [
-        f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
-        for name, took, most, said in rows
-    ]
+    table = [f"{name:18} {took:>12}  {said}" for name, took, said in rows]
     if len(failures) > MOST_FAILURES:
         failures[MOST_FAILURES:] = [f"and {len(failures) - MOST_FAILURES} more failed tests"]
     return "\n".join([*failures, *table])
@@ -176,7 +172,7 @@ SERVICES = (
 ALL_SERVICES = (SERVICES[0], *["service and (spark or ray)"] * 2)
 SIMULATED_FOR = "10m"
 """A thorough run searches worlds of fresh seeds for broken rules for this long."""
-NO_CLUSTER = ("-m", "not ray and not spark and not service")
+NO_CLUSTER = "not ray and not spark and not service"
 _STATE = [
     *(f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")),
     "tests/spark_bridge/state_data",
@@ -218,20 +214,21 @@ wait at first, clients at last, and what tests state has no waits to speak of.
 AROUND = {"around it": _ABOUT, "the page": _PAGE}
 """Tests without clusters of everything around the product: benchmarks, deployment, documentation, the suite, the page.
 
-They start many processes, and a browser, which takes a core for half a minute. A usual run has them at the same time as
-the clusters, so that mistakes in the product show sooner.
+They start many processes, and a browser, which takes a core for half a minute. A usual run has them last, so that
+mistakes in the product show sooner.
 """
 
 
 def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the steps of the suite; those of a thorough run are the rest of the usual ones, and have no bounds."""
+    """Return the steps of the suite; those of a thorough run are the rest of the usual ones."""
     given = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
 
     def part(name: str, venv: str, *options: str) -> Part:
         return Part(name, [f"{venv}/bin/python", "-m", "pytest", *options, *arguments], environment=given)
 
     def without_clusters(parts: Mapping[str, Sequence[str]]) -> list[Part]:
-        return [part(name, ".venv", *of, *NO_CLUSTER) for name, of in parts.items()]
+        chosen = NO_CLUSTER if is_thorough else f"{NO_CLUSTER} and not slow"
+        return [part(name, ".venv", *of, "-m", chosen) for name, of in parts.items()]
 
     (usual, rest), (_, rest_on_42) = LINES_AND_THEIR_REST
     if is_thorough:
@@ -241,17 +238,16 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
             *([] if arguments else [[search]]),
             [part("Spark 3.5", ".venv", "-m", rest), part("Spark 4.2", ".venv42", "-m", rest_on_42)],
         ]
-    return [
-        [replace(p, bound=60, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))],
-        [part("Spark 3.5", ".venv", "-m", f"{usual} and not slow"), *without_clusters(AROUND)],
-    ]
+    of_product = [replace(p, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))]
+    return [[*of_product, part("Spark 3.5", ".venv", "-m", f"{usual} and not slow")], without_clusters(AROUND)]
 
 
 def steps_of_slow(arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the step with what a usual run leaves out: the slow tests on Spark 3.5, and the tests on Spark 4.2."""
+    """Return the step with what a usual run leaves out: the slow tests, and those on Spark 4.2."""
     (on_35, _), (on_42, _) = LINES_AND_THEIR_REST
     return [
         [
+            Part("without clusters", [".venv/bin/python", "-m", "pytest", "-m", f"{NO_CLUSTER} and slow", *arguments]),
             Part("Spark 3.5", [".venv/bin/python", "-m", "pytest", "-m", f"{on_35} and slow", *arguments]),
             Part("Spark 4.2", [".venv42/bin/python", "-m", "pytest", "-m", on_42, *arguments]),
         ]
@@ -301,7 +297,7 @@ def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
         step
         for venv in venvs
         for step in (
-            [part(venv, name, *of, *NO_CLUSTER) for name, of in (WITHOUT_CLUSTERS | AROUND).items()],
+            [part(venv, name, *of, "-m", NO_CLUSTER) for name, of in (WITHOUT_CLUSTERS | AROUND).items()],
             [part(venv, "demo", "tests/spark_bridge/demo/test_demo.py")],
         )
     ]
@@ -311,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the suite; return 0 if all of it is right."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="Other arguments are those of pytest.")
     parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
-    parser.add_argument("--slow", action="store_true", help="run the slow tests of clusters, and those on Spark 4.2")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests, and those on Spark 4.2")
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--services", action="store_true", help="run what needs the services of `make services`")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")

@@ -241,6 +241,7 @@ def test_state_in_storage_is_read_without_spark_and_ray(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_command_line_of_a_client_outside_needs_no_extra(tmp_path: Path) -> None:
     """A command that needs more names the extra, and the other commands run."""
     program = (

@@ -78,11 +78,11 @@ def test_the_report_repeats_the_names_of_failed_tests(tmp_path: Path) -> None:
 
 
 def test_the_report() -> None:
-    parts = Part("without clusters", [], 60.0), Part("Spark 3.5", [])
+    parts = Part("without clusters", []), Part("Spark 3.5", [])
     outcomes = [Outcome(parts[0], 0, 48.4, "3000 passed"), Outcome(parts[1], 0, 425.0, "150 passed")]
     assert report(outcomes, 473.0, 600.0).splitlines() == [
-        "without clusters           48 s  (bound 1 min 00 s)  3000 passed",
-        "Spark 3.5            7 min 05 s                      150 passed",
+        "without clusters           48 s  3000 passed",
+        "Spark 3.5            7 min 05 s  150 passed",
         "in all               7 min 53 s  (bound 10 min 00 s)  right",
     ]
     assert [spoken(s) for s in (0.2, 59.4, 59.6)] == ["0 s", "59 s", "1 min 00 s"]
@@ -146,15 +146,11 @@ def test_each_file_without_clusters_is_in_one_part() -> None:
 
 
 def test_each_test_without_clusters_runs_once() -> None:
-    """In a browser or not; a thorough run has both in its first step."""
+    """By the usual run or with the slow ones; a thorough run has both in its first step."""
     for is_thorough in (False, True):
-        chosen = [
-            p.command[p.command.index("-m", 3) + 1]
-            for step in run.steps_of(is_thorough, [])
-            for p in step
-            if "pytest" in p.command
-        ]
-        for browser in (False, True):
+        steps = [*run.steps_of(is_thorough, []), *([] if is_thorough else run.steps_of_slow([]))]
+        chosen = [p.command[p.command.index("-m", 3) + 1] for step in steps for p in step if "pytest" in p.command]
+        for browser, slow in product((False, True), repeat=2):
             given = {
                 "ray": False,
                 "spark": False,
@@ -162,10 +158,10 @@ def test_each_test_without_clusters_runs_once() -> None:
                 "spark42_only": False,
                 "thorough": False,
                 "service": False,
-                "slow": False,
+                "slow": slow,
             }
             ran = {of for of in chosen if eval(of, {}, {**given, "browser": browser})}
-            assert len(ran) == 1, (is_thorough, browser, ran)
+            assert len(ran) == 1, (is_thorough, browser, slow, ran)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -176,7 +172,7 @@ def test_a_test_of_clusters_is_run_by_the_usual_run_or_with_the_slow_ones(is_slo
     given = dict.fromkeys(names, False) | {"spark": True, "slow": is_slow} | ({line: True} if line else {})
     usual, slow = (
         [p.name for p in step if eval(p.command[p.command.index("-m", 3) + 1], {}, given)]
-        for step in (run.steps_of(False, [])[-1], run.steps_of_slow([])[-1])
+        for step in (run.steps_of(False, [])[0], run.steps_of_slow([])[0])
     )
     on_35 = [] if line == "spark42_only" else ["Spark 3.5"]
     on_42 = ["Spark 4.2"] if line else []

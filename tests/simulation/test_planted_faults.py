@@ -42,6 +42,7 @@ def searched(fault: PlantedFault) -> Any:
     return pytest.param(fault, id=fault.name) if fault.name in USUAL else only_thorough(fault, id=fault.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [searched(fault) for fault in FAULTS if fault.seeds])
 def test_the_simulation_finds_a_planted_fault(fault: PlantedFault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)

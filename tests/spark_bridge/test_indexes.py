@@ -192,7 +192,7 @@ def payments(tmp_path: Path) -> Iterator[Callable[..., Payments]]:
     [
         ("file", BY_KEY, "update"),
         ("rocksdb", BY_WINDOW, "update"),
-        ("file", BY_WINDOW, "append"),
+        pytest.param("file", BY_WINDOW, "append", marks=pytest.mark.slow),
         only_thorough("rocksdb", BY_WINDOW, "complete"),
         only_thorough("rocksdb", BY_KEY, "update"),
     ],

@@ -144,7 +144,7 @@ def random_work(stream: Stream, batches: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["rocksdb", "file"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_work_on_a_small_file_system_equals_the_model(
     tmp_path: Path, tmpfs: Path, backend: str, seed: int
 ) -> None:

@@ -223,6 +223,7 @@ def test_horizons_are_named_after_their_duration(text: str, name: str, us: int) 
 MILLISECONDS, DAYS = ("5 ms", "40 ms", "1 second"), ("1 hour", "36 hours", "10 days")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", effort((0, 5, 7), range(60)))
 def test_every_function_equals_the_model_at_random_moments(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random streams with late rows, restarts, and outputs that restarts add and remove; horizons of ms to days.
