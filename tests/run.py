@@ -2,11 +2,11 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-Tests of the product that need neither cluster nor browser run first, side by side with the tests on Spark 3.5, which
-wait most of their time. Then come the tests of everything around the product. Each part has its own directory for the
-files of its tests and of Ray, which is removed with the part; its output is prefixed with its name. ``--slow`` runs the
-rest, which a change must pass, too: the tests on Spark 4.2, and those marked ``slow``. Tests of behaviour that differs
-between the lines of Spark run on both; other tests of clusters are distributed over them.
+Tests of the product that need neither cluster nor browser run first, then those of everything around the product; the
+tests on Spark 3.5, which wait most of their time, run beside both. Each part has its own directory for the files of its
+tests and of Ray, which is removed with the part; its output is prefixed with its name. ``--slow`` runs the rest, which
+a change must pass, too: the tests on Spark 4.2, and those marked ``slow``. Tests of behaviour that differs between the
+lines of Spark run on both; other tests of clusters are distributed over them.
 
 A thorough run does the rest: each test of clusters on the other line, the tests marked ``thorough`` on both, and the
 part without clusters with many times as much random work. Without arguments of pytest, it also searches the simulation
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ COLUMNS = "160"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the suite: its name and its command.
+    """A part of the suite: its name and its command. It begins once the parts ``after`` of the same step have ended.
 
     A part with a number in ``core`` runs on one core alone, and shares it with parts of other numbers if cores are few.
     """
@@ -50,6 +50,7 @@ class Part:
     command: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
     core: int | None = None
+    after: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,19 @@ def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for step in steps:
         with ThreadPoolExecutor(len(step) or 1) as threads:
-            running = [threads.submit(run_part, p, out, f"{p.name} | " if len(step) > 1 else "") for p in step]
-            outcomes += [one.result() for one in running]
+            running: dict[str, Future[Outcome]] = {}
+            for part in step:
+                earlier = [running[name] for name in part.after]
+                running[part.name] = threads.submit(_run_after, earlier, part, out, is_alone=len(step) == 1)
+            outcomes += [one.result() for one in running.values()]
         if not all(outcome.is_right for outcome in outcomes):
             break
     return outcomes
+
+
+def _run_after(earlier: Sequence[Future[Outcome]], part: Part, out: TextIO, *, is_alone: bool) -> Outcome:
+    wait(earlier)
+    return run_part(part, out, "" if is_alone else f"{part.name} | ")
 
 
 def spoken(seconds: float) -> str:
@@ -214,8 +223,8 @@ wait at first, clients at last, and what tests state has no waits to speak of.
 AROUND = {"around it": _ABOUT, "the page": _PAGE}
 """Tests without clusters of everything around the product: benchmarks, deployment, documentation, the suite, the page.
 
-They start many processes, and a browser, which takes a core for half a minute. A usual run has them last, so that
-mistakes in the product show sooner.
+They start many processes, and a browser, which takes a core for half a minute. A usual run has them after the others,
+so that mistakes in the product show sooner.
 """
 
 
@@ -238,8 +247,10 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
             *([] if arguments else [[search]]),
             [part("Spark 3.5", ".venv", "-m", rest), part("Spark 4.2", ".venv42", "-m", rest_on_42)],
         ]
+    on_spark = part("Spark 3.5", ".venv", "-m", f"{usual} and not slow")
     of_product = [replace(p, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))]
-    return [[*of_product, part("Spark 3.5", ".venv", "-m", f"{usual} and not slow")], without_clusters(AROUND)]
+    around = [replace(p, after=tuple(WITHOUT_CLUSTERS)) for p in without_clusters(AROUND)]
+    return [[on_spark, *of_product, *around]]
 
 
 def steps_of_slow(arguments: Sequence[str]) -> list[list[Part]]:

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests import installed, matrix, run
 from tests.run import Outcome, Part, report, run_part, run_steps, spoken
 
 
-def python(name: str, code: str, **rest: float) -> Part:
+def python(name: str, code: str, **rest: Any) -> Part:
     return Part(name, [sys.executable, "-c", code], **rest)
 
 
@@ -56,6 +58,13 @@ def test_a_part_and_its_children_keep_to_their_core() -> None:
         outcome = run_part(Part("kept", [sys.executable, "-c", told], core=core), io.StringIO())
         assert outcome.last_line == str(cores[core % len(cores)])
     assert run_part(python("free", ask), io.StringIO()).last_line == " ".join(map(str, cores))
+
+
+def test_a_part_begins_once_those_before_it_have_ended(tmp_path: Path) -> None:
+    first = python("first", f"import pathlib, time; time.sleep(0.5); pathlib.Path({str(tmp_path / 'done')!r}).touch()")
+    look = f"import pathlib; raise SystemExit(not pathlib.Path({str(tmp_path / 'done')!r}).exists())"
+    second = replace(python("second", look), after=("first",))
+    assert [o.status for o in run_steps([[first, second]], io.StringIO())] == [0, 0]
 
 
 def test_a_failure_ends_the_run_after_its_step() -> None:

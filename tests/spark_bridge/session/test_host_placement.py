@@ -25,7 +25,7 @@ from spark_bridge.session.state_cluster import StateCluster
 from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STORE = 80 << 20
 HEALTH = {
     "health_check_initial_delay_ms": 0,

@@ -334,6 +334,7 @@ def test_a_source_that_changes_its_place_is_refused(make_stream: Callable[..., S
     assert "at place 3 among its sources now" in message and "has them at place 2" in message
 
 
+@pytest.mark.slow
 def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])
     other = Stream(spark.newSession(), stream.root, stream.schema)

@@ -18,7 +18,7 @@ from spark_bridge import functions as S
 from spark_bridge.functions import AggregateFunction
 from tests.spark_bridge.conftest import Stream
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 SCHEMA = (
     "k long, i int, l long, x double, f float, m decimal(12,2), big decimal(38,10), s string, flag boolean, d date, "

@@ -121,6 +121,7 @@ def same(ours: Running, native: Running, at_least: int = 15) -> Counter[Any]:
 
 
 @pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", *map(only_thorough, ("inner", "left", "right", "left_semi", "left_anti"))])
 def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     sides.add(FILES)

@@ -15,7 +15,7 @@ from spark_bridge.exceptions import AccessDeniedError, SessionError
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.spark]
+pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.slow]
 
 
 def test_state_is_served_during_and_after_a_query_and_of_a_savepoint(stream: Stream, tmp_path: Path) -> None:
