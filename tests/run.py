@@ -254,7 +254,7 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
 
 
 def steps_of_slow(arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the step with what a usual run leaves out: the slow tests, and those on Spark 4.2."""
+    """Return the step of the slow tests and those on Spark 4.2, which a usual run leaves out."""
     (on_35, _), (on_42, _) = LINES_AND_THEIR_REST
     return [
         [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import store_snapshots
 from coordinator_actor.exceptions import BatchHeldError
-from coordinator_actor.messages import QueryRegistration, SnapshotUploaded
+from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.run.holds import UPLOAD
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.host.instances import Counters, Instance, InstanceKey
@@ -162,8 +163,11 @@ class Maintenance:
                 is_idle, copy.seen_version = version == copy.seen_version, version
                 if is_idle and copy.written_out != version:
                     begun.append(self._uploads.submit(self._write_out, copy, version))
+            uploads = {(key[0], upload) for key, upload in self._uploading.items() if not upload.done()}
+            uploading = Counter(location for location, _ in uploads)
+            most = self._threads_of_a_query()
             for instances in due.values():
-                threads = self._free_threads(instances[0].registration)
+                threads = most - uploading[instances[0].registration.state_location]
                 if threads <= 0:
                     continue  # the next maintenance looks at them
                 share = -(-len(instances) // threads)
@@ -177,15 +181,13 @@ class Maintenance:
                 del self._uploading[key]
         return begun
 
-    def _free_threads(self, registration: QueryRegistration) -> int:
-        """Return how many threads may begin uploads of a query. If its storage hangs, a thread is left for the others.
+    def _threads_of_a_query(self) -> int:
+        """Return how many threads may upload for one query. If its storage hangs, a thread is left for the others.
 
         The lock of the cache is held.
         """
-        is_alone = all(i.registration.run_id == registration.run_id for i in self._cache.instances.values())
-        most = self._num_threads if is_alone else max(1, self._num_threads - 1)
-        uploading = {f for key, f in self._uploading.items() if key[0] == registration.state_location and not f.done()}
-        return most - len(uploading)
+        num_runs = len({instance.registration.run_id for instance in self._cache.instances.values()})
+        return self._num_threads if num_runs == 1 else max(1, self._num_threads - 1)
 
     def _renew_leases(self) -> None:
         with self._cache.lock:
