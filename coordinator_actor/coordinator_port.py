@@ -185,7 +185,14 @@ class CoordinatorPort:
         """Register a host and all it holds, for the first time or again: runs, acknowledgements of running batches.
 
         The host is known at once. Its report is processed within a second, or, if the storage of a query hangs, when
-        that recovers. If a query's storage fails, the answer to a heartbeat asks the host to report again.
+        that recovers. If a query's storage fails, the answers to heartbeats ask the host to report that query again.
+        """
+
+    @message(Group.REGISTRATIONS, "host_id", "incarnation")
+    def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
+        """Report again all that a host holds of some runs (``HostOrders.unknown_runs``).
+
+        It is processed as that of ``register_host``. Raises ``UnknownHostError`` if the host is not registered.
         """
 
     @message(Group.LEASES, "host_id", "incarnation", held=string_keys)

@@ -433,6 +433,9 @@ class WarmUp(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
+    ``unknown_runs`` are the runs of the host that the coordinator cannot speak for: it does not know them, or has not
+    processed the host's report about them. The value says whether the host must report the run again; it must not while
+    a report is being processed.
     ``savepoints`` are repeated until the partitions are acknowledged. A savepoint that is no longer ``pending``
     (checkpoint ids by run) is cancelled. ``revoked_tokens`` are the ids of all revoked read-only tokens. The lease runs
     for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
@@ -446,6 +449,7 @@ class HostOrders(Struct, frozen=True):
     """
 
     known: bool
+    unknown_runs: dict[str, bool] = field(default_factory=dict)
     completed: tuple[Completed, ...] = ()
     unload_runs: tuple[str, ...] = ()
     savepoints: tuple[SavepointOrder, ...] = ()

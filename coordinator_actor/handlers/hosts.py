@@ -81,8 +81,18 @@ class Hosts:
             self._registries.hosts.register(info, self._registries.clock(), report.held)
             self._registries.needed()
         log.info("Registered host %s at %s", info.host_id, info.address)
-        # Known runs first: they need no storage.
+        self._process(info, report)
+
+    def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
+        with self._registries.lock:
+            self._registries.hosts.require(host_id, incarnation)
+            info = self._registries.hosts.leases[host_id].info
+        self._process(info, report)
+
+    def _process(self, info: HostInfo, report: HostReport) -> None:
+        """Process what a host reports of each run, in threads separate from those of the run's messages."""
         begun = []
+        # Known runs first: they need no storage.
         for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs.by_id):
             if not self._runs.is_over(registration.run_id):
                 begun += self._begin_to_take_up(registration, report, info)
@@ -95,17 +105,18 @@ class Hosts:
     def _begin_to_take_up(
         self, registration: QueryRegistration, report: HostReport, info: HostInfo
     ) -> list[Future[Any]]:
-        """Begin to process the report of a host about a run, in threads separate from those of the run's messages.
+        """Begin to process the report of a host about a run.
 
         Return a list with the future, empty if the queue of waiting reports is full.
         """
         run_id = registration.run_id
+        self._note_report(info, run_id, is_running=True)
         self._runs.expect(run_id)
         try:
             future = self._apart(f"the reports of run {run_id}", partial(self._take_up, registration, report, info))
         except BaseException as error:
             self._runs.expect_no_more(run_id)
-            self._ask_again(info)
+            self._note_report(info, run_id)
             if not isinstance(error, QueryBusyError):
                 raise
             log.warning("Host %s must report run %s again: %s", info.host_id, run_id, error)
@@ -113,25 +124,27 @@ class Hosts:
         return [future]
 
     def _take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> None:
+        run_id, is_processed = registration.run_id, False
         try:
-            if self._runs.is_over(registration.run_id):
-                return  # it was stopped while its report waited
-            self._register_again(registration)
-            run = self._runs.find(registration.run_id)
+            if not self._runs.is_over(run_id):  # else it was stopped while its report waited
+                self._register_again(registration)
+            run = self._runs.find(run_id)
             if run is not None and run.lifetime.stopped_at is None:
                 with run.lock:
                     _take_report(run, report, self._registries.clock())
+            is_processed = run is not None or self._runs.is_over(run_id)
         except BaseException:
-            run_id = registration.run_id
             log.warning("Host %s must report run %s again", info.host_id, run_id, exc_info=True)
-            self._ask_again(info)
             raise
         finally:
-            self._runs.expect_no_more(registration.run_id)
+            self._note_report(info, run_id, is_processed=is_processed)
+            self._runs.expect_no_more(run_id)
 
-    def _ask_again(self, info: HostInfo) -> None:
+    def _note_report(
+        self, info: HostInfo, run_id: str, *, is_processed: bool = False, is_running: bool = False
+    ) -> None:
         with self._registries.lock:
-            self._registries.hosts.ask_again(info.host_id, info.incarnation)
+            self._registries.hosts.note_report(info, run_id, is_processed=is_processed, is_running=is_running)
 
     def _register_again(self, registration: QueryRegistration) -> None:
         """Register a run that a host holds, and that this coordinator, after a restart, may not know."""
@@ -164,6 +177,9 @@ class Hosts:
                 lease.hand_over = structs.replace(hand_over, giving=())
             runs = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (runs[r].lifetime.ended if r in runs else self._runs.is_over(r))}
+            lease.reports = {r: is_running for r, is_running in lease.reports.items() if is_running or r in held}
+            unknown = {r for r in held if r not in over and (r not in runs or r in lease.reports)}
+            unknown_runs = {run_id: not lease.reports.get(run_id, False) for run_id in unknown}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
             exchanged = lease.hand_over.exchanged.get(run.run_id, "")
@@ -189,8 +205,8 @@ class Hosts:
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
         return HostOrders(
-            known=lease.is_reported
-            and all(run_id in runs or run_id in over or self._runs.is_expected(run_id) for run_id in held),
+            known=True,
+            unknown_runs=unknown_runs,
             completed=tuple(completed),
             unload_runs=tuple(run_id for run_id in held if run_id in over),
             savepoints=savepoints,

@@ -398,9 +398,9 @@ REMEMBERED_HOSTS = 10_000
 class HostLease:
     """One host, and the time of its last heartbeat, in seconds by the coordinator's clock.
 
-    ``is_reported``: the host's report is processed, or is being processed. ``partitions`` are those that it held
-    when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves; it names as
-    ``giving`` only the runs that the answer has named as well.
+    ``reports`` has the runs whose report by the host is not processed yet, and whether it is being processed.
+    ``partitions`` are those that it held when it registered, by run and operator. ``hand_over`` is the report of its
+    last heartbeat about moves; it names as ``giving`` only the runs that the answer has named as well.
 
     ``is_reachable``: this incarnation has taken a connection from the coordinator. ``probed_at`` is the time of the
     last attempt.
@@ -408,7 +408,7 @@ class HostLease:
 
     info: HostInfo
     seen: float
-    is_reported: bool = True
+    reports: dict[str, bool] = field(default_factory=dict)
     partitions: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     hand_over: HandOver = field(default_factory=HandOver)
     is_reachable: bool = False
@@ -493,11 +493,15 @@ class HostRegistry:
         lease.seen = now
         return lease
 
-    def ask_again(self, host_id: str, incarnation: str) -> None:
-        """Make the next heartbeat ask a host for its report, which could not be processed."""
-        lease = self.leases.get(host_id)
-        if lease is not None and lease.info.incarnation == incarnation:
-            lease.is_reported = False
+    def note_report(self, info: HostInfo, run_id: str, *, is_processed: bool = False, is_running: bool = False) -> None:
+        """Record how far the report of a host about a run is. Heartbeats ask for the report until it is processed."""
+        lease = self.leases.get(info.host_id)
+        if lease is None or lease.info.incarnation != info.incarnation:
+            return
+        if is_processed:
+            lease.reports.pop(run_id, None)
+        else:
+            lease.reports[run_id] = is_running
 
     def require(self, host_id: str, incarnation: str) -> None:
         """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""

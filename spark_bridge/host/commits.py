@@ -475,7 +475,7 @@ class TaskCommits:
             durable = time.perf_counter()
             done_by_task = self._figures(instance, timings, figures or messages.OperatorFigures(), durable - started)
             message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
-            under = self._registration.number
+            under = self._registration.number_of(task.run_id)
             try:
                 with spans.step("host.acknowledge"):
                     answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))

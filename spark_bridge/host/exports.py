@@ -180,10 +180,15 @@ class SavepointExports:
         if seconds:
             self._sleep(seconds)
 
-    def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
-        """Give up all exports but those of ``pending``: by run id, the checkpoint ids of unfinished savepoints."""
+    def give_up_others(self, pending: Mapping[str, Collection[int]], unknown_runs: Collection[str] = ()) -> None:
+        """Give up all exports but those of ``pending``, by run id the checkpoint ids of unfinished savepoints.
+
+        It keeps the exports of ``unknown_runs``, which the coordinator does not know yet.
+        """
         with self._lock:
-            self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
+            self._states = {
+                k: m for k, m in self._states.items() if k[0] in unknown_runs or k[1] in pending.get(k[0], ())
+            }
 
     def _is_given_up(self, key: Key) -> bool:
         return self._closed.is_set() or key not in self._states

@@ -218,6 +218,8 @@ class Host:
         """By run of a late follower, when storage was last looked at with success, by ``clock``."""
         self._announced: dict[str, tuple[int, str]] = {}
         """By run, the version and the exchange of files that the last heartbeat's answer has announced."""
+        self._unknown_runs: frozenset[str] = frozenset()
+        """The runs that the coordinator did not know at the last heartbeat, or has not taken this host's report of."""
         self.counters = Counters()
         self.memory = host_memory(conf)
         self.completed = CompletedVersions()
@@ -330,9 +332,10 @@ class Host:
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS
-        if not orders.known:
-            self.registration.register_apart()
+        if not orders.known or any(orders.unknown_runs.values()):
+            self.registration.report_apart(orders)
         if orders.known:
+            self._unknown_runs = frozenset(orders.unknown_runs)
             self._announced = {c.run_id: (c.version, c.rewritten) for c in orders.completed}
             self.registration.is_informed = True
             for warm in orders.warm_up:
@@ -350,22 +353,23 @@ class Host:
         for run_id in self.cache.note_ended(orders.ended_runs):
             by_run.setdefault(run_id, []).append(partial(self.maintenance.write_out_ended, run_id))
         if orders.known:
-            self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
+            of_unknown = {run_id: at for run_id, at in self._looked_at.items() if run_id in self._unknown_runs}
+            self._looked_at = of_unknown | {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
         # Before the versions are recorded: from here on, partitions that may move are tracked.
         self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)
         if orders.known:
-            self.exports.give_up_others(orders.pending)
+            self.exports.give_up_others(orders.pending, orders.unknown_runs)
         for order in orders.savepoints:
             self.exports.begin_exports(order)
 
     def knows_newest(self, run_id: str) -> bool:
         """Return whether this host knows the newest version of a run as of its last heartbeat, and its lease runs.
 
-        It does not after it has registered again, or before it has carried out what the last heartbeat's answer says
-        of the run: its copies may be of files that were exchanged.
+        It does not after it has registered again, while the coordinator does not know the run, or before it has carried
+        out what the last heartbeat's answer says of the run: its copies may be of files that were exchanged.
         """
-        if not self.registration.is_leased or not self.registration.is_informed:
+        if not self.registration.is_leased or not self.registration.is_informed or run_id in self._unknown_runs:
             return False
         version, rewritten = self._announced.get(run_id, (0, None))
         is_clean = rewritten is None or self.cache.last_exchange(run_id) == rewritten

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -576,15 +576,21 @@ class PartitionCache:
             self.lay_aside(instance)
         self._remove_unused(run_id)
 
-    def report(self) -> HostReport:
-        """Return the report of this host to a restarted coordinator."""
+    def report(self, run_ids: Container[str] | None = None) -> HostReport:
+        """Return the report of this host about these runs, or all if None, to a restarted coordinator."""
         with self.lock:
+            registrations = {r: of for r, of in self.registrations.items() if run_ids is None or r in run_ids}
             pending = tuple(a for i in self.instances.values() for a in list(i.acknowledged.values()))
             pending += tuple(a for key, e in self._evicted.items() for a in self._not_repeated(key, e))
             partitions: dict[str, dict[str, list[int]]] = {}
             for i in self.instances.values():
                 partitions.setdefault(i.registration.run_id, {}).setdefault(i.operator, []).append(i.partition)
-            return HostReport(tuple(self.registrations.values()), pending, dict(self._opened), partitions)
+        return HostReport(
+            tuple(registrations.values()),
+            tuple(a for a in pending if a.run_id in registrations),
+            {run_id: batch_id for run_id, batch_id in self._opened.items() if run_id in registrations},
+            {run_id: operators for run_id, operators in partitions.items() if run_id in registrations},
+        )
 
     def _not_repeated(self, key: InstanceKey, evicted: Evicted) -> list[Acknowledge]:
         """Return the accepted commits that no later attempt has replaced since the partition was loaded again."""

@@ -76,7 +76,7 @@ class PreparedVersions:
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
         """Record that the coordinator has accepted changes for a version.
 
-        ``under`` is the number of the host's registration before it sent its own changes.
+        ``under`` is the number of the host's last report of the run before it sent its own changes.
         """
         with self._noting:
             if under is not None:
@@ -92,7 +92,8 @@ class PreparedVersions:
 
         - This host has no lease. It may be cut off from the coordinator, while clients still reach it.
         - This host is handing partitions over.
-        - This host has registered again, and has not taken part in a version since. Others may have made the next one.
+        - This host has reported the run again, and has not taken part in a version since. Others may have made the next
+          one.
 
         The answers of this host are correct until Spark commits a batch after the last one that is known here.
         """
@@ -107,7 +108,7 @@ class PreparedVersions:
         return not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id)
 
     def _may_be_others(self, run_id: str) -> bool:
-        number = self._registration.number
+        number = self._registration.number_of(run_id)
         is_again = number > 1 and self._taken_under.get(run_id) != number
         return is_again and not self._cache.has_ended(run_id)  # an ended query makes no versions
 
@@ -185,8 +186,8 @@ class PreparedVersions:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
 
         If so, Spark cannot have committed the batch, and a long batch costs no requests to storage. The answer is False
-        if another host may have made the changes: if this host's lease has ended or it has registered again since, or
-        if it has loaded the partition within the batch, because the task here may then be a duplicate.
+        if another host may have made the changes: if this host's lease has ended, or it has reported the run again
+        since, or if it has loaded the partition within the batch, because the task here may then be a duplicate.
         """
         with self._cache.lock:
             return any(
@@ -194,7 +195,7 @@ class PreparedVersions:
                 and i.loaded_at != version - 1
                 and version not in i.acknowledged
                 and i.state.version < version
-                and self._registration.is_surely_known_since(i.opened_at - GRANT_SECONDS)
+                and self._registration.is_surely_known_since(run_id, i.opened_at - GRANT_SECONDS)
                 for i in self._cache.of_run(run_id)
             )
 

@@ -6,9 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from backends import spans
 from coordinator_actor import exceptions, messages
@@ -127,12 +127,22 @@ REGISTER_SECONDS = 1.0
 _UNKNOWN = (exceptions.UnknownRunError, exceptions.UnknownHostError, exceptions.StaleOwnerError)
 
 
-class HostRegistration:
-    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
+class _Report(NamedTuple):
+    """A report to the coordinator: its number, and its time by the host's clock."""
 
-    Thread-safe. ``_lock`` guards ``number``, and when the host has registered for a reader last, by ``clock``, in
-    monotonic seconds. ``replaced`` says why this incarnation of the host must end itself, or is None. ``number`` counts
-    registrations: between two of them the coordinator may have given the host's partitions to others.
+    number: int
+    at: float
+
+
+class HostRegistration:
+    """Registers the host at the coordinator, and again whenever the coordinator does not know the host.
+
+    Reports a run again that the coordinator does not know. Between two reports of a run, the coordinator may have given
+    the host's partitions of that run to others; a registration reports all runs.
+
+    Thread-safe. ``_lock`` guards the numbers and times of the reports, and when the host has registered for a reader
+    last, by ``clock``, in monotonic seconds. ``_reported`` has the last report of each run since the last registration.
+    ``replaced`` says why this incarnation of the host must end itself, or is None.
     """
 
     def __init__(
@@ -146,13 +156,13 @@ class HostRegistration:
         self.info = info
         self.coordinator = coordinator
         self.replaced: str | None = None
-        self.number = 0
         self._cache = cache
         self._completed = completed
         self._clock = clock
         self._lock = threading.Lock()
         self._registered_for_reader = -math.inf
-        self._registered_at = -math.inf
+        self._registered = _Report(0, -math.inf)
+        self._reported: dict[str, _Report] = {}
         self._lease_seconds = messages.HostOrders(known=True).lease_seconds
         self._leased_until = -math.inf
         self.is_informed = False
@@ -164,10 +174,9 @@ class HostRegistration:
 
         Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
         """
-        with self._lock:
-            self.number += 1
+        number = self._begin_report(None)
         self.is_informed = False
-        sent = self._registered_at = self._clock()
+        sent = self._clock()
         try:
             with spans.alone("host.register", restart=self.info.restart):
                 self.coordinator.register_host(self.info, self._cache.report())
@@ -176,7 +185,44 @@ class HostRegistration:
             self.replaced = str(error)
             raise
         finally:
-            self._registered_at = self._clock()
+            self._end_report(number)
+
+    def _report_runs(self, run_ids: Collection[str]) -> None:
+        number = self._begin_report(run_ids)
+        try:
+            with spans.alone("host.report_runs", runs=len(run_ids)):
+                report = self._cache.report(run_ids)
+                self.coordinator.report_runs(self.info.host_id, self.info.incarnation, report)
+        finally:
+            self._end_report(number)
+
+    def _begin_report(self, run_ids: Collection[str] | None) -> int:
+        """Number a report of these runs, or of all if None, and return the number."""
+        with self._lock:
+            number = 1 + max((self._registered.number, *(report.number for report in self._reported.values())))
+            report = _Report(number, self._clock())
+            if run_ids is None:
+                self._registered, self._reported = report, {}
+            else:
+                held = {run_id: last for run_id, last in self._reported.items() if run_id in self._cache.registrations}
+                self._reported = {**held, **dict.fromkeys(run_ids, report)}
+            return number
+
+    def _end_report(self, number: int) -> None:
+        """Set the time of a report to that of its end."""
+        with self._lock:
+            ended = _Report(number, self._clock())
+            if self._registered.number == number:
+                self._registered = ended
+            self._reported = {r: ended if last.number == number else last for r, last in self._reported.items()}
+
+    def number_of(self, run_id: str) -> int:
+        """Return the number of the last report of a run; a later report has a higher one, and 1 is the host's first."""
+        with self._lock:
+            return self._last_report(run_id).number
+
+    def _last_report(self, run_id: str) -> _Report:
+        return self._reported.get(run_id, self._registered)
 
     def renew(self, hand_over: messages.HandOver) -> messages.HostOrders:
         """Send a heartbeat with the host's partitions, and return the answer. The lease counts from the sending."""
@@ -204,27 +250,34 @@ class HostRegistration:
         """
         return self._clock() < self._leased_until
 
-    def is_surely_known_since(self, moment: float) -> bool:
-        """Return whether the coordinator has known this host from ``moment`` until now.
+    def is_surely_known_since(self, run_id: str, moment: float) -> bool:
+        """Return whether the coordinator has known this host and what it has of a run from ``moment`` until now.
 
         If so, the host has all partitions that it was granted since then for a running batch. False if that is
         uncertain.
         """
-        return self._registered_at < moment and self.is_leased
+        with self._lock:
+            at = self._last_report(run_id).at
+        return at < moment and self.is_leased
 
-    def register_apart(self) -> None:
-        """Register in a separate thread, and wait 1 s for it.
+    def report_apart(self, orders: messages.HostOrders) -> None:
+        """Register, or report the runs that the coordinator does not know. Do so in a thread, and wait 1 s for it.
 
         One query's storage may hang while the coordinator restores it, and the lease must be renewed during that time.
         """
         if self._registering is None or not self._registering.is_alive():
-            self._registering = threading.Thread(target=self._register_again, name="statestore-register", daemon=True)
+            self._registering = threading.Thread(
+                target=self._report_again, args=(orders,), name="statestore-register", daemon=True
+            )
             self._registering.start()
         self._registering.join(timeout=1.0)
 
-    def _register_again(self) -> None:
+    def _report_again(self, orders: messages.HostOrders) -> None:
         try:
-            self.register()
+            if orders.known:
+                self._report_runs({run_id for run_id, is_asked in orders.unknown_runs.items() if is_asked})
+            else:
+                self.register()
         except Exception:  # the next heartbeat tries again
             log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
 

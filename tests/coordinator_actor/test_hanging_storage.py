@@ -134,7 +134,8 @@ def test_a_coordinator_that_starts_while_a_storage_hangs_takes_up_the_other_quer
         assert again.open_batch(OpenBatch("healthy", 0, "h7", "a")).owners
         assert again.locate("op", "healthy").owners[3].host_id == "h0"
         # The reports about the other query are in progress, so the hosts are not asked for them again.
-        assert all(again.heartbeat_host(f"h{i}", "a", {"hanging": 0}).known for i in range(FEW_HOSTS))
+        orders = [again.heartbeat_host(f"h{i}", "a", {"hanging": 0, "healthy": 0}) for i in range(FEW_HOSTS)]
+        assert all(o.known and o.unknown_runs == {"hanging": False} for o in orders)
         with pytest.raises(UnknownRunError):
             again.completed("hanging", "h0")
         early = again.begin("open_batch", OpenBatch("hanging", 0, "h7", "a"))
@@ -169,10 +170,11 @@ def test_a_report_that_cannot_be_processed_is_requested_again(
     again.register_host(world.host(0), report)
     assert "must report run healthy again" in caplog.text and "disk full" in caplog.text
     assert again.coordinator.counts()[0] == 1, "the host is known"
-    assert again.heartbeat_host("h0", "a", {"healthy": 0}).known is False
+    orders = again.heartbeat_host("h0", "a", {"healthy": 0})
+    assert orders.known and orders.unknown_runs == {"healthy": True}
     world.put_hook = None
-    again.register_host(world.host(0), report)
-    assert again.heartbeat_host("h0", "a", {"healthy": 0}).known is True
+    again.report_runs("h0", "a", report)
+    assert again.heartbeat_host("h0", "a", {"healthy": 0}).unknown_runs == {}
     world.commit_spark(0, "healthy")
     assert again.batch_committed("healthy", 0) is True
     assert [m["version"] for m in world.manifests_of("healthy")] == [1]
@@ -220,7 +222,8 @@ def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
         monkeypatch.setattr(again.queries, "_threads", 1)
         monkeypatch.setattr(again.queries, "_most_waiting", 0)
         again.register_host(world.host(1), report)
-        assert again.heartbeat_host("h1", "a", {"hanging": 0, "healthy": 0}).known is False, "it is asked for again"
+        orders = again.heartbeat_host("h1", "a", {"hanging": 0, "healthy": 0})
+        assert orders.unknown_runs == {"hanging": True}, "it is asked for again"
         assert again.coordinator.counts()[0] == 2 and again.locate("op", "healthy").owners
 
 

@@ -135,6 +135,8 @@ class SimulatedPort(CoordinatorPort):
         if method == "register_host" and slow and s.random.random() < slow:
             # Another host may be there long before: behind a coordinator's restart it must not be given everything.
             s.sleep(s.random.random() * 7.0)
+        if method == "report_runs":
+            sometimes("a host reports a run again that its coordinator does not know")
         if method == "suspect_host":
             sometimes("a host reports an owner that a task cannot reach")
         deadline = s.now + self._timeout

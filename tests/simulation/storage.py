@@ -63,12 +63,20 @@ class Disk:
     watch: Callable[[str, str, str], None] = lambda verb, location, path: None
     hangs_until: dict[str, float] = field(default_factory=dict)
     """By the beginning of locations: until when calls there do nothing."""
+    refuses_until: dict[str, float] = field(default_factory=dict)
+    """By the beginning of locations: until when calls there fail, as with 403."""
 
     def wait_while_it_hangs(self, location: str) -> None:
         """Return when this storage answers again."""
         s = scheduling.active
         while any(location.startswith(place) and s.now < until for place, until in self.hangs_until.items()):
             s.sleep(1.0)
+
+    def require_access(self, location: str) -> None:
+        """Raise ``StorageError`` if this storage refuses."""
+        now = scheduling.active.now
+        if any(location.startswith(place) and now < until for place, until in self.refuses_until.items()):
+            raise StorageError(f"{location} refuses: simulated.")
 
     def open(self, location: str, options: Any = None) -> SimulatedStorage:
         """Storage at a location; calls give way to the scheduler."""
@@ -117,6 +125,7 @@ class SimulatedStorage:
         s, faults = scheduling.active, self._disk.faults
         draw = s.random.random
         self._disk.wait_while_it_hangs(self.location)
+        self._disk.require_access(self.location)
         slow = faults.storage_slow and draw() < faults.storage_slow
         s.sleep(draw() * (5.0 if slow else 0.005))
         if faults.storage_error and draw() < faults.storage_error:

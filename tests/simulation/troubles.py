@@ -36,7 +36,7 @@ class Troubles:
             self.unload_all, self.lie_in_wait, self.scale, self.sever,
         ]  # fmt: skip
         if len(self._world.streams) > 1:
-            kinds.append(self.hang_storage)
+            kinds += [self.hang_storage, self.refuse_storage]
         if self._world.is_calm:
             kinds = [self.hang_storage]
         kinds = self.only or kinds
@@ -48,6 +48,7 @@ class Troubles:
         s.sleep(r.random() * 5)
         self._world.faults.heal()
         self._world.disk.hangs_until.clear()
+        self._world.disk.refuses_until.clear()
         self._ambush = None
         self._world.pace = 1.0
         self._world.healed_at = s.now
@@ -179,6 +180,13 @@ class Troubles:
         s, place = self._world.scheduler, self._world.streams[1].checkpoint
         self._world.disk.hangs_until[place] = s.now + s.random.choice((5.0, 30.0, 90.0))
         s.log("STORAGE of", self._world.streams[1].name, "hangs until", self._world.disk.hangs_until[place])
+
+    def refuse_storage(self) -> None:
+        """All storage of the second query refuses, while a new coordinator begins: hosts report it again and again."""
+        s, place = self._world.scheduler, self._world.streams[1].checkpoint
+        self._world.disk.refuses_until[place] = s.now + s.random.choice((5.0, 30.0))
+        s.log("STORAGE of", self._world.streams[1].name, "refuses until", self._world.disk.refuses_until[place])
+        self.kill_coordinator()
 
     def cut_off(self) -> None:
         self.cut_off_at = self._world.scheduler.now

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 
 import msgspec
@@ -64,36 +63,99 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
         assert c.registries.hosts.leases
 
 
-def test_storage_of_one_query_does_not_block_reports_of_another(tmp_path):
-    w, c, h = one(tmp_path, 1)
+@contextmanager
+def one_query_refuses(tmp_path):
+    """A restarted coordinator whose storage refuses the state of run1, for as long as the block; it has no runX yet."""
+    w, c, h = one(tmp_path, 2)
     plan_spark(w, 0)
     r2 = msgspec.structs.replace(
-        reg(w, "runX", 2),
+        reg(w, "runX", 1),
         query_id="q2",
         checkpoint_location=str(w.root / "ck2"),
         state_location=str(w.root / "ck2/statestore"),
     )
     run_task([h], 0)
     c.register_query(r2)
-    h.open(TaskIdentity("runX", "op", 0, 0, "a", "i"))
-    h.commit(TaskIdentity("runX", "op", 0, 0, "a", "i"), ch(b"z"), {})
     c2 = w.coordinator(0)
+    is_refused = True
     orig = w.storage
 
     def storage(loc, o):
-        if "/ck2" not in loc:
+        if is_refused and "/ck2" not in loc:
             raise StorageError("bucket of the first query: 403")
         return orig(loc, o)
 
     c2._queries._open_storage = storage
-    h.port.c = c2
-    for _ in range(3):
-        time.sleep(0.1)
+
+    def recover():
+        nonlocal is_refused
+        is_refused = False
+
+    yield w, h, c2, r2, recover
+
+
+def test_storage_of_one_query_does_not_block_reports_of_another(tmp_path):
+    with one_query_refuses(tmp_path) as (_w, h, c2, r2, _recover):
+        h.open(TaskIdentity("runX", "op", 0, 0, "a", "i"))
+        h.commit(TaskIdentity("runX", "op", 0, 0, "a", "i"), ch(b"z"), {})
+        h.port.c = c2
+        for _ in range(3):
+            h.heartbeat()
+        c2.register_query(r2)
+        assert c2.registries.runs.by_id["runX"].machine.acknowledged(1), (
+            "the acknowledgement of the healthy query was not taken up"
+        )
+
+
+def test_a_query_whose_storage_refuses_costs_another_no_lease_and_no_looks(tmp_path):
+    """The host reports that query alone again, until its storage answers; the first one stays in doubt."""
+    with one_query_refuses(tmp_path) as (w, h, c2, r2, recover):
+        h.port.c = c2
+        c2.register_query(r2)
+        for _ in range(2):
+            h.heartbeat()
+        w.plan_spark(0, "ck2")
+        run_task([h], 0, 0, "runX")
+        w.commit_spark(0, "ck2")
+        c2.batch_committed("runX", 0)
+        number = h.registration.number_of("runX")
+        for _ in range(3):
+            h.heartbeat()
+            assert h.registration.is_leased and h.knows_newest("runX") and not h.knows_newest("run1")
+        assert h.registration.number_of("runX") == number, "the healthy query was not reported again"
+        assert h.prepared.is_settled("runX"), "and its reads look at no log of Spark"
+        assert not h.prepared.is_settled("run1"), "others may have made its next version"
+        recover()
         h.heartbeat()
-    c2.register_query(r2)
-    assert c2.registries.runs.by_id["runX"].machine.acknowledged(1), (
-        "the acknowledgement of the healthy query was not taken up"
-    )
+        h.heartbeat()
+        assert h.knows_newest("run1") and c2.registries.runs.by_id["run1"].machine.acknowledged(1)
+
+
+def test_a_report_that_was_refused_is_processed_although_the_driver_registers_the_query_first(tmp_path):
+    with one_query_refuses(tmp_path) as (w, h, c2, _r2, recover):
+        h.port.c = c2
+        h.heartbeat()
+        recover()
+        c2.register_query(reg(w, n=2))
+        assert not c2.registries.runs.by_id["run1"].machine.acknowledged(1)
+        h.heartbeat()
+        assert c2.registries.runs.by_id["run1"].machine.acknowledged(1)
+
+
+def test_a_host_that_reports_a_run_again_doubts_its_versions_until_it_takes_part_in_one(tmp_path):
+    """The coordinator may have given its partitions to others while it did not know the run from this host."""
+    w, c, h = one(tmp_path, 1)
+    h.register()
+    plan_spark(w, 0)
+    run_task([h], 0)
+    w.commit_spark(0)
+    c.batch_committed("run1", 0)
+    h.heartbeat()
+    assert h.prepared.is_settled("run1")
+    c.registries.runs.remove("run1")
+    h.heartbeat()
+    h.heartbeat()
+    assert h.knows_newest("run1") and not h.prepared.is_settled("run1")
 
 
 def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
