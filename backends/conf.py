@@ -60,7 +60,8 @@ class StateStoreConf:
       other zones if Ray's node labels (``ray.io/availability-zone``) name some. If a machine is lost, the hosts with
       copies go on without loading the state (Kafka Streams: ``num.standby.replicas``).
     - ``maintenance_interval``: seconds between two rounds of maintenance.
-    - ``maintenance_threads``: providers maintained at once.
+    - ``maintenance_threads``: providers maintained at once. If the uploads of other queries take all threads for 10 s,
+      as their storage may hang, a query gets one more.
 
     Memory and work:
 

@@ -45,6 +45,10 @@ MEET_SECONDS = 1.0
 """A thread that has prepared its snapshots waits at most this many seconds for the others, so that they share an
 object.
 """
+WAIT_SECONDS = 10.0
+"""A query without an upload waits at most this many seconds for the uploads of others."""
+MAX_UPLOAD_THREADS = 4096
+"""Threads for uploads of all queries together; they are made when needed, and are kept."""
 
 
 class _Ready(NamedTuple):
@@ -85,6 +89,43 @@ class _Together:
         return ready
 
 
+class _Slots:
+    """The uploads of a host that run at a time: ``num_slots``, and one more for each query that has waited for long.
+
+    So queries whose storage hangs cannot stop the uploads of another. Thread-safe.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._changed = threading.Condition()
+        self._in_use = Counter[str]()
+        self._is_closed = False
+
+    @contextmanager
+    def hold(self, location: str) -> Iterator[bool]:
+        """Wait for a slot for the query with that state, and hold it. Give False if the host closes before."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_free, WAIT_SECONDS):
+                self._changed.wait_for(lambda: self._is_free() or not self._in_use[location])
+            is_closed = self._is_closed
+            self._in_use[location] += 1
+        try:
+            yield not is_closed
+        finally:
+            with self._changed:
+                self._in_use[location] -= 1
+                self._in_use += Counter()  # forgets the queries without an upload
+                self._changed.notify_all()
+
+    def _is_free(self) -> bool:
+        return self._is_closed or self._in_use.total() < self._num_slots
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
 class Maintenance:
     """The maintenance of one host. The lock of ``PartitionCache`` guards the table of uploads."""
 
@@ -108,7 +149,9 @@ class Maintenance:
         self._hooks: list[Callable[[], None]] = []
         self._orders = RunOrders()
         self._num_threads = conf.maintenance_threads
-        self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
+        self._slots = _Slots(conf.maintenance_threads)
+        self._uploads = ThreadPoolExecutor(MAX_UPLOAD_THREADS, thread_name_prefix="statestore-maintenance")
+        self._flushes = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-flush")
         self._uploading: dict[InstanceKey, Future[None]] = {}
         self._clock = clock
         self._leases: dict[InstanceKey, FileLease] = {}
@@ -157,17 +200,16 @@ class Maintenance:
                 if is_due and not has_ended and not instance.state.is_loading and (running is None or running.done()):
                     due.setdefault(instance.registration.run_id, []).append(instance)
                 elif is_crowded and is_idle and instance.written_out != version and not instance.state.is_loading:
-                    begun.append(self._uploads.submit(self._write_out, instance, version))
+                    begun.append(self._flushes.submit(self._write_out, instance, version))
             for copy in self._cache.kept_copies() if is_crowded else ():
                 version = copy.state.version
                 is_idle, copy.seen_version = version == copy.seen_version, version
                 if is_idle and copy.written_out != version:
-                    begun.append(self._uploads.submit(self._write_out, copy, version))
+                    begun.append(self._flushes.submit(self._write_out, copy, version))
             uploads = {(key[0], upload) for key, upload in self._uploading.items() if not upload.done()}
             uploading = Counter(location for location, _ in uploads)
-            most = self._threads_of_a_query()
             for instances in due.values():
-                threads = most - uploading[instances[0].registration.state_location]
+                threads = self._num_threads - uploading[instances[0].registration.state_location]
                 if threads <= 0:
                     continue  # the next maintenance looks at them
                 share = -(-len(instances) // threads)
@@ -180,14 +222,6 @@ class Maintenance:
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._cache.instances]:
                 del self._uploading[key]
         return begun
-
-    def _threads_of_a_query(self) -> int:
-        """Return how many threads may upload for one query. If its storage hangs, a thread is left for the others.
-
-        The lock of the cache is held.
-        """
-        num_runs = len({instance.registration.run_id for instance in self._cache.instances.values()})
-        return self._num_threads if num_runs == 1 else max(1, self._num_threads - 1)
 
     def _renew_leases(self) -> None:
         with self._cache.lock:
@@ -277,10 +311,11 @@ class Maintenance:
         run_id = instances[0].registration.run_id
         with spans.alone("host.snapshots", run_id=run_id, num_partitions=len(instances)):
             together = together or _Together(1)
-            try:
-                self._upload_snapshots(instances, together)
-            finally:
-                self._store(together.end())
+            with self._slots.hold(instances[0].registration.state_location) as is_open:
+                try:
+                    self._upload_snapshots(instances if is_open else (), together)
+                finally:
+                    self._store(together.end())
 
     def _upload_snapshots(self, instances: Sequence[Instance], together: _Together) -> None:
         listed: dict[str, dict[str, int]] = {}
@@ -369,4 +404,6 @@ class Maintenance:
             self._unload_damaged(instances)
 
     def close(self) -> None:
-        self._uploads.shutdown(cancel_futures=True)
+        self._slots.close()
+        for pool in (self._uploads, self._flushes):
+            pool.shutdown(cancel_futures=True)

@@ -128,7 +128,7 @@ class Stream:
     def kill(self, i: int) -> None:
         host = self.hosts.pop(i)
         host.exports.close()
-        host.maintenance._uploads.shutdown(cancel_futures=True)
+        host.maintenance.close()
 
     def begin(self, batch: int, rows: dict[int, int | None], partitions: Iterator[int] | range | None = None) -> None:
         """Some tasks of a batch, all by default: with them, the version is prepared."""

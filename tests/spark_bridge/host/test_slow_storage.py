@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
+import pytest
 
 from backends.exceptions import StorageError
+from spark_bridge.host import maintenance
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
@@ -180,44 +183,66 @@ def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path)
     assert not dropped
 
 
-def test_a_query_whose_storage_hangs_does_not_stop_the_snapshots_of_another(tmp_path):
+@pytest.mark.parametrize(("hanging", "threads"), [(1, 2), (1, 1), (3, 2)])
+def test_queries_whose_storage_hangs_do_not_stop_the_snapshots_of_another(tmp_path, monkeypatch, hanging, threads):
+    monkeypatch.setattr(maintenance, "WAIT_SECONDS", 0.1)
     w = World(tmp_path)
     c = w.coordinator(0)
-    h = make_host(w, c, 0, tmp_path, deltas_per_snapshot=1)
-    r2 = msgspec.structs.replace(
-        reg(w, "runX", 1),
-        query_id="q2",
-        checkpoint_location=str(w.root / "ck2"),
-        state_location=str(w.root / "ck2/statestore"),
-    )
-    c.register_query(reg(w, n=4))
-    c.register_query(r2)
-    go, begun = threading.Event(), []
-    storage = h.files.storage_of(reg(w, n=4))
-    put_new = storage.put_new
+    h = make_host(w, c, 0, tmp_path, deltas_per_snapshot=1, maintenance_threads=threads)
+    go = threading.Event()
 
-    def hang(path, data):
+    def hang(put_new, path, data):
         if not path.endswith(".changelog"):
             assert go.wait(HANG)
         return put_new(path, data)
 
-    storage.put_new = hang
+    runs = [f"run{i}" for i in range(hanging + 1)]
+    for run in runs:
+        registration = msgspec.structs.replace(
+            reg(w, run, 4),
+            query_id=f"q-{run}",
+            checkpoint_location=str(w.root / run),
+            state_location=str(w.root / run / "statestore"),
+        )
+        c.register_query(registration)
+        if run != runs[-1]:
+            storage = h.files.storage_of(registration)
+            storage.put_new = partial(hang, storage.put_new)
+    begun = []
     try:
         for batch in range(3):
-            for run, checkpoint, n in (("run1", "ck", 4), ("runX", "ck2", 1)):
-                w.plan_spark(batch, checkpoint)
-                for p in range(n):
+            for run in runs:
+                w.plan_spark(batch, run)
+                for p in range(4):
                     run_task([h], batch, p, run)
-                w.commit_spark(batch, checkpoint)
+                w.commit_spark(batch, run)
                 c.batch_committed(run, batch)
             h.heartbeat()
             begun += h.maintenance.do_maintenance()
-            other = h.cache.instance("runX", "op", 0)
+            others = [h.cache.instance(runs[-1], "op", p) for p in range(4)]
             wait_until(
-                lambda batch=batch, other=other: other.snapshot_version == batch + 1, "it waits for the first one"
+                lambda batch=batch, others=others: all(o.snapshot_version == batch + 1 for o in others),
+                "they wait for the others",
             )
     finally:
         go.set()
     for upload in begun:
         upload.result(PATIENCE)
-    assert all(h.cache.instance("run1", "op", p).snapshot_version for p in range(4))
+    assert all(h.cache.instance(run, "op", p).snapshot_version for run in runs for p in range(4))
+    assert not h.maintenance._slots._in_use
+
+
+def test_a_host_that_closes_uploads_nothing_of_the_queries_that_wait(tmp_path):
+    slots = maintenance._Slots(1)
+    answers = []
+
+    def wait():
+        with slots.hold("one") as is_open:
+            answers.append(is_open)
+
+    with slots.hold("one"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        slots.close()
+        waiting.join(PATIENCE)
+    assert answers == [False]
