@@ -478,7 +478,7 @@ class TaskCommits:
             under = self._registration.number_of(task.run_id)
             try:
                 with spans.step("host.acknowledge"):
-                    answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
+                    answer = self._registration.call(task.run_id, lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
                 attempts.discard(version, task.attempt)
                 raise

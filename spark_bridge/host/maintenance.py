@@ -384,7 +384,7 @@ class Maintenance:
             earlier,
             stored.descriptor.without_content,
         )
-        if registration.call(lambda: coordinator.snapshot_uploaded(message)):
+        if registration.call(message.run_id, lambda: coordinator.snapshot_uploaded(message)):
             instance.snapshot_version = stored.ref.version
             instance.rescaled_at = None
         with self._cache.lock:

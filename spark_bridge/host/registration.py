@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -281,28 +282,35 @@ class HostRegistration:
         except Exception:  # the next heartbeat tries again
             log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
 
-    def call(self, call: Callable[[], T]) -> T:
-        """Call the coordinator; if it does not know this host or run (it was restarted), register and call again."""
+    def call(self, run_id: str, call: Callable[[], T]) -> T:
+        """Call the coordinator about a run; if it does not know this host or the run, report that, and call again."""
         try:
             return call()
-        except _UNKNOWN:
-            self.register()
+        except _UNKNOWN as error:
+            self._report_unknown(run_id, error)
             return call()
 
     def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run, for a reader. Register the run again only if this host holds it.
+        """Call the coordinator about a run, for a reader. Report the run again only if this host holds it.
 
-        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that has just started may not know
-        an owner yet, however often the run is registered. Raises the coordinator's error then, so that the reader
-        retries.
+        The host reports again at most once in ``REGISTER_SECONDS``: a coordinator that has just started may not know an
+        owner yet, however often the run is reported. Raises the coordinator's error then, so that the reader retries.
         """
         try:
             return call()
-        except _UNKNOWN:
+        except _UNKNOWN as error:
             if run_id not in self._cache.registrations or not self._is_register_due():
                 raise
-        self.register()
+            self._report_unknown(run_id, error)
         return call()
+
+    def _report_unknown(self, run_id: str, error: exceptions.CoordinatorError) -> None:
+        """Report what the coordinator does not know, by its error: the run, or this host."""
+        if isinstance(error, exceptions.UnknownRunError):
+            with suppress(exceptions.UnknownHostError):
+                self._report_runs({run_id})
+                return
+        self.register()
 
     def _is_register_due(self) -> bool:
         with self._lock:
@@ -440,7 +448,7 @@ class Grants:
             # This one too: another attempt of the same task may have taken it out.
             waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
         request = messages.OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
-        grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
+        grant = self._registration.call(task.run_id, lambda: self._registration.coordinator.open_batch(request))
         if grant.hosts or granted is None:
             granted = _Granted(grant, now, grant.hosts, grant.owners)
         else:

@@ -31,7 +31,7 @@ from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 
 
-def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) -> None:
+def test_readers_report_a_run_once_a_second_however_many_ask(tmp_path: Path) -> None:
     """The owner of a partition has not reported yet, so the location of the partition is unknown."""
     world = World(tmp_path)
     now = 0.0
@@ -45,7 +45,7 @@ def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) 
     c.batch_committed("run1", 0)
     host = owners[0]
     sent: Counter[str] = Counter()
-    for message in ("register_host", "open_for_read"):
+    for message in ("register_host", "report_runs", "open_for_read"):
         host.port.before[message] = lambda *_, message=message: sent.update([message])
     host.port.c = Coordinator(lambda: world.now, world.storage, CoordinatorConf(report_timeout=5.0))
     for seconds in (0.0, 0.5, 1.0, 1.5, 2.0):
@@ -53,7 +53,7 @@ def test_readers_register_a_host_once_a_second_however_many_ask(tmp_path: Path) 
         for _ in range(20):
             with pytest.raises(UnknownRunError, match="is not known yet"):
                 host.grants.for_read("run1", "op", 1)
-    assert sent["open_for_read"] >= 100 and sent["register_host"] == 3
+    assert sent["open_for_read"] >= 100 and (sent["report_runs"], sent["register_host"]) == (3, 1)
     assert host.grants.for_read("run1", "op", 0).owner == host.info, "it has reported what it holds itself"
     owners[1].port.c = host.port.c
     owners[1].heartbeat()

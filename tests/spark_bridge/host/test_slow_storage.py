@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from backends.exceptions import StorageError
+from coordinator_actor.exceptions import UnknownRunError
 from spark_bridge.host import maintenance
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
@@ -124,6 +125,8 @@ def test_a_query_whose_storage_refuses_costs_another_no_lease_and_no_looks(tmp_p
         number = h.registration.number_of("runX")
         for _ in range(3):
             h.heartbeat()
+            with pytest.raises(UnknownRunError):
+                h.open(task(1, 1))  # Spark repeats the tasks of the other query
             assert h.registration.is_leased and h.knows_newest("runX") and not h.knows_newest("run1")
         assert h.registration.number_of("runX") == number, "the healthy query was not reported again"
         assert h.prepared.is_settled("runX"), "and its reads look at no log of Spark"
