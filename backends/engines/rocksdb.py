@@ -7,9 +7,11 @@ number.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,10 @@ KEYS_ONE_BY_ONE = 12
 """Up to this many keys, single gets are faster than a bulk get."""
 UNSORTED_KEYS = 64
 """So few keys are read in any order: finding out whether they are sorted takes longer than the order saves."""
+MAX_FULL_MEMTABLES = 2
+"""A write waits while a column family has this many full memtables that are not written yet."""
+STALL_SECONDS = 0.001
+"""The seconds between two looks whether such a wait is over."""
 BULK_DIRECTORY = "bulk"
 """Directory of files that the database takes over once they are written. RocksDB ignores names that it does not know.
 """
@@ -270,6 +276,7 @@ class LocalRocksDB:
             try:
                 if i:
                     fault_points.reached("apply:batch")
+                self._wait_for_flushes()
                 self._db.write(batch, self._write_options)
             except BaseException as error:
                 # An interrupt may come after the first batch was written. A database that has found the disk full
@@ -278,6 +285,23 @@ class LocalRocksDB:
                     self.state, self._damage = unfinished, self._failure("write", error)
                     self._forget_rows()
                 raise
+
+    def _wait_for_flushes(self) -> None:
+        """Wait until RocksDB has written full memtables.
+
+        RocksDB would wait inside the write. If a flush then finds the disk full, the recovery waits for that writer,
+        and the writer for the recovery. So ``database_options`` allows more memtables than this engine fills.
+        """
+        while True:
+            is_stopped = self._db.property_int_value("rocksdb.is-write-stopped")
+            counts = (f.db.property_int_value("rocksdb.num-immutable-mem-table") for f in self._families.values())
+            if not is_stopped and max(counts) < MAX_FULL_MEMTABLES:
+                return
+            if self._db.property_int_value("rocksdb.background-errors"):
+                if is_stopped:
+                    raise OSError(errno.ENOSPC, "No space left on device: RocksDB has stopped writes")
+                return  # the write raises the error, or finds that RocksDB has recovered
+            time.sleep(STALL_SECONDS)
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
         """Write files, and have the empty database ingest them."""

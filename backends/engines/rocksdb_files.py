@@ -176,6 +176,10 @@ def shared_memory(conf: StateStoreConf) -> SharedMemory:
         return _shared[memory]
 
 
+MAX_MEMTABLES = 64
+"""RocksDB stops writes at so many memtables of a column family. ``LocalRocksDB`` waits long before that."""
+
+
 def database_options(conf: StateStoreConf) -> rocksdict.Options:
     """Return the options of a database and of each column family in it."""
     shared = shared_memory(conf)
@@ -187,6 +191,7 @@ def database_options(conf: StateStoreConf) -> rocksdict.Options:
     options.set_max_file_opening_threads(1)
     options.set_write_buffer_manager(shared.buffers)
     options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
+    options.set_max_write_buffer_number(MAX_MEMTABLES)
     options.set_arena_block_size(ARENA_BYTES)
     options.set_keep_log_file_num(1)
     options.set_compression_type(getattr(rocksdict.DBCompressionType, conf.rocksdb_compression)())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any
 import pytest
 
 from backends.conf import StateStoreConf
+from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import LocalDiskFullError
+from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from tests.backends.partition.partition_steps import commit
+from tests.backends.partition.partition_steps import changes, commit
+from tests.patience import PATIENCE
 
 MIB = 1 << 20
 ROOM = 24
@@ -66,6 +71,32 @@ def test_a_load_that_finds_the_disk_full_says_so_and_resumes_when_there_is_room(
     state.load(lineage)
     assert (state.version, sum(b.num_rows for b in state.reads.scan())) == (8, 80)
     state.destroy()
+
+
+def test_a_disk_that_becomes_full_while_memtables_are_written_stops_no_writer_for_ever(small: Path) -> None:
+    """RocksDB's recovery waits for a writer that waits for a flush: about one attempt in three stood still."""
+    conf = StateStoreConf(rocksdb_compression="none", rocksdb_memtable_bytes=MIB // 4)
+    random = Random(19)
+    versions = [changes({random.randbytes(16): random.randbytes(500) for _ in range(64)}) for _ in range(60)]
+
+    def fill(database: LocalRocksDB) -> None:
+        with suppress(LocalDiskFullError):
+            for i, apply in enumerate([database.prepare(version) for version in versions]):
+                apply(LocalState(i + 2))
+
+    for _ in range(4):
+        database = LocalRocksDB(small / "db", conf)
+        database.prepare(changes({b"k": b"v"}))(LocalState(1))
+        filler = small / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(small).free - 40_000))
+        filling = threading.Thread(target=fill, args=(database,), daemon=True)
+        filling.start()
+        filling.join(PATIENCE)
+        assert not filling.is_alive()
+        assert database.state == LocalState.unfinished(None), "the write that found the disk full has failed"
+        database.close()
+        filler.unlink()
+        shutil.rmtree(small / "db")
 
 
 class FullDatabase:
