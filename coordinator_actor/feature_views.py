@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from backends.durations import SECOND, parse_duration
 from coordinator_actor.exceptions import InvalidRequestError
 
 Default: TypeAlias = str | int | float | bool | None
-_UNIT_SECONDS = {
-    "millisecond": 0.001,
-    "second": 1.0,
-    "minute": 60.0,
-    "hour": 3600.0,
-    "day": 86_400.0,
-    "week": 604_800.0,
-}
-_PART = re.compile(rf"(\d+(?:\.\d+)?) *({'|'.join(_UNIT_SECONDS)})s?\b *")
 
 
 class Feature(Struct, frozen=True):
@@ -83,10 +74,10 @@ class FeatureView(Struct, frozen=True):
         """Return ``max_age`` in seconds. Raises ``InvalidRequestError`` for other text than numbers with units."""
         if self.max_age is None:
             return None
-        seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _PART.findall(self.max_age))
-        if _PART.sub("", self.max_age) or not seconds:
+        duration = parse_duration(self.max_age)
+        if duration is None:
             raise InvalidRequestError(
-                f"max_age={self.max_age!r} of feature view {self.name!r} is not a duration above 0: write a number and "
-                f"one of {', '.join(f'{unit}s' for unit in _UNIT_SECONDS)}, such as '5 minutes' or '1 hour 30 minutes'."
+                f"max_age={self.max_age!r} of feature view {self.name!r} is not a duration above 0: write numbers with "
+                "milliseconds, seconds, minutes, hours, days or weeks, such as '5 minutes' or '1 hour 30 minutes'."
             )
-        return seconds
+        return float(duration.us / SECOND)

@@ -13,7 +13,6 @@ Hosts and clients import this module: no Spark, no state store.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,12 +24,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.durations import DAY, HOUR, MINUTE, SECOND, parse_duration
 from backends.encoding.columns import Integers, list_array, list_parts, struct_array
 from spark_bridge.aggregates.aggregator import merge_states, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of, split_function
 from spark_bridge.exceptions import InvalidOperatorError, StateTimeError
 
-SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
 HOPS = (
     *(1, 10, 100, 1_000, 10_000, 100_000),
     *(SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND, MINUTE, 5 * MINUTE, 10 * MINUTE, 30 * MINUTE),
@@ -44,16 +43,6 @@ NO_MOMENT = -(1 << 63)
 """Before all moments."""
 MAX_HORIZONS = 16
 """The most horizons of one operator: an answer merges all of them."""
-_UNITS = {
-    **dict.fromkeys(("us", "microsecond", "microseconds"), ("us", 1)),
-    **dict.fromkeys(("ms", "millisecond", "milliseconds"), ("ms", 1_000)),
-    **dict.fromkeys(("s", "second", "seconds"), ("s", SECOND)),
-    **dict.fromkeys(("m", "min", "minute", "minutes"), ("m", MINUTE)),
-    **dict.fromkeys(("h", "hour", "hours"), ("h", HOUR)),
-    **dict.fromkeys(("d", "day", "days"), ("d", DAY)),
-    **dict.fromkeys(("w", "week", "weeks"), ("w", 7 * DAY)),
-}
-_PART = re.compile(r"\s*(\d+)\s*([a-z]+)\s*")
 
 # -- what an operator declares -----------------------------------------------------------------
 
@@ -82,20 +71,15 @@ def horizon_of(text: str, *, exact: bool = False) -> Horizon:
 
     ``exact``: the horizon has no tiles.
     """
-    us, name, at = 0, "", 0
-    matches = list(_PART.finditer(text.lower())) if isinstance(text, str) else []
-    for match in matches:
-        unit = _UNITS.get(match[2])
-        if match.start() != at or unit is None:
-            break
-        us, name, at = us + int(match[1]) * unit[1], f"{name}{int(match[1])}{unit[0]}", match.end()
-    if not matches or at != len(text) or not 0 < us <= MAX_HORIZON:
+    duration = parse_duration(text)
+    if duration is None or duration.us.denominator != 1 or "." in duration.name or duration.us > MAX_HORIZON:
         raise InvalidOperatorError(
-            f"{text!r} is not a horizon; give a duration of 1 microsecond to 3660 days, such as '10 minutes', "
-            "'1 hour 30 minutes' or '7 days'."
+            f"{text!r} is not a horizon; give a duration of 1 microsecond to 3660 days in whole numbers, such as "
+            "'10 minutes', '1 hour 30 minutes' or '7 days'."
         )
+    us = int(duration.us)
     hop = max((h for h in HOPS if h * TILES_PER_HORIZON <= us), default=1)
-    return Horizon(name, us, 0 if exact else hop)
+    return Horizon(duration.name, us, 0 if exact else hop)
 
 
 @dataclass(frozen=True)

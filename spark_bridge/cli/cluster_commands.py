@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import threading
@@ -20,6 +19,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from backends.durations import SECOND, parse_duration
 from backends.storage.requests import Prices
 from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
@@ -125,8 +125,6 @@ def _hosts_on(namespace: str, name: str, node_id: str) -> int:
 
 
 TOKEN_ANSWER_SECONDS = 10.0
-UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION = re.compile(r"(\d+)([smhdw])")
 
 app = typer.Typer(
     name="token", help="Issue, list and revoke tokens of clients and people outside.", no_args_is_help=True
@@ -134,11 +132,11 @@ app = typer.Typer(
 
 
 def seconds_of(duration: str) -> float:
-    """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
-    match = _DURATION.fullmatch(duration.strip())
-    if match is None:
+    """Return the seconds of ``90s``, ``12h``, ``30 days`` or ``2w``. Raises ``typer.BadParameter``."""
+    parsed = parse_duration(duration)
+    if parsed is None:
         raise typer.BadParameter(f"{duration!r} is not a duration; write a number and s, m, h, d or w, such as 30d")
-    return float(int(match[1]) * UNIT_SECONDS[match[2]])
+    return float(parsed.us / SECOND)
 
 
 @app.command()

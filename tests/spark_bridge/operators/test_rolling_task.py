@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
+from backends.durations import HOUR, MINUTE, SECOND
 from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved, horizons_since
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.aggregates.rolling import HOUR, MINUTE, SECOND, Rolling, declared_rolling
+from spark_bridge.aggregates.rolling import Rolling, declared_rolling
 from spark_bridge.exceptions import StateTimeError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY

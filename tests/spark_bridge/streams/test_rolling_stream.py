@@ -186,6 +186,7 @@ def test_wrong_use_is_refused_with_the_remedy(make_stream: Callable[..., Stream]
         ("leave them out", rows, {"n": S.count(), "event_time": "ts"}),
         ("is named twice", rows, {"n": S.count().rolling("1 hour", "60 minutes"), "event_time": "ts"}),
         ("is not a horizon", rows, {"n": S.count().rolling("1 month"), "event_time": "ts"}),
+        ("in whole numbers", rows, {"n": S.count().rolling("1.5 hours"), "event_time": "ts"}),
         ("two columns 'n_10m'", rows.withColumnRenamed("k", "n_10m"), {"by": "n_10m", "n": n, "event_time": "ts"}),
         ("has a window", rows, {"by": [S.window("ts", "1 hour"), "k"], "n": n, "event_time": "ts"}),
         ("Leave it out", rows, {"n": n, "event_time": "ts", "partial_aggregation": True}),

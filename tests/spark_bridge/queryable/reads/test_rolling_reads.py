@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+from backends.durations import SECOND
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.encoding.values import encode_values
@@ -28,7 +29,7 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.computation import Output
-from spark_bridge.aggregates.rolling import SECOND, Pieces, Rolling, declared_rolling, piece_fields
+from spark_bridge.aggregates.rolling import Pieces, Rolling, declared_rolling, piece_fields
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, StateTimeError, StateVersionError
 from spark_bridge.operators import rolling_task
