@@ -26,7 +26,7 @@ import pyspark
 import totals
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
-from suite.machine import own_ray
+from suite.machine import PROCESSES, own_ray
 from suite.model import Case, Measured, rotated
 from suite.model import Contestant as Described
 from suite.runner import Steps
@@ -45,15 +45,6 @@ Each listing starts some processes (Hadoop's, if its native library is missing).
 Figures = dict[str, list[float]]
 """Milliseconds by step, one per batch or task."""
 
-PROCESSES = {
-    "pyspark.daemon": "Python workers",
-    "pyspark/daemon": "Python workers",
-    "StateStoreHost": "hosts",
-    "StateStoreCoordinator": "coordinator",
-    "-Dspark.driver.port=": "executors' JVMs",
-    "SparkSubmit": "driver's JVM",
-}
-"""A string in the command line of a process, and the role of such a process."""
 TASK_METRICS = {
     "deserialize": lambda m: m.executorDeserializeTime(),
     "run": lambda m: m.executorRunTime(),

@@ -8,14 +8,25 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 WRITTEN = ("benchmarks/results", "benchmarks/RESULTS.md")
+PROCESSES = {
+    "pyspark.daemon": "Python workers",
+    "pyspark/daemon": "Python workers",
+    "StateStoreHost": "hosts",
+    "StateStoreCoordinator": "coordinator",
+    "-Dspark.driver.port=": "executors' JVMs",
+    "SparkSubmit": "driver's JVM",
+    "redis-server": "Redis",
+}
+"""A string in the command line of a process, and the role of such a process."""
 PACKAGES = {"Spark": "pyspark", "Ray": "ray", "RayDP": "raydp", "rocksdict": "rocksdict", "pyarrow": "pyarrow"}
 
 
@@ -66,6 +77,17 @@ def machine() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def memory_by_role(child: int, processes: Iterable[psutil.Process]) -> dict[str, float]:
+    """Return the resident MiB of the processes of a comparison by role, ``child`` being its driver or client."""
+    memory: dict[str, float] = defaultdict(float)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command, resident = " ".join(process.cmdline()), process.memory_info().rss
+            role = next((role for mark, role in PROCESSES.items() if mark in command), "others")
+            memory["driver or client" if process.pid == child else role] += resident / 2**20
+    return memory
 
 
 def _cpu_name() -> str:

@@ -59,7 +59,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one run in one environment. If it failed, ``failure`` is the reason, and ``cases`` is empty."""
+    """The result of one run in one environment. If it failed, ``failure`` is the reason, and ``cases`` is empty.
+
+    ``memory`` has the most MiB of the processes of each role, by looks every few seconds. Older parts have none.
+    """
 
     environment: str
     kind: str
@@ -72,6 +75,7 @@ class Part:
     cases: tuple[Case, ...] = ()
     notes: tuple[str, ...] = ()
     failure: str | None = None
+    memory: dict[str, float] = field(default_factory=dict)
 
     def case(self, name: str) -> Case | None:
         """Return the case of that name; None if it was not measured."""
@@ -143,6 +147,7 @@ def part_to_json(part: Part) -> str:
     data = dataclasses.asdict(part)
     for case in data["cases"]:
         case["turns"] = {name: [[_rounded(v) for v in turn] for turn in turns] for name, turns in case["turns"].items()}
+    data["memory"] = {role: round(mib) for role, mib in part.memory.items()}
     return json.dumps(data)
 
 

@@ -229,10 +229,14 @@ def _circumstances(comparison: Comparison, part: Part) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in part.versions.items()) or "not known"
     machine = f"{part.machine['cores']}; {part.machine['memory']}; load {part.machine['load']} at the start"
     command = f'make bench ARGS="{_arguments(comparison, part)}"'
+    memory = ", ".join(f"{role} {mib:,.0f}" for role, mib in sorted(part.memory.items()))
+    keys = part.size.get("keys")
+    of_keys = f", with {keys:,} keys" if isinstance(keys, int) else ""
     return [
         f"Size: {size}.  ",
         f"Versions: {versions}.  ",
         f"Machine: cores {machine}.  ",
+        *([f"Memory at most, in MiB by role, of looks every five seconds{of_keys}: {memory}.  "] if memory else []),
         f"Measured on {part.day}, in {part.seconds:.0f} s. Repeat it with `{command}`.\n",
     ]
 

@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from suite.machine import machine, versions
+from suite.machine import machine, memory_by_role, versions
 from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison, Kind, Part, Size, part_from_dict, part_to_json, rotated
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -130,10 +130,12 @@ def run(comparison: Comparison, environment: str, kind: Kind, size: Size, consol
             command = [str(interpreter(environment)), str(BENCHMARKS / "bench.py"), "--child", comparison.name]
             command += ["--environment", environment, "--kind", kind, "--sizes", json.dumps(size)]
             command += ["--answer", str(answer)]
-            status = call(command, minutes * 60, os.environ | given)
+            memory: dict[str, float] = {}
+            status = call(command, minutes * 60, os.environ | given, memory)
             if answer.exists():
                 console.print(f"  {time.perf_counter() - began:.0f} s", highlight=False)
-                return replace(part_from_dict(json.loads(answer.read_text())), machine=failed.machine)
+                part = part_from_dict(json.loads(answer.read_text()))
+                return replace(part, machine=failed.machine, memory=memory)
             reason = f"Its process ended with status {status} and gave no result; see its output above."
         except EnvironmentMissingError as error:
             reason = str(error)
@@ -143,10 +145,13 @@ def run(comparison: Comparison, environment: str, kind: Kind, size: Size, consol
     return replace(failed, failure=reason, seconds=time.perf_counter() - began)
 
 
-def call(command: list[str], seconds: float, environment: dict[str, str]) -> int:
+def call(
+    command: list[str], seconds: float, environment: dict[str, str], memory: dict[str, float] | None = None
+) -> int:
     """Run a child and return its status. Nothing that it has started outlives it.
 
-    Raises ``TimeoutError`` if it needs longer; it is ended then.
+    ``memory`` receives the most MiB of the processes of each role, by looks every ``LOOK_EVERY`` seconds. Raises
+    ``TimeoutError`` if the child needs longer; it is ended then.
     """
     child = subprocess.Popen(command, cwd=ROOT, env=environment)
     family: dict[int, psutil.Process] = {}
@@ -158,6 +163,9 @@ def call(command: list[str], seconds: float, environment: dict[str, str]) -> int
             except subprocess.TimeoutExpired:
                 # Ray's processes are not in the child's process group, and can be found only while the child runs.
                 family |= {process.pid: process for process in _descendants(child.pid)}
+                if memory is not None:
+                    for role, mib in memory_by_role(child.pid, [psutil.Process(child.pid), *family.values()]).items():
+                        memory[role] = max(mib, memory.get(role, 0.0))
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{command} needs more than {seconds:g} s")
     finally:

@@ -20,7 +20,9 @@ def rendered(*results: Result, targets: tuple[Target, ...] = (FASTER,)) -> str:
 
 
 def test_medians_ratios_settings_and_circumstances_are_shown() -> None:
-    text = rendered(result(part(case([1.0, 1.0, 2.0], [3.0, 4.0, 5.0]))))
+    memory = {"hosts": 1047.3, "coordinator": 284.0}
+    text = rendered(result(replace(part(case([1.0, 1.0, 2.0], [3.0, 4.0, 5.0])), memory=memory)))
+    assert "every five seconds, with 100,000 keys: coordinator 284, hosts 1,047." in text
     assert "| longs | native | 4 s | 3 to 5 | 3 |  |" in text
     assert "|  | **ours** | 1 s | 1 to 2 | 3 | 3 (2.5 to 4) |" in text
     assert "`provider=RocksDB`, `changelog=true`" in text and "| ours | aggregate | defaults |" in text

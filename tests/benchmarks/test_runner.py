@@ -39,6 +39,29 @@ def test_each_turn_begins_with_another_contestant() -> None:
     ]
 
 
+def test_the_memory_of_the_processes_is_known_by_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runner, "LOOK_EVERY", 0.05)
+    by_role, path = runner.memory_by_role, tmp_path / "seen"
+
+    def look(child: int, processes: list[psutil.Process]) -> dict[str, float]:
+        memory = by_role(child, processes)
+        if memory.get("hosts", 0.0) > 200:
+            path.write_text("seen")
+        return memory
+
+    monkeypatch.setattr(runner, "memory_by_role", look)
+    host = "import time; held = bytes(range(256)) * (200 << 12); time.sleep(1e6)"
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"host = subprocess.Popen([sys.executable, '-c', {host!r}, 'ray::StateStoreHost'])\n"
+        f"while not os.path.exists({str(path)!r}): time.sleep(0.01)\n"
+        "host.kill()"
+    )
+    memory: dict[str, float] = {}
+    assert runner.call([sys.executable, "-c", code], PATIENCE, dict(os.environ), memory) == 0
+    assert 200 < memory["hosts"] < 400 and 1 < memory["driver or client"] < 100
+
+
 def gone(pid: int) -> bool:
     end = time.monotonic() + PATIENCE  # it would sleep for longer
     while time.monotonic() < end:
@@ -121,7 +144,7 @@ def test_a_child_that_dies_is_in_the_part(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_smoke_runs_do_without_the_second_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict[str, str]()
 
-    def call(command: list[str], seconds: float, environment: dict[str, str]) -> int:
+    def call(command: list[str], seconds: float, environment: dict[str, str], memory: dict[str, float]) -> int:
         given[command[command.index("--kind") + 1]] = environment["JAVA_TOOL_OPTIONS"]
         return 0
 
