@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -60,6 +61,7 @@ SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
 
+@dataclass(eq=False, repr=False)
 class PartitionLoader:
     """Brings partitions to the versions that are granted or asked for. Thread-safe: ``PartitionCache`` has the locks.
 
@@ -69,25 +71,14 @@ class PartitionLoader:
     for: the partition alone is larger than the disk.
     """
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        loads: Loads,
-        files: PartitionFiles,
-        completed: CompletedVersions,
-        counters: Counters,
-        clock: Callable[[], float] = time.monotonic,
-        disk: LocalDisk | None = None,
-    ) -> None:
-        self.disk = LocalDisk(files.local_dir, None, clock) if disk is None else disk
-        self._registration = registration
-        self._cache = cache
-        self._loads = loads
-        self._files = files
-        self._completed = completed
-        self._counters = counters
-        self._clock = clock
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _loads: Loads
+    _files: PartitionFiles
+    _completed: CompletedVersions
+    _counters: Counters
+    _clock: Callable[[], float]
+    disk: LocalDisk
 
     # -- own partitions ------------------------------------------------------------------------
 
