@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import binary_content, gather_fixed
+from backends.encoding.columns import binary_content, gather_fixed, one_array
 from backends.exceptions import InvalidStateStoreArgument
 
 
@@ -278,10 +278,7 @@ def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
 
 def as_binary(what: str, array: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
     """Return one contiguous ``pa.BinaryArray``. Raises ``InvalidStateStoreArgument`` for another type."""
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # combine_chunks returns one for no chunks at all, and for too many bytes
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    array = one_array(array)
     if not isinstance(array, pa.Array):
         raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(array).__name__}.")
     if pa.types.is_binary(array.type):
