@@ -29,6 +29,7 @@ from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encod
 from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import encode_values
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
 from spark_bridge.aggregates.rolling import NO_MOMENT, Moment, Pieces, Rolling, answers_as_of
@@ -521,6 +522,55 @@ CHANGE_TYPE = "change_type"
 BEFORE = "before"
 AFTER = "after"
 INSERT, UPDATE, DELETE = "insert", "update", "delete"
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Rows as they are at one of the two moments.
+
+    ``ids`` has an id of each row; of a list's elements, that of the list. ``columns`` are ``num_keys`` columns that
+    tell what a row is about, and those of its value.
+    """
+
+    ids: pa.BinaryArray
+    columns: list[pa.Array]
+    num_keys: int
+
+    def __getitem__(self, rows: slice) -> ComparedRows:
+        return replace(self, ids=self.ids[rows], columns=[column[rows] for column in self.columns])
+
+    def comparable(self) -> pa.Array:
+        """Return bytes that are equal for rows with equal values."""
+        values = self.columns[self.num_keys :]
+        if not values:
+            return pa.repeat(pa.scalar(b""), len(self.ids))
+        return encode_values(pa.RecordBatch.from_arrays(values, names=[str(i) for i in range(len(values))]))
+
+
+def change_fields(value: Sequence[pa.Field]) -> list[pa.Field]:
+    """Return the fields of values before and after a change; none if there are no values."""
+    kind = pa.struct(list(value))
+    return [pa.field(BEFORE, kind), pa.field(AFTER, kind)] if len(value) else []
+
+
+def change_columns(
+    before: ComparedRows, after: ComparedRows, changed: tuple[Positions, Positions], value: Sequence[pa.Field]
+) -> tuple[pa.Array, list[pa.Array], list[pa.Array]]:
+    """Return the columns of changes: their types, the columns that tell what they are about, and ``change_fields``.
+
+    ``changed`` has the position of each changed row among the rows before and among those after, -1 for none. ``value``
+    has the fields of the value.
+    """
+    of_before, of_after = changed
+    types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+    either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
+    n = before.num_keys
+    keys = [pa.concat_arrays([b, a]).take(either) for b, a in zip(before.columns[:n], after.columns[:n], strict=True)]
+    structs = []
+    for side, positions in ((before, of_before), (after, of_after)) if len(value) else ():
+        rows = pa.StructArray.from_arrays(side.columns[n:], fields=list(value))
+        structs.append(rows.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+    return pa.array(types, pa.string()), keys, structs
 
 
 def changed_rows(
