@@ -312,7 +312,29 @@ PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field
 """The columns of scans and changelogs."""
 
 
-# A sorted scan with changes applied, merged a batch at a time.
+# Sorted pairs of several places, merged a batch at a time.
+
+
+def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
+    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
+    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
+    while True:
+        for i, stream in enumerate(streams):
+            while (pairs := heads[i]) is not None and not len(pairs):
+                heads[i] = next(stream, None)
+        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
+        if not lasts:
+            return
+        end = min(lasts) + b"\x00"
+        step = []
+        for i, pairs in enumerate(heads):
+            if pairs is None:
+                step.append(SortedPairs.empty())
+                continue
+            cut = pairs.lower_bound(end)
+            step.append(pairs.slice(0, cut))
+            heads[i] = pairs.slice(cut)
+        yield step
 
 
 def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterator[pa.RecordBatch]:

@@ -7,7 +7,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,7 +28,6 @@ from backends.encoding.columns import (
 from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encode_keys
 from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
-from backends.encoding.sorted_pairs import SortedPairs
 from backends.encoding.values import encode_values
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
@@ -479,28 +478,6 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
     if family == rows.main or not len(keys):
         return keys
     return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
-
-
-def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
-    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
-    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
-    while True:
-        for i, stream in enumerate(streams):
-            while (pairs := heads[i]) is not None and not len(pairs):
-                heads[i] = next(stream, None)
-        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
-        if not lasts:
-            return
-        end = min(lasts) + b"\x00"
-        step = []
-        for i, pairs in enumerate(heads):
-            if pairs is None:
-                step.append(SortedPairs.empty())
-                continue
-            cut = pairs.lower_bound(end)
-            step.append(pairs.slice(0, cut))
-            heads[i] = pairs.slice(cut)
-        yield step
 
 
 def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Positions:
