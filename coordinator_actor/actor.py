@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -160,8 +159,6 @@ class RayMetrics:
             self._by_name[name] = metric
         return metric
 
-
-log = logging.getLogger(__name__)
 
 MAX_PENDING = 50_000
 """Messages that may wait at once in each concurrency group.

@@ -196,16 +196,20 @@ def is_list_like(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
 
 
+def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array. Raises ``pa.ArrowInvalid`` if it has more bytes than an array can."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    # ``combine_chunks`` may return chunks: of no chunks at all, and for too many bytes.
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+
+
 def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return a column as one contiguous array of its normalised type. Raises ``UnsupportedTypeError``.
 
     ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
     """
-    if isinstance(column, pa.ChunkedArray):
-        if column.num_chunks == 1:
-            column = column.chunk(0)
-        else:
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    column = one_array(column)
     if column.type in _FIXED:
         return column
     wanted = normalized_type(name, column.type)

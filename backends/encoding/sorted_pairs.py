@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import binary_content, gather_fixed
+from backends.encoding.columns import binary_content, gather_fixed, one_array
 from backends.exceptions import InvalidStateStoreArgument
 
 
@@ -278,10 +278,7 @@ def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
 
 def as_binary(what: str, array: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
     """Return one contiguous ``pa.BinaryArray``. Raises ``InvalidStateStoreArgument`` for another type."""
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # combine_chunks returns one for no chunks at all, and for too many bytes
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    array = one_array(array)
     if not isinstance(array, pa.Array):
         raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(array).__name__}.")
     if pa.types.is_binary(array.type):
@@ -315,7 +312,29 @@ PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field
 """The columns of scans and changelogs."""
 
 
-# A sorted scan with changes applied, merged a batch at a time.
+# Sorted pairs of several places, merged a batch at a time.
+
+
+def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
+    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
+    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
+    while True:
+        for i, stream in enumerate(streams):
+            while (pairs := heads[i]) is not None and not len(pairs):
+                heads[i] = next(stream, None)
+        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
+        if not lasts:
+            return
+        end = min(lasts) + b"\x00"
+        step = []
+        for i, pairs in enumerate(heads):
+            if pairs is None:
+                step.append(SortedPairs.empty())
+                continue
+            cut = pairs.lower_bound(end)
+            step.append(pairs.slice(0, cut))
+            heads[i] = pairs.slice(cut)
+        yield step
 
 
 def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterator[pa.RecordBatch]:

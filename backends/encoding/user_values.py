@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
+from backends.encoding.columns import list_array, list_parts, null_mask, one_array, struct_array
 
 _INT64_DIGITS = 19
 _GREATEST_FLOAT = float(np.finfo(np.float32).max)
@@ -266,10 +266,7 @@ def cast_without_loss(array: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
 
     A double becomes the nearest float, as a Python number does. Raises one of ``CAST_ERRORS``.
     """
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # some releases of Arrow return chunks
-            array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
+    array = one_array(array)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if array.type == kind:

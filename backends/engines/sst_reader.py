@@ -26,7 +26,7 @@ import xxhash
 
 from backends.encoding.columns import Bytes, binary_array, even_array, gather_fixed, gather_ranges, record
 from backends.encoding.keys import KEY_GROUP_BYTES
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, in_step, is_strictly_sorted
 from backends.exceptions import StateStoreError, StoreClosedError
 
 # The blocks of a RocksDB table file, decoded to columns.
@@ -622,24 +622,10 @@ class TableScan(Iterator[pa.RecordBatch]):
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:
     """Return the pairs of runs, each ascending, as one. Of equal keys, that of the first run wins."""
-    pending = [SortedPairs.empty()] * len(runs)
-    while True:
-        for i in range(len(runs) - 1, -1, -1):
-            if not len(pending[i]):
-                following = next(runs[i], None)
-                if following is None:
-                    del runs[i], pending[i]
-                else:
-                    pending[i] = following
-        if not runs:
-            return
-        # Up to here every run has shown all its keys.
-        through = min(pairs.keys[-1].as_py() for pairs in pending)
+    for step in in_step(runs):
         due = SortedPairs.empty()
-        for i in range(len(runs) - 1, -1, -1):
-            number = pending[i].lower_bound(through + b"\x00")
-            due = due.under(pending[i].slice(0, number))
-            pending[i] = pending[i].slice(number)
+        for pairs in reversed(step):
+            due = due.under(pairs)
         present = due.present()
         if len(present):
             yield present

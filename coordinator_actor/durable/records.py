@@ -9,7 +9,6 @@ is that of Flink's checkpoint history, which its job manager keeps in memory.
 from __future__ import annotations
 
 import getpass
-import logging
 import socket
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,8 +21,6 @@ from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.fencing import RecordFiles, numbered_path, numbers_of
 from coordinator_actor.feature_views import FeatureView
-
-log = logging.getLogger(__name__)
 
 HISTORY = "history"
 MAX_RECORDS = 300

@@ -185,11 +185,6 @@ class RunRegistry:
                 del self._expected[run_id]
             self._changed.notify_all()
 
-    def is_expected(self, run_id: str) -> bool:
-        """Return whether the report of a host about a run is being processed."""
-        with self._lock:
-            return run_id in self._expected
-
     def find(self, run_id: str) -> QueryState | None:
         with self._lock:
             return self.by_id.get(run_id)

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -275,23 +275,16 @@ def _targets(
 # -- the state ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class _Restore:
     """Writes the state of one restored query."""
 
-    def __init__(
-        self,
-        metadata: savepoint_format.SavepointMetadata,
-        new: NewCheckpoint,
-        scratch: Path,
-        local: Mapping[str, Path],
-        say: Callable[[str], None],
-    ) -> None:
-        self._metadata = metadata
-        self._new = new
-        self._scratch = scratch
-        self._local = local
-        self._say = say
-        self._failed = threading.Event()
+    _metadata: savepoint_format.SavepointMetadata
+    _new: NewCheckpoint
+    _scratch: Path
+    _local: Mapping[str, Path]
+    _say: Callable[[str], None]
+    _failed: threading.Event = field(default_factory=threading.Event)
 
     def write_state(self, targets: Sequence[_Target], threads: int, now_ms: int) -> dict[str, int]:
         """Write everything below ``statestore/``, the manifest last. Return the number of rows per operator."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import Doubles, Integers, Mask, fixed_array, fixed_values, null_mask
+from backends.encoding.columns import Doubles, Integers, Mask, fixed_array, fixed_values, null_mask, one_array
 from spark_bridge.aggregates.computation import (
     Computation,
     FunctionArguments,
@@ -108,8 +108,7 @@ def _arrow_grouped(groups: Groups, column: pa.Array, function: str, options: obj
     answer = table.group_by("group", use_threads=False).aggregate([("value", function, options)])
     at = np.full(groups.num, -1, np.int64)
     at[answer.column("group").to_numpy()] = np.arange(len(answer))
-    results = answer.column(f"value_{function}").take(pa.array(at, mask=at < 0))
-    return results.combine_chunks() if isinstance(results, pa.ChunkedArray) else results
+    return one_array(answer.column(f"value_{function}").take(pa.array(at, mask=at < 0)))
 
 
 # -- counts ------------------------------------------------------------------------------------

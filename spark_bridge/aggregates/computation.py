@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import Integers, Mask, struct_array
+from backends.encoding.columns import Integers, Mask, one_array, struct_array
 from spark_bridge.aggregates.row_groups import plain
 from spark_bridge.exceptions import InvalidOperatorError
 
@@ -256,10 +256,7 @@ def _order(what: str, group_ids: pa.Array | pa.ChunkedArray, num: int) -> pa.Arr
 
 
 def _as_arrow_type(what: str, column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    column = one_array(column)
     if column.type == kind:
         return column
     try:

@@ -115,25 +115,17 @@ class Stop:
         self._set.wait(seconds)
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """Keeps one program running. ``say`` receives a line for people at each event; ``run`` blocks until the end."""
 
-    def __init__(
-        self,
-        jobs: RayJobs,
-        command: str,
-        patience: Patience,
-        stop: Stop,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._jobs = jobs
-        self._command = command
-        self._patience = patience
-        self._stop = stop
-        self._say = say
-        self._clock = clock
-        self._failures = 0
+    _jobs: RayJobs
+    _command: str
+    _patience: Patience
+    _stop: Stop
+    _say: Callable[[str], None]
+    _clock: Callable[[], float] = time.monotonic
+    _failures: int = 0
 
     def run(self) -> int:
         """Keep the program running; return the exit code of the supervisor.

@@ -80,7 +80,6 @@ class LiveDisplay:
     """Progress bar, figures of the newest batch, and the newest lookups, drawn in place."""
 
     def __init__(self, console: Console, batches: int) -> None:
-        self._console = console
         self._batches = batches
         self._batch: events.BatchCommitted | None = None
         self._step = "starting"

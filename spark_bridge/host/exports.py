@@ -151,7 +151,7 @@ class SavepointExports:
         self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None
     ) -> dict[str, ExportedFile]:
         registration, key = order.registration, (order.run_id, order.checkpoint_id, operator, partition)
-        spec = next(o for o in registration.operators if o.name == operator)
+        spec = spec_of(registration, operator)
         first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
         storage = self._open_storage(order)
         scans = pinned if pinned is not None else self._pin(order, operator, partition)

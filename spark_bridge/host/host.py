@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,26 +61,17 @@ def _ascending(ranges: Sequence[KeyRange]) -> Iterator[Sequence[KeyRange]]:
     yield ranges[begin:]
 
 
+@dataclass(eq=False, repr=False)
 class PartitionReads:
     """Thread-safe without a lock: a partition's state guards itself."""
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        loader: PartitionLoader,
-        grants: Grants,
-        completed: CompletedVersions,
-        prepared: PreparedVersions,
-        counters: Counters,
-    ) -> None:
-        self._registration = registration
-        self._cache = cache
-        self._loader = loader
-        self._grants = grants
-        self._completed = completed
-        self._prepared = prepared
-        self._counters = counters
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _loader: PartitionLoader
+    _grants: Grants
+    _completed: CompletedVersions
+    _prepared: PreparedVersions
+    _counters: Counters
 
     # -- tasks ---------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ COPY_IDLE_SECONDS = 60.0
 MAX_VERSIONS = 4
 """At most this many versions of operators have copies for queries, each of the partitions that were asked for."""
 MAX_IDLE_FOLLOWERS = 16
+FOR_EVER = -1.0
+"""Instead of the seconds to wait for a lock."""
 NOTHING_HELD = 1 << 62
 """The version reported of a run that a host knows, but has no partition of: no version is newer."""
 
@@ -192,10 +194,13 @@ class PartitionCache:
             return self._loading_locks.setdefault(key, threading.Lock())
 
     @contextmanager
-    def _loading_locked(self, key: InstanceKey, *, waits: bool) -> Iterator[bool]:
-        """Hold a loading lock within the block, and yield True; yield False if it is taken and this does not wait."""
+    def loading_locked(self, key: InstanceKey, seconds: float = 0.0) -> Iterator[bool]:
+        """Hold a loading lock within the block, and yield True; yield False if it is taken for ``seconds`` more.
+
+        With ``FOR_EVER`` this waits until it has the lock.
+        """
         lock = self.loading_lock(key)
-        is_locked = lock.acquire(blocking=waits)
+        is_locked = lock.acquire(timeout=seconds)
         try:
             yield is_locked
         finally:
@@ -207,7 +212,7 @@ class PartitionCache:
 
         ``waits``: also for a load of the partition that is under way. Otherwise nothing happens during one.
         """
-        with self._loading_locked(instance.key, waits=waits) as is_locked:
+        with self.loading_locked(instance.key, FOR_EVER if waits else 0.0) as is_locked:
             if is_locked and self.remove_instance(instance):
                 destroy(instance)
 
@@ -216,7 +221,7 @@ class PartitionCache:
 
         ``waits``: see ``unload``.
         """
-        with self._loading_locked(instance.key, waits=waits) as is_locked:
+        with self.loading_locked(instance.key, FOR_EVER if waits else 0.0) as is_locked:
             if not is_locked:
                 return
             with self.in_use(instance.registration.run_id, instance.key):
@@ -234,7 +239,7 @@ class PartitionCache:
         It is not while the partition is loaded, or a commit to it is under way. Accepted changes are in storage: the
         next load reads them from there. ``if_damaged``: only if an error has left the partition at no version.
         """
-        with self._loading_locked(instance.key, waits=False) as is_locked:
+        with self.loading_locked(instance.key) as is_locked:
             if not is_locked or not instance.commit_lock.acquire(blocking=False):
                 return False
             try:
@@ -321,7 +326,7 @@ class PartitionCache:
             selected = [i for i in self._kept.values() if is_meant(i)]
         dropped = 0
         for instance in selected:
-            with self._loading_locked(instance.key, waits=False) as is_locked:
+            with self.loading_locked(instance.key) as is_locked:
                 if is_locked and self.kept(instance.key) is instance:
                     self.pop_kept(instance.key)
                     destroy(instance)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -30,7 +31,7 @@ from spark_bridge.host.instances import (
     spec_of,
 )
 from spark_bridge.host.local_disk import IN_USE_SECONDS, LocalDisk, bytes_below
-from spark_bridge.host.partition_cache import Copy, CopyKey, Kind, PartitionCache, close, destroy
+from spark_bridge.host.partition_cache import FOR_EVER, Copy, CopyKey, Kind, PartitionCache, close, destroy
 from spark_bridge.host.registration import CompletedVersions, HostRegistration
 from spark_bridge.host.running_loads import FileLease, Load, Loads
 
@@ -60,6 +61,7 @@ SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
 
+@dataclass(eq=False, repr=False)
 class PartitionLoader:
     """Brings partitions to the versions that are granted or asked for. Thread-safe: ``PartitionCache`` has the locks.
 
@@ -69,25 +71,14 @@ class PartitionLoader:
     for: the partition alone is larger than the disk.
     """
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        loads: Loads,
-        files: PartitionFiles,
-        completed: CompletedVersions,
-        counters: Counters,
-        clock: Callable[[], float] = time.monotonic,
-        disk: LocalDisk | None = None,
-    ) -> None:
-        self.disk = LocalDisk(files.local_dir, None, clock) if disk is None else disk
-        self._registration = registration
-        self._cache = cache
-        self._loads = loads
-        self._files = files
-        self._completed = completed
-        self._counters = counters
-        self._clock = clock
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _loads: Loads
+    _files: PartitionFiles
+    _completed: CompletedVersions
+    _counters: Counters
+    _clock: Callable[[], float]
+    disk: LocalDisk
 
     # -- own partitions ------------------------------------------------------------------------
 
@@ -134,19 +125,16 @@ class PartitionLoader:
         """
         key = key_of(grant.registration, operator, partition)
         self._loads.end_older(key, grant)
-        lock = self._cache.loading_lock(key)
-        if not lock.acquire(timeout=SHARED_LOAD_SECONDS if for_read else -1):
-            raise HostUnavailableError(
-                f"Partition {partition} of operator {operator!r} is being loaded: {self._loads.progress(key)}. "
-                "Ask again in a moment."
-            )
-        try:
+        with self._cache.loading_locked(key, SHARED_LOAD_SECONDS if for_read else FOR_EVER) as is_locked:
+            if not is_locked:
+                raise HostUnavailableError(
+                    f"Partition {partition} of operator {operator!r} is being loaded: {self._loads.progress(key)}. "
+                    "Ask again in a moment."
+                )
             with self._watching(key, grant, is_abandoned) as watch:
                 instance = self._bring_to_grant(grant, key, watch, for_read=for_read)
             assert instance is not None
             return instance
-        finally:
-            lock.release()
 
     def ready(self, grant: OpenGrant, operator: str, partition: int) -> Instance | None:
         """Return the partition at the version of the grant; None if files must be fetched for it, or are being fetched.
@@ -154,17 +142,15 @@ class PartitionLoader:
         Waits for no load. Raises as ``load`` does.
         """
         key = key_of(grant.registration, operator, partition)
-        lock = self._cache.loading_lock(key)
-        if not lock.acquire(blocking=False):
-            self._loads.end_older(key, grant)
-            return None
-        try:
-            with self._cache.in_use(grant.registration.run_id, key):
-                return self._bring_to_grant(grant, key, None)
-        except LocalDiskFullError:
-            return None  # a load makes room, and may wait for it
-        finally:
-            lock.release()
+        with self._cache.loading_locked(key) as is_locked:
+            if not is_locked:
+                self._loads.end_older(key, grant)
+                return None
+            try:
+                with self._cache.in_use(grant.registration.run_id, key):
+                    return self._bring_to_grant(grant, key, None)
+            except LocalDiskFullError:
+                return None  # a load makes room, and may wait for it
 
     def warm_up(
         self, grant: OpenGrant, operator: str, partition: int, is_abandoned: Callable[[], bool] = lambda: False
@@ -175,11 +161,8 @@ class PartitionLoader:
         if there is no room next to the other loaded partitions: a copy does not evict them.
         """
         key = key_of(grant.registration, operator, partition)
-        lock = self._cache.loading_lock(key)
-        if not lock.acquire(blocking=False):
-            return
-        try:
-            if self.is_warm(grant, operator, partition):
+        with self._cache.loading_locked(key) as is_locked:
+            if not is_locked or self.is_warm(grant, operator, partition):
                 return
             trace = spans.batch(grant.registration.run_id, grant.version + 1)
             with (
@@ -189,8 +172,6 @@ class PartitionLoader:
                 self._bring_to_grant(grant, key, watch, serves=False)
             # No commit of this host ends the lease of a standby, and old files would stay until it runs out.
             self._lease(grant.registration.run_id, operator, partition, grant.version).end()
-        finally:
-            lock.release()
 
     def is_warm(self, grant: OpenGrant, operator: str, partition: int) -> bool:
         """Return whether a partition serves, or there is a copy of its version. Such a copy is kept for longer."""
@@ -262,33 +243,31 @@ class PartitionLoader:
         Raises ``LocalDiskFullError`` and ``HostMemoryBusyError``.
         """
         key = key_of(registration, *task)
-        lock = self._cache.loading_lock(key)
-        if not lock.acquire(blocking=False):
-            return False
-        try:
-            kept = self._cache.kept(key)
-            if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
+        with self._cache.loading_locked(key) as is_locked:
+            if not is_locked:
                 return False
-            with kept.commit_lock:
-                base = kept.state.head
-                changes = kept.state.follow(ref, data)
-                if kept.key_windows is not None:
-                    kept.key_windows.follow_changes(base, ref.file.path, changes)
-            self._cache.keep(kept)
-            self._counters.count("followed")
-            return True
-        except LocalDiskFullError:
-            raise
-        except (
-            exceptions.LineageMismatchError,
-            exceptions.DamagedFileError,
-            exceptions.LocalStateDamagedError,
-            exceptions.StoreClosedError,
-        ) as error:
-            log.warning("The copy of partition %d of %r cannot follow, and is loaded: %s", task[1], task[0], error)
-            return False
-        finally:
-            lock.release()
+            try:
+                kept = self._cache.kept(key)
+                if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
+                    return False
+                with kept.commit_lock:
+                    base = kept.state.head
+                    changes = kept.state.follow(ref, data)
+                    if kept.key_windows is not None:
+                        kept.key_windows.follow_changes(base, ref.file.path, changes)
+                self._cache.keep(kept)
+                self._counters.count("followed")
+                return True
+            except LocalDiskFullError:
+                raise
+            except (
+                exceptions.LineageMismatchError,
+                exceptions.DamagedFileError,
+                exceptions.LocalStateDamagedError,
+                exceptions.StoreClosedError,
+            ) as error:
+                log.warning("The copy of partition %d of %r cannot follow, and is loaded: %s", task[1], task[0], error)
+                return False
 
     @contextmanager
     def _watching(

@@ -67,18 +67,11 @@ class AggregateLogic:
     ) -> Iterator[pa.RecordBatch]:
         """Aggregate the rows, merge them with the stored states of their keys, commit, and yield the results."""
         counting = replace(self, aggregator=self.aggregator.counting())
-        work = _AggregateBatch(counting, store, timer)
         columns = empty(self.aggregator.state_schema)
-        with RowReducer(self.schema.key, store.num_key_groups, columns, counting._reduce, self.limits) as reducer:
-            if self.is_global:
-                reducer.add(self._nothing(store.num_key_groups))
-            for rows in parts_of(batches, timer, "aggregate_ms"):
-                work.add(rows, reducer)
-            with Spool(self.output) as spool:
-                work.merge(reducer, spool)
-                timer.step("merge_ms")
-                store.commit(work.figures(), timer.milliseconds)
-                yield from spool.batches()
+        reducer = RowReducer(self.schema.key, store.num_key_groups, columns, counting._reduce, self.limits)
+        if self.is_global:
+            reducer.add(self._nothing(store.num_key_groups))
+        return _AggregateBatch(counting, store, timer).results(batches, reducer, self.output)
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
         groups = group_rows(rows, self.schema.key, num_key_groups)
@@ -124,6 +117,27 @@ class GroupedBatch:
     def _schema(self) -> StateSchema:
         """Return the schema of stored rows with its history. Ask after the first read, which opens the partition."""
         return self._store.schema.families[DEFAULT_FAMILY]
+
+    def results(
+        self, batches: Iterable[pa.RecordBatch], reducer: RowReducer, output: pa.Schema
+    ) -> Iterator[pa.RecordBatch]:
+        """Make states of the rows, merge them into the state, commit, and yield the rows to emit."""
+        with reducer:
+            for rows in parts_of(batches, self._timer, "aggregate_ms"):
+                self.add(rows, reducer)
+            self.add_due_keys(reducer)
+            with Spool(output) as spool:
+                self.merge(reducer, spool)
+                self._timer.step("merge_ms")
+                self._store.commit(self.figures(), self._timer.milliseconds)
+                yield from spool.batches()
+
+    def add_due_keys(self, reducer: RowReducer) -> None:
+        """Add the keys that ``merge`` must visit although no row has them."""
+
+    def merge(self, reducer: RowReducer, spool: Spool) -> None:
+        """Merge the new states into the state, and put the rows to emit into the spool."""
+        raise NotImplementedError
 
     def figures(self) -> OperatorFigures:
         """Return the counts of rows that came, and of late rows, and of updated and removed rows of state."""
@@ -183,7 +197,6 @@ class _AggregateBatch(GroupedBatch):
         self._logic = logic
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
-        """Merge the new states into the state, and put the rows to emit into the spool."""
         is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
         has_lists = any(o.max_bytes is not None for o in self._logic.aggregator.outputs)
         size = StepSize(

@@ -89,19 +89,10 @@ class RollingLogic:
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
         """Make pieces of the rows, merge them into those of their keys, commit, and yield the results."""
-        logic = replace(self, aggregator=self.aggregator.counting())
-        work = _RollingBatch(logic, store, timer)
+        work = _RollingBatch(replace(self, aggregator=self.aggregator.counting()), store, timer)
         nothing = keyed_rows.empty(self.columns)
-        with keyed_rows.RowReducer(self.keys, store.num_key_groups, nothing, work.reduced, self.limits) as reducer:
-            for rows in keyed_rows.parts_of(batches, timer, "aggregate_ms"):
-                work.add(rows, reducer)
-            work.add_due_keys(reducer)
-            with keyed_rows.Spool(self.output) as spool:
-                work.merge(reducer, spool)
-                work.record_lost()
-                timer.step("merge_ms")
-                store.commit(work.figures(), timer.milliseconds)
-                yield from spool.batches()
+        reducer = keyed_rows.RowReducer(self.keys, store.num_key_groups, nothing, work.reduced, self.limits)
+        return work.results(batches, reducer, self.output)
 
 
 class _RollingBatch(GroupedBatch):
@@ -142,7 +133,7 @@ class _RollingBatch(GroupedBatch):
         """Note that rows of these keys, up to these times, are gone."""
         np.maximum.at(self._lost, key_groups_of(keys), times)
 
-    def record_lost(self) -> None:
+    def _record_lost(self) -> None:
         """Stage the newest time of lost rows for the key groups where it has risen."""
         groups = np.flatnonzero(self._lost > -MAX_TIME)
         if not len(groups):
@@ -211,6 +202,7 @@ class _RollingBatch(GroupedBatch):
         """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
         size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
         self._in_steps(reducer, size, lambda step: self._merge_step(step, spool), None)
+        self._record_lost()
 
     def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
         """Merge the new pieces of some keys; return the bytes that they and the stored values take."""

@@ -143,17 +143,9 @@ class SessionLogic:
     ) -> Iterator[pa.RecordBatch]:
         """Make sessions of the rows, merge them with the keys' stored sessions, commit, and yield the results."""
         counting = replace(self, aggregator=self.aggregator.counting())
-        work = _SessionBatch(counting, store, timer)
         sessions = keyed_rows.empty(self.columns.schema)
-        with keyed_rows.RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits) as reducer:
-            for rows in keyed_rows.parts_of(batches, timer, "aggregate_ms"):
-                work.add(rows, reducer)
-            work.add_due_keys(reducer)
-            with keyed_rows.Spool(self.output) as spool:
-                work.merge(reducer, spool)
-                timer.step("merge_ms")
-                store.commit(work.figures(), timer.milliseconds)
-                yield from spool.batches()
+        reducer = keyed_rows.RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits)
+        return _SessionBatch(counting, store, timer).results(batches, reducer, self.output)
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> keyed_rows.KeyedRows:
         groups = group_rows(rows, self.keys, num_key_groups)
@@ -192,8 +184,6 @@ class _SessionBatch(GroupedBatch):
         self._add_due(ENDS_FAMILY, keyed_rows.empty(self._columns.schema), reducer)
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
-        """Merge the new sessions into the state, and put the sessions to emit into the spool."""
-
         self._in_steps(
             reducer,
             keyed_rows.StepSize(SESSION_KEYS_PER_STEP),

@@ -458,7 +458,7 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
     usual = median(later - earlier for earlier, later in pairwise(done))
     limit = max(MIN_LATE_MS, LATE_INTERVALS * usual)
     if query.batch_ms > limit:
-        waits_for, remedy = _awaited(query)
+        waits_for, remedy = awaited(query)
         yield Fault(
             ERROR,
             "checkpoint-late",
@@ -469,12 +469,7 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
         )
 
 
-def awaited(query: Query) -> str:
-    """Return the reason why a batch waits."""
-    return _awaited(query)[0]
-
-
-def _awaited(query: Query) -> tuple[str, str]:
+def awaited(query: Query) -> tuple[str, str]:
     """Return the reason why a batch waits, and the remedy if that takes long."""
     if query.pending_partitions:
         return (

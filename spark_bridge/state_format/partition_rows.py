@@ -26,7 +26,7 @@ from backends.encoding.columns import (
     struct_array,
 )
 from backends.encoding.keys import encode_keys
-from backends.encoding.sorted_pairs import SortedPairs, as_binary
+from backends.encoding.sorted_pairs import SortedPairs, as_binary, in_step
 from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import KEY_GROUP, MAP, ROLLING
 
@@ -76,7 +76,7 @@ def _in_order(
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows of key, inner and value columns, and the key group."""
     streams = [_sorted_parts(rows, family, pairs[family]) for family in rows.families]
-    for step in stored_rows.in_step(streams):
+    for step in in_step(streams):
         if rows.kind == ROLLING:
             yield _rolled(rows, *step)
             continue

@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 from backends.encoding.columns import Mask
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
-from backends.encoding.values import encode_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import KEY_GROUP, LIST, PARTITION, ROLLING, with_distinct_names
@@ -108,18 +107,6 @@ EMIT_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
-class _Side:
-    """The rows of the changed pairs as they were before a version, or as they are in it, in the order of their keys.
-
-    ``ids`` has an id of each row; of a list's elements, the id of the list. ``columns`` are those of key and inner, the
-    key group, and those of the value.
-    """
-
-    ids: pa.BinaryArray
-    columns: list[pa.Array]
-
-
-@dataclass(frozen=True)
 class VariableChanges:
     """Makes the changes of one state variable. Raises ``RequestError`` for rolling aggregates."""
 
@@ -144,8 +131,7 @@ class VariableChanges:
         """
         rows = self.rows
         keys = [*(rows.key.field(i) for i in rows.key_order), *rows.inner]
-        value = pa.struct(list(self.rows.value))
-        values = [pa.field(stored_rows.BEFORE, value), pa.field(stored_rows.AFTER, value)] if self._has_values else []
+        values = stored_rows.change_fields(rows.value)
         ours = [pa.field(VERSION, pa.int64()), pa.field(stored_rows.CHANGE_TYPE, pa.string())]
         last = [pa.field(KEY_GROUP, pa.int32()), pa.field(PARTITION, pa.int32())]
         # Where names are equal, the user's columns keep theirs; in the table, version and type come first nevertheless.
@@ -171,34 +157,19 @@ class VariableChanges:
         """
         before = self._side({f: (pairs.keys, pairs.before) for f, pairs in families.items()})
         after = self._side({f: (pairs.keys, pairs.after) for f, pairs in families.items()})
-        values = self._comparable(before), self._comparable(after)
-        if self.rows.kind == LIST:
-            of_before, of_after = changed_elements((before.ids, after.ids), values)
-        else:
-            of_before, of_after = stored_rows.changed_rows((before.ids, after.ids), values)
-        if not len(of_before):
+        changed_of = changed_elements if self.rows.kind == LIST else stored_rows.changed_rows
+        changed = changed_of((before.ids, after.ids), (before.comparable(), after.comparable()))
+        if not len(changed[0]):
             return
-        types = np.where(
-            of_after < 0, stored_rows.DELETE, np.where(of_before < 0, stored_rows.INSERT, stored_rows.UPDATE)
-        )
-        n = len(self.rows.key) + len(self.rows.inner)
-        either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before))
-        keys = [
-            pa.concat_arrays([b, a]).take(either)
-            for b, a in zip(before.columns[: n + 1], after.columns[: n + 1], strict=True)
-        ]
-        structs = []
-        for side, positions in ((before, of_before), (after, of_after)) if self._has_values else ():
-            rows = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
-            structs.append(rows.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+        types, keys, structs = stored_rows.change_columns(before, after, changed, self.rows.value)
         yield pa.RecordBatch.from_arrays(
             [
                 pa.repeat(pa.scalar(version, pa.int64()), len(types)),
-                pa.array(types, pa.string()),
+                types,
                 *(keys[i] for i in self.rows.key_order),
-                *keys[len(self.rows.key) : n],
+                *keys[len(self.rows.key) : -1],
                 *structs,
-                keys[n],
+                keys[-1],
                 pa.repeat(pa.scalar(partition, pa.int32()), len(types)),
             ],
             schema=self.output,
@@ -224,8 +195,11 @@ class VariableChanges:
             schema=self.output,
         )
 
-    def _side(self, families: Mapping[str, tuple[pa.BinaryArray, pa.BinaryArray]]) -> _Side:
-        """Return the rows of pairs, by family; a pair whose value is null does not exist."""
+    def _side(self, families: Mapping[str, tuple[pa.BinaryArray, pa.BinaryArray]]) -> stored_rows.ComparedRows:
+        """Return the rows of pairs, by family, in the order of their keys; a pair whose value is null does not exist.
+
+        The key group is the last of the columns before those of the value.
+        """
         rows = self.rows
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
@@ -242,7 +216,7 @@ class VariableChanges:
             parts.append(part)
         order = pa.array(stored_rows.row_order(ordered, [part.pair for part in parts]))
         columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for part in parts), strict=True)]
-        return _Side(pa.concat_arrays(ids).take(order), columns)
+        return stored_rows.ComparedRows(pa.concat_arrays(ids).take(order), columns, len(rows.key) + len(rows.inner) + 1)
 
     def _ids(self, family: str, keys: pa.BinaryArray, part: stored_rows.DecodedRows) -> pa.BinaryArray:
         rows = self.rows
@@ -254,11 +228,3 @@ class VariableChanges:
             return encode_keys(columns, np.asarray(part.columns[n]))
         stored = stored_rows.list_keys(rows, family, keys) if rows.kind == LIST else keys
         return stored.take(pa.array(part.pair))
-
-    def _comparable(self, side: _Side) -> pa.Array:
-        """Return bytes that are equal for rows with equal values."""
-        n = len(self.rows.key) + len(self.rows.inner) + 1
-        columns = side.columns[n:]
-        if not columns:
-            return pa.repeat(pa.scalar(b""), len(side.ids))
-        return encode_values(pa.RecordBatch.from_arrays(columns, names=numbered(self.rows.value)))

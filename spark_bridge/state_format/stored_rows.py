@@ -7,7 +7,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from backends.encoding.columns import (
 from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encode_keys
 from backends.encoding.operator_schema import HORIZONS, TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema, nullable, nullable_schema
-from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import encode_values
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of
 from spark_bridge.aggregates.rolling import NO_MOMENT, Moment, Pieces, Rolling, answers_as_of
@@ -480,28 +480,6 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
     return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
 
 
-def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
-    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
-    heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
-    while True:
-        for i, stream in enumerate(streams):
-            while (pairs := heads[i]) is not None and not len(pairs):
-                heads[i] = next(stream, None)
-        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in heads if pairs is not None]
-        if not lasts:
-            return
-        end = min(lasts) + b"\x00"
-        step = []
-        for i, pairs in enumerate(heads):
-            if pairs is None:
-                step.append(SortedPairs.empty())
-                continue
-            cut = pairs.lower_bound(end)
-            step.append(pairs.slice(0, cut))
-            heads[i] = pairs.slice(cut)
-        yield step
-
-
 def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Positions:
     """Return the order of the rows of several parts by the keys of their pairs.
 
@@ -521,6 +499,55 @@ CHANGE_TYPE = "change_type"
 BEFORE = "before"
 AFTER = "after"
 INSERT, UPDATE, DELETE = "insert", "update", "delete"
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Rows as they are at one of the two moments.
+
+    ``ids`` has an id of each row; of a list's elements, that of the list. ``columns`` are ``num_keys`` columns that
+    tell what a row is about, and those of its value.
+    """
+
+    ids: pa.BinaryArray
+    columns: list[pa.Array]
+    num_keys: int
+
+    def __getitem__(self, rows: slice) -> ComparedRows:
+        return replace(self, ids=self.ids[rows], columns=[column[rows] for column in self.columns])
+
+    def comparable(self) -> pa.Array:
+        """Return bytes that are equal for rows with equal values."""
+        values = self.columns[self.num_keys :]
+        if not values:
+            return pa.repeat(pa.scalar(b""), len(self.ids))
+        return encode_values(pa.RecordBatch.from_arrays(values, names=[str(i) for i in range(len(values))]))
+
+
+def change_fields(value: Sequence[pa.Field]) -> list[pa.Field]:
+    """Return the fields of values before and after a change; none if there are no values."""
+    kind = pa.struct(list(value))
+    return [pa.field(BEFORE, kind), pa.field(AFTER, kind)] if len(value) else []
+
+
+def change_columns(
+    before: ComparedRows, after: ComparedRows, changed: tuple[Positions, Positions], value: Sequence[pa.Field]
+) -> tuple[pa.Array, list[pa.Array], list[pa.Array]]:
+    """Return the columns of changes: their types, the columns that tell what they are about, and ``change_fields``.
+
+    ``changed`` has the position of each changed row among the rows before and among those after, -1 for none. ``value``
+    has the fields of the value.
+    """
+    of_before, of_after = changed
+    types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+    either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
+    n = before.num_keys
+    keys = [pa.concat_arrays([b, a]).take(either) for b, a in zip(before.columns[:n], after.columns[:n], strict=True)]
+    structs = []
+    for side, positions in ((before, of_before), (after, of_after)) if len(value) else ():
+        rows = pa.StructArray.from_arrays(side.columns[n:], fields=list(value))
+        structs.append(rows.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+    return pa.array(types, pa.string()), keys, structs
 
 
 def changed_rows(

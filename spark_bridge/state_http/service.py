@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -258,14 +258,8 @@ class StateService:
             try:
                 body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
                 yield VersionAndTime(rows.version, rows.at)
-                try:
-                    async for piece in self._pieces(rows, body, deadline):
-                        yield piece
-                except Exception as error:
-                    # The status has been sent. So the last line gives the reason, and then the connection is cut.
-                    yield body.problem(error)
-                    raise
-                yield body.end()
+                async for piece in body_of(body, self._pieces(rows, body, deadline)):
+                    yield piece
             finally:
                 await self._scans.close(rows)
 
@@ -284,8 +278,7 @@ class StateService:
                     f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {num_rows} "
                     "rows were sent. Ask for fewer by where, start and end."
                 ) from error
-            for at in range(0, batch.num_rows, models.PIECE_ROWS):
-                part = batch.slice(at, models.PIECE_ROWS)
+            for part in rows_of_pieces(batch):
                 num_rows += part.num_rows
                 if num_rows > self.limits.max_rows:
                     raise RequestLimitError(
@@ -336,6 +329,24 @@ def _variable(operators: list[dict[str, Any]], operator: str, query: str | None,
             return variable  # type: ignore[no-any-return]
     names = ", ".join(repr(v["name"]) for v in description["state"])
     raise UnknownKvStateIdError(f"Operator {operator!r} has no state variable {state!r}; it has {names}.")
+
+
+def rows_of_pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a batch, as many at a time as one piece of an answer has."""
+    for at in range(0, batch.num_rows, models.PIECE_ROWS):
+        yield batch.slice(at, models.PIECE_ROWS)
+
+
+async def body_of(body: models.Body, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body, and its end."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except Exception as error:
+        # The status has been sent. So the body gives the reason, if it can, and then the connection is cut.
+        yield body.problem(error)
+        raise
+    yield body.end()
 
 
 def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
@@ -421,14 +432,8 @@ class Statements:
                 first = await self._within(_next(batches), deadline)
                 body = BODIES[media_type](rows.schema, rows.versions, rows.times)
                 yield rows.versions, rows.times
-                try:
-                    async for piece in self._written(first, batches, request.limit, body, deadline):
-                        yield piece
-                except Exception as error:
-                    # The status has been sent. So JSON gives the reason, and then the connection is cut.
-                    yield body.problem(error)
-                    raise
-                yield body.end()
+                async for piece in body_of(body, self._written(first, batches, request.limit, body, deadline)):
+                    yield piece
             finally:
                 await self._running.close(rows)
 
@@ -444,8 +449,7 @@ class Statements:
         while batch is not None:
             if limit is not None:
                 batch = batch.slice(0, limit - num_rows)
-            for at in range(0, batch.num_rows, models.PIECE_ROWS):
-                part = batch.slice(at, models.PIECE_ROWS)
+            for part in rows_of_pieces(batch):
                 num_rows += part.num_rows
                 if num_rows > most:
                     raise RequestLimitError(

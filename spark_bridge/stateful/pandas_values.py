@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
+from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, one_array, struct_array
 from backends.encoding.user_values import are_plain, is_missing
 from spark_bridge.stateful.state_values import RowCodec, shown, to_array
 
@@ -201,7 +201,7 @@ def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
 
 
 def _checked(array: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array:
-    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    array = one_array(array)
     if array.null_count and not field.nullable:
         raise ValueError(f"Field {field.name!r} is declared not nullable, but a value of it is missing.")
     return array

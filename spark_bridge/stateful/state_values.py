@@ -381,7 +381,6 @@ class StateValues:
         self._variable = variable
         self._what = what
         self._codec = codec
-        self._names = codec.struct.names
         self._fields = [_canonical(f.dataType) for f in codec.struct.fields]
         self._is_flat = all(type(f.dataType) in _EXACT for f in codec.struct.fields)
         self._plain: set[tuple[type, ...]] = set()

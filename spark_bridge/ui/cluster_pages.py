@@ -250,7 +250,7 @@ def query(call: PageCall) -> Response:
         "query.html",
         query=of,
         faults=faults_about(call.overview.faults, *about),
-        awaited=awaited(of),
+        awaited=awaited(of)[0],
         pace=query_pace(of, call.overview.taken_ms),
         timeline=charts.timeline(of.checkpoints),
         phases=charts.PHASES,

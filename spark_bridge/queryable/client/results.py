@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.columns import one_array
 from backends.encoding.user_values import python_rows, python_values
 from backends.lazy_names import import_optional
 from spark_bridge.exceptions import RequestError, RequestLimitError
@@ -145,12 +146,8 @@ def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
 
     Raises ``RequestLimitError`` if it has more bytes than an Arrow array can.
     """
-    if isinstance(column, pa.Array):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
     try:
-        return pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+        return one_array(column)
     except pa.ArrowInvalid as error:
         raise RequestLimitError(
             f"The rows of these keys do not fit into one Arrow array ({error}): ask for fewer keys."

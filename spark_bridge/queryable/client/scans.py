@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.user_values import python_rows
-from backends.encoding.values import encode_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.arguments import WhereCondition, comparisons, key_range
 from spark_bridge.queryable.client.discovery import KnownOperator
@@ -23,6 +22,7 @@ from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format import stored_rows
 from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
+from spark_bridge.state_format.stored_rows import ComparedRows
 
 
 def scan_request(
@@ -169,17 +169,10 @@ class VersionDiff:
         self._answers = (before, after)
         keys = len(view.codec.by) + (len(view.row_fields[0]) if view.kind in (SESSIONS, TIMERS) else 0)
         self._sides = tuple(_Side(view, answer, keys) for answer in self._answers)
-        values = pa.struct(list(after.schema)[keys:])
-        structs = (
-            [pa.field(stored_rows.BEFORE, values), pa.field(stored_rows.AFTER, values)]
-            if len(after.schema) > keys
-            else []
-        )
-        named = list(
-            with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(stored_rows.CHANGE_TYPE, pa.string())])
-        )
+        fields, self._value = list(after.schema)[:keys], list(after.schema)[keys:]
+        structs = stored_rows.change_fields(self._value)
+        named = list(with_distinct_names([*fields, *structs, pa.field(stored_rows.CHANGE_TYPE, pa.string())]))
         self.schema = pa.schema([named[-1], *named[:-1]])
-        self._num_keys = keys
         self._batches = self._merged()
 
     @classmethod
@@ -230,42 +223,11 @@ class VersionDiff:
         finally:
             self.close()
 
-    def _differing(self, before: _Rows, after: _Rows) -> pa.RecordBatch:
-        of_before, of_after = stored_rows.changed_rows(
-            (before.ids, after.ids), (before.comparable(self._num_keys), after.comparable(self._num_keys))
-        )
-        types = np.where(
-            of_after < 0, stored_rows.DELETE, np.where(of_before < 0, stored_rows.INSERT, stored_rows.UPDATE)
-        )
-        either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
-        n = self._num_keys
-        keys = [
-            pa.concat_arrays([b, a]).take(either) for b, a in zip(before.columns[:n], after.columns[:n], strict=True)
-        ]
-        structs = []
-        for side, positions in ((before, of_before), (after, of_after)) if len(self.schema) > n + 1 else ():
-            fields = list(self.schema.field(n + 1).type)
-            values = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
-            structs.append(values.take(pa.array(positions, pa.int64(), mask=positions < 0)))
-        return pa.RecordBatch.from_arrays([pa.array(types, pa.string()), *keys, *structs], schema=self.schema)
-
-
-class _Rows:
-    """Some rows of one version: an id per row, which ascends, and the columns."""
-
-    def __init__(self, ids: pa.BinaryArray, columns: list[pa.Array]) -> None:
-        self.ids = ids
-        self.columns = columns
-
-    def slice(self, begin: int, end: int) -> _Rows:
-        return _Rows(self.ids[begin:end], [column[begin:end] for column in self.columns])
-
-    def comparable(self, num_keys: int) -> pa.Array:
-        """Return bytes that are equal for rows with equal values."""
-        values = [_without_maps(column) for column in self.columns[num_keys:]]
-        if not values:
-            return pa.repeat(pa.scalar(b""), len(self.ids))
-        return encode_values(pa.RecordBatch.from_arrays(values, names=[str(i) for i in range(len(values))]))
+    def _differing(self, before: ComparedRows, after: ComparedRows) -> pa.RecordBatch:
+        values = _without_maps(before).comparable(), _without_maps(after).comparable()
+        changed = stored_rows.changed_rows((before.ids, after.ids), values)
+        types, keys, structs = stored_rows.change_columns(before, after, changed, self._value)
+        return pa.RecordBatch.from_arrays([types, *keys, *structs], schema=self.schema)
 
 
 class _Side:
@@ -276,7 +238,7 @@ class _Side:
         self._batches = answer.batches
         self._num_keys = num_keys
         empty = [pa.array([], field.type) for field in answer.schema]
-        self._empty = _Rows(pa.array([], pa.binary()), empty)
+        self._empty = ComparedRows(pa.array([], pa.binary()), empty, num_keys)
         self._held = self._empty
 
     def last(self) -> bytes | None:
@@ -285,16 +247,16 @@ class _Side:
             batch = next(self._batches, None)
             if batch is None:
                 return None
-            self._held = _Rows(self._ids(batch), batch.columns)
+            self._held = ComparedRows(self._ids(batch), batch.columns, self._num_keys)
         last: bytes = self._held.ids[-1].as_py()
         return last
 
-    def taken(self, last: bytes) -> _Rows:
+    def taken(self, last: bytes) -> ComparedRows:
         """Return the rows up to that id, and hold the others."""
         if not len(self._held.ids):
             return self._empty
         cut = pc.less_equal(self._held.ids, pa.scalar(last, pa.binary())).true_count
-        rows, self._held = self._held.slice(0, cut), self._held.slice(cut, len(self._held.ids))
+        rows, self._held = self._held[:cut], self._held[cut:]
         return rows
 
     def _ids(self, batch: pa.RecordBatch) -> pa.BinaryArray:
@@ -319,9 +281,11 @@ def _opened(router: StateRouter, target: KnownOperator, view: StateView, at: At,
     return router.scan(location, request, deadline, in_order=True)
 
 
-def _without_maps(column: pa.Array) -> pa.Array:
-    """Return a column whose maps are lists of entries, which can be encoded."""
-    if not pa.types.is_map(column.type):
-        return column
-    entries = pa.list_(pa.struct([pa.field("key", column.type.key_type), pa.field("value", column.type.item_type)]))
-    return column.cast(entries)
+def _without_maps(rows: ComparedRows) -> ComparedRows:
+    """Return rows whose maps are lists of entries, which can be encoded."""
+    return replace(rows, columns=[_entries(c) if pa.types.is_map(c.type) else c for c in rows.columns])
+
+
+def _entries(maps: pa.MapArray) -> pa.ListArray:
+    entry = pa.struct([pa.field("key", maps.type.key_type), pa.field("value", maps.type.item_type)])
+    return maps.cast(pa.list_(entry))

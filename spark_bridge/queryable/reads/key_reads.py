@@ -59,6 +59,17 @@ class FoundPairs:
     more: dict[int, Iterator[pa.RecordBatch]]
     tiles: pa.BinaryArray
 
+    @classmethod
+    def joined(cls, parts: Sequence[FoundPairs]) -> FoundPairs:
+        """Return the pairs of all parts, one part after the other. Raises as ``joined_arrays`` does."""
+        return cls(
+            np.concatenate([np.zeros(0, np.int64), *(f.positions for f in parts)]),
+            joined_arrays([f.keys for f in parts]),
+            joined_arrays([f.values for f in parts]),
+            {position: pairs for f in parts for position, pairs in f.more.items()},
+            joined_arrays([f.tiles for f in parts]),
+        )
+
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
     """Return the values of stored keys, null if there is none. Sorted keys are fastest."""
@@ -209,24 +220,19 @@ def rows_of_keys(
     Within a key as in a scan. ``by_window``: the rows of one key are in several partitions, and come in the order of
     their windows.
     """
-    positions = np.concatenate([f.positions for f in groups]) if groups else np.zeros(0, np.int64)
-    keys = joined_arrays([f.keys for f in groups])
-    values = joined_arrays([f.values for f in groups])
-    tiles = joined_arrays([f.tiles for f in groups])
-    more = {position: pairs for f in groups for position, pairs in f.more.items()}
+    found = FoundPairs.joined(groups)
     if by_window:
         # Without their key groups, the stored keys of one grouping key are in the order of their windows.
-        ids = without_prefix(keys)
-        order = np.lexsort((_ranks(ids), positions))
+        order = np.lexsort((_ranks(without_prefix(found.keys)), found.positions))
     else:
-        order = np.argsort(positions, kind="stable")
-    positions, places = positions[order], pa.array(order)
-    keys, values, tiles = keys.take(places), values.take(places), tiles.take(places)
+        order = np.argsort(found.positions, kind="stable")
+    positions, places = found.positions[order], pa.array(order)
+    keys, values, tiles = (column.take(places) for column in (found.keys, found.values, found.tiles))
     begin = 0
-    is_long = np.isin(positions, list(more)) if more else np.zeros(len(positions), np.bool_)
+    is_long = np.isin(positions, list(found.more)) if found.more else np.zeros(len(positions), np.bool_)
     while begin < len(positions):
         if is_long[begin]:
-            yield from _rows_of_long(plan, rows, more[int(positions[begin])], int(positions[begin]))
+            yield from _rows_of_long(plan, rows, found.more[int(positions[begin])], int(positions[begin]))
             end = begin + 1
         else:
             long = np.flatnonzero(is_long[begin:])
@@ -431,16 +437,7 @@ class WindowedKeys:
             raise_if_cancelled()
             own = partitions == view.partition
             pairs.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
-        if not pairs:
-            nothing = pa.array([], pa.binary())
-            return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {}, nothing)
-        return FoundPairs(
-            np.concatenate([f.positions for f in pairs]),
-            joined_arrays([f.keys for f in pairs]),
-            joined_arrays([f.values for f in pairs]),
-            {},
-            joined_arrays([f.tiles for f in pairs]),
-        )
+        return FoundPairs.joined(pairs)
 
     def _candidates(
         self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -65,21 +66,16 @@ def views_within(
         ]
 
 
+@dataclass(eq=False, repr=False)
 class ScopedOperators:
     """The operators that a token with ``scope`` may find. Errors name no other operator, and no other query.
 
     ``operators`` and ``locate`` are those of ``StateReads``, without a scope.
     """
 
-    def __init__(
-        self,
-        scope: Scope,
-        operators: Callable[[], list[dict[str, Any]]],
-        locate: Callable[[str, str | None], OperatorLocation],
-    ) -> None:
-        self._scope = scope
-        self._operators = operators
-        self._locate = locate
+    _scope: Scope
+    _operators: Callable[[], list[dict[str, Any]]]
+    _locate: Callable[[str, str | None], OperatorLocation]
 
     def visible(self) -> list[dict[str, Any]]:
         """Return the operators of running queries that the token may read."""
