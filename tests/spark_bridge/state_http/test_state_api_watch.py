@@ -16,7 +16,7 @@ from spark_bridge.state_http import models
 from spark_bridge.state_http.access import HttpLimits
 from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.client_world import Cluster, go_back
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_http.memory_client import TOKEN, Tokens
 from tests.spark_bridge.ui.browser import serving
@@ -91,6 +91,26 @@ def test_versions_arrive_as_they_complete_and_a_caller_resumes_after_the_last_ev
             assert [next(found)[0] for _ in range(2)] == ["3", "4"]
         with events(url, {"Last-Event-ID": "3"}, from_version=1) as stream:
             assert next(changes(stream))[0] == "4"
+
+
+def test_a_caller_that_resumes_after_a_rollback_is_told_that_its_versions_are_invalid(cluster: Cluster) -> None:
+    with served(cluster) as url:
+        with events(url, from_version=0) as stream:
+            cluster.batch({2: (20, "b")})
+            found = changes(stream)
+            last = [next(found)[0] for _ in range(2)][-1]
+        go_back(cluster, 1, "run2")
+        cluster.batch({2: (21, "other")})
+        cluster.batch({2: (22, "other")})
+        with events(url, {"Last-Event-ID": str(last)}) as stream:
+            told = next(block for block in stream if "event" in block)
+        assert told["event"] == "problem", told
+        problem = json.loads(told["data"])
+        assert (problem["status"], problem["error"]) == (409, "StateVersionError")
+        assert "rolled back" in problem["detail"]
+        with events(url, from_version=2) as stream:  # "Read the state again, and watch it from there."
+            version, data = next(changes(stream))
+    assert data["version"] == 3 and [row["after"] for row in data["rows"]] == [{"n": 22, "name": "other"}], version
 
 
 def test_a_watch_of_some_keys_has_only_their_changes(cluster: Cluster) -> None:
