@@ -177,6 +177,11 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
         """See ``StateWatch.position``."""
         return self._watch.position
 
+    @property
+    def run_id(self) -> str | None:
+        """See ``StateWatch.run_id``."""
+        return self._watch.run_id
+
     async def __anext__(self) -> StateChange:
         change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
         if change is None:
