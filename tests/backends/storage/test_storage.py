@@ -392,6 +392,25 @@ def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_
     assert synced == []
 
 
+def test_a_directory_that_another_process_has_made_is_synced_before_put_returns(tmp_path, monkeypatch):
+    storage = CheckpointStorage.open(str(tmp_path))
+    storage.put_new("a/b/file", b"1")
+    (tmp_path / "a" / "c").mkdir()  # by a process that may die before it syncs the name
+    synced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage.put_new("a/c/file", b"1")
+    assert synced[1:] == [tmp_path / "a" / "c", tmp_path / "a"]
+    synced.clear()
+    storage.put_new("a/c/file2", b"1")
+    assert synced[1:] == [tmp_path / "a" / "c"]
+
+
 PRIVATE = """
 import os, sys
 from pathlib import Path
