@@ -9,6 +9,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import obstore
 import pytest
@@ -22,6 +23,7 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
+from backends.storage import hdfs_files
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, Location, digest, parse_location, store_options
 from backends.storage.requests import BucketTraffic
@@ -217,6 +219,43 @@ def test_hdfs_without_its_package_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
     with pytest.raises(InvalidStateStoreArgument, match=r"hdfs://unused/ck needs .* 'ray-statestore\[hdfs\]'"):
         CheckpointStorage.open("hdfs://unused/ck")
+
+
+def test_each_file_on_hdfs_fits_into_one_block_or_has_blocks_of_the_size_that_is_synced(monkeypatch):
+    """``hsync`` concerns the block that is being written: of a file with smaller blocks, only the last one."""
+    written = []
+
+    class Writer:
+        def __init__(self, block_bytes):
+            self.block_bytes, self.size, self.synced = block_bytes, 0, set()
+
+        async def write(self, piece):
+            self.size += len(piece)
+
+        async def hsync(self):
+            self.synced.add((self.size - 1) // self.block_bytes)
+
+        async def close(self):
+            pass
+
+    class Client:
+        default_block_bytes = 1 << 20  # of a cluster with dfs.blocksize=1m
+
+        async def create(self, path, options):
+            written.append(Writer(options.block_size or self.default_block_bytes))
+            return written[-1]
+
+        async def rename(self, source, target, overwrite):
+            pass
+
+    options = SimpleNamespace(WriteOptions=lambda replication, block_size: SimpleNamespace(block_size=block_size))
+    monkeypatch.setitem(sys.modules, "hdfs_native", options)
+    monkeypatch.setattr(hdfs_files, "BLOCK_BYTES", 4 << 20)
+    monkeypatch.setattr(hdfs_files, "_PIECE_BYTES", 1 << 19)
+    files = hdfs_files.HdfsFiles(SimpleNamespace(client=Client(), bucket="hdfs://x"), "", fsync=True)
+    for size in (1, 1 << 20, 3 << 20, 4 << 20, 9 << 20):
+        files.put_new("file", bytes(size))
+        assert written[-1].synced == set(range(-(-size // written[-1].block_bytes))), size
 
 
 def test_sparks_s3_settings_are_taken_over():
