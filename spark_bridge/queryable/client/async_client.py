@@ -277,10 +277,18 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         while not await self._calls.settled(INTERRUPT_SECONDS):
             if self._relation is not None:
                 self._relation.interrupt()
-        opened, self._opened, self._relation = self._opened, None, None
+        opened, self._opened = self._opened, None
+        relation, self._relation = self._relation, None
         if opened is not None:
             with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
                 await asyncio.to_thread(_closed, opened[1])
+        elif relation is not None:
+            # The caller left while the statement was started, so that nobody has its rows. A process that is not given
+            # back is never used again, and never ends.
+            from spark_bridge.queryable.sql.statement_process import ProcessStatement
+
+            if isinstance(relation, ProcessStatement):
+                await asyncio.to_thread(relation.close)
 
 
 def _closed(batches: Iterator[pa.RecordBatch]) -> None:
