@@ -348,7 +348,7 @@ class StoppedQuery:
 def stopping(monkeypatch: pytest.MonkeyPatch) -> tuple[StoppedQuery, Any]:
     """A query, and the runs that the driver says it is stopping."""
     running = StoppedQuery()
-    cluster = SimpleNamespace(coordinator=running, stopping=set())
+    cluster = SimpleNamespace(coordinator=running, stopping=[])
     monkeypatch.setattr(savepoints, "current_cluster", lambda: cluster)
     monkeypatch.setattr(savepoints, "current_spark", lambda: SimpleNamespace(streams=SimpleNamespace(active=[running])))
     monkeypatch.setattr(savepoints, "SAVEPOINT_POLL_SECONDS", 0.01)
