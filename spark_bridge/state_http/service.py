@@ -42,6 +42,8 @@ from spark_bridge.state_http import access, models
 
 MAX_SCOPES = 100
 """Clients that are kept for tokens with scopes."""
+MAX_SHAPES = 1000
+"""Key columns that are kept, by caller, operator, query and state: each new run of a query has a name more."""
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
 
@@ -90,7 +92,9 @@ class StateService:
         self.limits = limits
         self._connect = connect
         self._connecting: asyncio.Future[AsyncQueryableStateClient] | None = None
-        self._shapes: dict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = {}
+        self._shapes: BoundedDict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = BoundedDict(
+            MAX_SHAPES
+        )
         self._scoped: BoundedDict[Scope, AsyncQueryableStateClient] = BoundedDict(MAX_SCOPES)
         self._scans = access.BoundedReads("scans", limits.max_scans)
 
