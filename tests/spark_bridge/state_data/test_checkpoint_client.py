@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator_actor.reading.stored_versions import find_state
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.queryable.client import scans
 from spark_bridge.queryable.protocol import StateAnswer
 from spark_bridge.state_data.checkpoint_client import CheckpointClient, StoredReads
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.effort import effort
+from tests.patience import PATIENCE
 from tests.spark_bridge.overview.conftest import stream
 from tests.spark_bridge.queryable.client_world import Cluster, go_back
 from tests.spark_bridge.state_data.format_fixtures import Stored
@@ -222,3 +224,28 @@ def test_a_client_that_stays_open_follows_a_query_that_was_rolled_back(
         client.get("totals", 1, version=3)
     cluster.batch({1: (21, "other")})
     assert client.get("totals", 1) == {"n": 21, "name": "other"}
+
+
+def test_of_two_looks_at_once_the_one_that_saw_more_counts(
+    rolled_back: tuple[Cluster, CheckpointClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, client = rolled_back
+    look, saw, may_end = StateVersions.look, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> StateVersions:
+        found = look(*args, **kwargs)
+        saw.set()
+        assert may_end.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(StateVersions, "look", slow)
+    slower = threading.Thread(target=client.reads.versions)
+    slower.start()
+    assert saw.wait(PATIENCE)
+    monkeypatch.setattr(StateVersions, "look", look)
+    cluster.batch({1: (40, "first")})
+    assert client.get("totals", 1) == {"n": 40, "name": "first"}
+    may_end.set()
+    slower.join(PATIENCE)
+    looked = client.reads._looked
+    assert looked is not None and looked.versions.completed == 4, "no answer is older than one before"
