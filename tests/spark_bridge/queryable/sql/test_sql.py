@@ -436,6 +436,37 @@ def test_a_process_is_given_back_though_its_caller_left_before_the_answer_began(
     assert process in statement_process._idle or process.popen.wait(10.0) is not None
 
 
+def test_a_process_is_given_back_though_another_task_still_waits_for_its_answer() -> None:
+    """As in the HTTP service: the request that left is cancelled, and not the task in which it waits for the answer."""
+    begun, may_go_on, made = threading.Event(), threading.Event(), list[ProcessStatement]()
+
+    def begin() -> ProcessStatement:
+        begun.set()
+        assert may_go_on.wait(PATIENCE)
+        made.append(ProcessStatement(memory(), "select 1 as n"))
+        return made[0]
+
+    async def leave() -> None:
+        rows = AsyncSqlRows(begin)
+
+        async def wait() -> None:
+            await rows
+
+        waits = asyncio.ensure_future(wait())
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        ending = asyncio.ensure_future(rows.aclose())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await ending
+        with pytest.raises(RequestError, match="ended before it began"):
+            await waits
+
+    statement_process.end_idle_processes()
+    asyncio.run(leave())
+    process = made[0]._process
+    assert process in statement_process._idle or process.popen.wait(10.0) is not None
+
+
 def test_processes_end_with_the_program_also_if_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
