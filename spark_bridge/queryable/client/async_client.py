@@ -80,13 +80,16 @@ class BlockingCalls:
 
     async def settled(self, timeout: float | None = None) -> bool:
         """Wait for the call that a cancelled caller has left; return False if it is not done after ``timeout``."""
-        if self._pending is not None:
-            done, _ = await asyncio.wait([self._pending], timeout=timeout)
+        pending = self._pending
+        if pending is not None:
+            done, _ = await asyncio.wait([pending], timeout=timeout)
             if not done:
                 return False
-            if not self._pending.cancelled():
-                self._pending.exception()  # no other caller asks for it any more
-            self._pending = None
+            if not pending.cancelled():
+                pending.exception()  # no other caller asks for it any more
+            # A caller that was not cancelled has taken the result meanwhile, and perhaps begun the next call.
+            if self._pending is pending:
+                self._pending = None
         return True
 
 
