@@ -249,3 +249,18 @@ def test_of_two_looks_at_once_the_one_that_saw_more_counts(
     slower.join(PATIENCE)
     looked = client.reads._looked
     assert looked is not None and looked.versions.completed == 4, "no answer is older than one before"
+
+
+@pytest.mark.parametrize("from_version", [None, 3])
+def test_a_watch_without_changes_so_far_notices_a_rollback(
+    rolled_back: tuple[Cluster, CheckpointClient], from_version: int | None
+) -> None:
+    cluster, client = rolled_back
+    watch = client.watch("totals", from_version=from_version)
+    assert list(watch.up_to(3)) == []
+    go_back(cluster, 1, "run2")
+    for n in (21, 31, 41):
+        cluster.batch({1: (n, "other")})
+    with pytest.raises(StateVersionError, match="rolled back"):
+        list(watch.up_to(4))
+    assert client.watch("totals", from_version=3).run_id == "run2"
