@@ -464,7 +464,9 @@ class StoredWatch:
                     f"from_version={from_version} of operator {operator!r} cannot be watched from. {error}"
                 ) from error
         self.position = newest if from_version is None else from_version
-        self.run_id = from_run
+        # The position is one of the history that storage shows now: a rollback before the first change counts as well.
+        epoch = reads.versions().log.epochs.newest()
+        self.run_id = from_run if from_run is not None or epoch is None else epoch.run_id
         self._closed = threading.Event()
 
     def close(self) -> None:
