@@ -116,6 +116,32 @@ def test_spark_4_0_reads_all_versions_and_reports_a_rolled_back_query(flow: Flow
     assert {row["after"]["n"] for row in rows(reader, -1, end["version"])} == {3}
 
 
+@pytest.mark.parametrize("reader_class", ["ChangeStreamReader", "UnlimitedChangeStreamReader"])
+def test_rolled_back_query_that_has_caught_up_is_reported(flow: Flow, reader_class: str) -> None:
+    """The stream was stopped, or waited for its trigger, while the query went back and made its versions again."""
+    reader = stream(flow, reader_class)
+
+    def latest(start: dict[str, Any]) -> Any:
+        if reader_class == "UnlimitedChangeStreamReader":
+            return reader.latestOffset()
+        return reader.latestOffset(start, reader.getDefaultReadLimit())
+
+    read = latest(reader.initialOffset())
+    for name in ("commits/4", "commits/3", "offsets/4"):
+        (Path(flow.location) / name).unlink()
+    again = flow.restarted("run2", 2, "file")
+    assert again.version == 3
+    for _ in range(3):
+        batch(again)
+    with pytest.raises(VersionNotFoundError, match="went back to a version before 5, and has made that one again"):
+        reader.partitions(read, latest(read))
+    with pytest.raises(VersionNotFoundError, match="went back"):  # a batch that runs again
+        reader.partitions({"version": 3}, read)
+    assert {row["version"] for row in rows(reader, 3, 6)} == {4, 5, 6}, "offsets without a run are read as before"
+    check_new_stream(again, 6)
+    again.close()
+
+
 def test_spark_4_0_refuses_a_limit_of_versions(flow: Flow) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=r"on Spark 4\.0 or 4\.1 has no option 'maxVersionsPerTrigger'"):
         stream(flow, "UnlimitedChangeStreamReader", maxVersionsPerTrigger=2)
