@@ -1,5 +1,6 @@
 """Storage: create-if-absent, checked reads, addresses and options, retries with a clock of ours."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -448,6 +449,30 @@ def test_a_directory_that_another_process_has_made_is_synced_before_put_returns(
     synced.clear()
     storage.put_new("a/c/file2", b"1")
     assert synced[1:] == [tmp_path / "a" / "c"]
+
+
+@pytest.mark.parametrize("put", ["put_new", "put_file"])
+def test_a_file_whose_first_attempt_named_it_and_then_failed_is_ours(tmp_path, monkeypatch, put):
+    """As on a network file system, which answers a sync of the directory by a transient error."""
+    storage = CheckpointStorage.open(str(tmp_path / "state"))
+    storage.put_new("a/before", b"1")
+    real, failures = os.fsync, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def fsync(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir() and failures:
+            raise failures.pop()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "source").write_bytes(b"content")
+    ref = storage.put_new("a/b", b"content") if put == "put_new" else storage.put_file("a/b", tmp_path / "source")
+    assert not failures and storage.read(ref) == b"content"
+    failures.append(OSError(errno.ESTALE, "Stale file handle"))
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a/b", b"another writer's")
+    failures.clear()
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a/b", b"content")
 
 
 PRIVATE = """
