@@ -22,7 +22,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
@@ -384,8 +384,8 @@ V = TypeVar("V")
 class BoundedDict(dict[K, V]):
     """Keep ``limit`` entries, and evict the oldest ones.
 
-    Setting a key again keeps its place, so that readers without a lock never miss it. The dict has no lock. Only
-    ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
+    Setting a key again keeps its place, so that readers without a lock never miss it. The dict has no lock; threads may
+    set keys at once. Only ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
     """
 
     def __init__(self, limit: int) -> None:
@@ -396,8 +396,10 @@ class BoundedDict(dict[K, V]):
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
-        if len(self) > self._limit:
-            del self[next(iter(self))]
+        while len(self) > self._limit:
+            # Another thread may set or evict an entry between any two of these steps: then look again.
+            with suppress(KeyError, RuntimeError, StopIteration):
+                del self[next(iter(self))]
 
     def setdefault(self, key: K, default: V) -> V:
         """Return the entry of ``key``; set ``default`` first where there is none."""

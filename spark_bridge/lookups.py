@@ -22,6 +22,7 @@ from backends.tracing import try_set_up
 from coordinator_actor.durable.records import LookupRecord
 from coordinator_actor.messages import OperatorLocation
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, VersionTimes
+from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.operators.columns import arrow_type, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
@@ -108,9 +109,10 @@ class LookupTask:
             return
         columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
         is_known = np.ones(batch.num_rows, np.bool_)
-        for column in columns.values():
-            if column.null_count:
-                is_known &= np.asarray(column.is_valid())
+        for key, column in columns.items():
+            possible = _only_possible(column, looked_up.view.types[key])
+            if possible.null_count:
+                is_known &= np.asarray(possible.is_valid())
         keys = pa.RecordBatch.from_pydict(columns)
         if not is_known.all():
             keys = keys.filter(pa.array(is_known))
@@ -137,12 +139,14 @@ class LookupTask:
     def _multiplied(self, batch: pa.RecordBatch, looked_up: looked_up_state.LookedUpState) -> Iterator[pa.RecordBatch]:
         """Yield a row for each match that a row has by an index."""
         ((indexed, name),) = self.keys.items()
-        ours = batch.column(batch.schema.get_field_index(name))
+        ours = _only_possible(batch.column(batch.schema.get_field_index(name)), looked_up.view.types[indexed])
+        ours = normalized(ours)  # Arrow finds no -0.0 for 0.0, as hosts and Spark do
         asked = ours.drop_null().unique()
         with spans.step("lookup.read", num_keys=len(asked)):
             matches = looked_up.matching(indexed, asked, list(dict.fromkeys([indexed, *self.columns])))
         matches = matches.combine_chunks()
-        value_of_match = np.asarray(pc.index_in(matches.column(indexed).cast(asked.type), value_set=asked))
+        theirs = normalized(matches.column(indexed).combine_chunks().cast(asked.type))
+        value_of_match = np.asarray(pc.index_in(theirs, value_set=asked))
         by_value = np.argsort(value_of_match, kind="stable")
         counts = np.append(np.bincount(value_of_match, minlength=len(asked)), 0)  # the last one is that of null
         begins = np.cumsum(counts) - counts
@@ -181,6 +185,19 @@ class LookupTask:
                 "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
             )
         return looked_up_state.state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
+
+
+def _only_possible(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return a column with null for each integer that a column of type ``kind`` cannot have: such a row has no match.
+
+    An error would be one of every attempt of the batch, and end the stream because of one row.
+    """
+    if column.type == kind or not (pa.types.is_integer(column.type) and pa.types.is_integer(kind)):
+        return column
+    theirs, own = np.iinfo(kind.to_pandas_dtype()), np.iinfo(column.type.to_pandas_dtype())
+    bounds = [pa.scalar(int(bound), column.type) for bound in (max(theirs.min, own.min), min(theirs.max, own.max))]
+    is_possible = pc.and_(pc.greater_equal(column, bounds[0]), pc.less_equal(column, bounds[1]))
+    return pc.if_else(is_possible, column, pa.scalar(None, column.type))
 
 
 def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -156,7 +156,8 @@ class CheckpointStorage:
                 self._files.put_new(path, data)
                 return True
             except FileExistsError:
-                return False  # a local disk always answers
+                # A local disk always answers. But a file system of a network may fail once the file has its name.
+                return unanswered and self._get_or_none(path) == data
             except AlreadyExistsError:
                 # A repeated attempt may find the file that the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is active, even if no file exists in the end.
@@ -201,9 +202,20 @@ class CheckpointStorage:
         return self._put_file(FileRef(path, len(data), digest(data)), data)
 
     def _put_file(self, ref: FileRef, source: Path | bytes) -> FileRef:
+        unanswered = False
+
         def put() -> None:
+            nonlocal unanswered
             self._counts.moved(self.location, sent=ref.size)
-            self._files.put_file(ref.path, source, ref.size)
+            try:
+                self._files.put_file(ref.path, source, ref.size)
+            except FileExistsError:
+                if not unanswered:
+                    raise
+                # An earlier attempt gave the file its name, which nothing else uses, and failed then.
+            except (BaseError, OSError):
+                unanswered = True
+                raise
 
         self._sender.send("write", ref.path, put)
         return ref

@@ -49,7 +49,7 @@ KEPT_SECONDS = 60.0
 FEWER_REPLICAS_SECONDS = 60.0
 """How long files are written with fewer replicas after a DataNode has failed."""
 BLOCK_BYTES = 128 << 20
-"""The block size of files that are larger: ``hsync`` concerns only the block that is being written."""
+"""The block size of all files: ``hsync`` concerns only the block that is being written."""
 _PIECE_BYTES = 4 << 20
 _AT_ONCE = 16
 """At most this many requests of one call are under way."""
@@ -250,8 +250,8 @@ class HdfsFiles:
 
         client = self._clients.client
         replicas = self._replicas if time.monotonic() < self._fewer_until else None
-        block = BLOCK_BYTES if size > BLOCK_BYTES else None
-        options = hdfs_native.WriteOptions(replication=replicas, block_size=block)
+        # Also for small files: blocks are smaller where dfs.blocksize is, and those before the last are not synced.
+        options = hdfs_native.WriteOptions(replication=replicas, block_size=BLOCK_BYTES)
         try:
             writer = await self._step(client.create(staged, options))
         except FileExistsError as error:

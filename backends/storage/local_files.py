@@ -45,6 +45,7 @@ class LocalFiles:
         self._top = next(d for d in (root, *root.parents) if d.is_dir())
         self._fsync = fsync
         self._durable: set[Path] = set()
+        """The directories whose names are durable in those above them."""
         self._lock = threading.Lock()
 
     def put_new(self, path: str, data: bytes) -> None:
@@ -184,20 +185,24 @@ class LocalFiles:
             rest = rest[os.write(descriptor, rest) :]
 
     def _sync_directories(self, file: str) -> None:
-        """Sync a file's directory, and once each the directories above it, whose entries may be new as well."""
+        """Sync a file's directory, and once each the names of that directory and of those above it, which may be new.
+
+        Whoever has made a directory may die before its name is durable, so each process syncs the name that it uses.
+        """
         if not self._fsync:
             return
         directory = Path(file).parent
         _sync(directory)
-        for parent in directory.parents:
+        while True:
             with self._lock:
-                if parent in self._durable:
+                if directory in self._durable:
                     return
-            if parent != self._top and self._top not in parent.parents:
+            if self._top not in directory.parents:  # also for itself, whose name was there before
                 return
-            _sync(parent)
+            _sync(directory.parent)
             with self._lock:
-                self._durable.add(parent)
+                self._durable.add(directory)
+            directory = directory.parent
 
 
 def _make_directories(directory: Path) -> None:

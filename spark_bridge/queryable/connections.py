@@ -653,7 +653,19 @@ class KvConnections:
                 self.unreachable = address
             raise
         connection.pool = pool
+        self._close_unused()
         return connection
+
+    def _close_unused(self) -> None:
+        """Close the connections of all addresses that have been idle for too long.
+
+        Connections to a host that is not asked any more, as its partitions have moved, are never given back again. A
+        host that comes in its place needs new connections, so opening one is the time to look.
+        """
+        now = time.monotonic()
+        for pool in list(self._pools.values()):
+            while self._close_oldest(pool, now):
+                pass
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
         """Return a new connection instead of one that the host has closed.
@@ -698,16 +710,18 @@ class KvConnections:
             if not exchange.drain():
                 self._abandoned.append(exchange)
 
-    def _close_oldest(self, pool: _Pool, now: float) -> None:
+    def _close_oldest(self, pool: _Pool, now: float) -> bool:
+        """Close the connection that has been idle for longest if that is too long; return whether it was."""
         try:
             oldest = pool.idle.popleft()
         except IndexError:
-            return
-        if now - oldest.used_at > MAX_IDLE_SECONDS:
-            oldest.close()
-            pool.forget_one()
-        else:
+            return False
+        if now - oldest.used_at <= MAX_IDLE_SECONDS:
             pool.idle.appendleft(oldest)
+            return False
+        oldest.close()
+        pool.forget_one()
+        return True
 
     def discard(self, connection: ClientConnection) -> None:
         """Close a connection that cannot be used again."""

@@ -53,13 +53,15 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
     base = None if path is None else _absolute(path)
     request_id = uuid.uuid4().hex
     future: Future[str] = Future()
+    # A savepoint cannot be cancelled, and with stop= the query is held for it from now on: ``cancel`` must say so.
+    future.set_running_or_notify_cancel()
 
     def begin() -> SavepointStatus:
         return cluster.coordinator.trigger_savepoint(request_id, name, base, stop=stop)
 
     def follow() -> None:
         run_id = str(running.runId) if stop and running is not None else ""
-        cluster.stopping.add(run_id)
+        cluster.stopping.append(run_id)
         try:
             savepoint = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
             if stop and running is not None:
@@ -69,7 +71,7 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
         else:
             future.set_result(savepoint)
         finally:
-            cluster.stopping.discard(run_id)
+            cluster.stopping.remove(run_id)
 
     threading.Thread(target=follow, name="statestore-savepoint", daemon=True).start()
     return future

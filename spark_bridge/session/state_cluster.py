@@ -368,8 +368,11 @@ class StateCluster:
         self.shutdown = shutdown
         self.session_id = options.session_id
         self.conf = options.conf
-        self.stopping: set[str] = set()
-        """The ids of runs that stop when the savepoint that is being made of them is done."""
+        self.stopping: list[str] = []
+        """The ids of runs that stop when the savepoint that is being made of them is done, one for each request.
+
+        A second request is refused, and must not end the first one.
+        """
         self._has_answered = False
         self._is_stopped = False
         self._is_first = not _has_coordinator(options)

@@ -115,6 +115,15 @@ MANIFEST_LOOK_SECONDS = 1.0
 """TTL of the last manifests that were read, in seconds."""
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What a look at storage has found, and when it began and ended."""
+
+    begun: float
+    ended: float
+    versions: StateVersions
+
+
 class StoredReads(PartitionedReads):
     """``StateReads`` of one checkpoint. Thread-safe; ``_lock`` guards the choice of the newest manifests only.
 
@@ -140,15 +149,15 @@ class StoredReads(PartitionedReads):
         self._clock = clock
         self._query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
         self._lock = threading.Lock()
-        self._looked: tuple[float, StateVersions] | None = None
+        self._looked: _Look | None = None
 
     # -- operators and versions ----------------------------------------------------------------
 
     def versions(self) -> StateVersions:
         """Return the versions that there are now, or were ``MANIFEST_LOOK_SECONDS`` ago."""
         looked = self._looked
-        if looked is not None and self._clock() - looked[0] < MANIFEST_LOOK_SECONDS:
-            return looked[1]
+        if looked is not None and self._clock() - looked.begun < MANIFEST_LOOK_SECONDS:
+            return looked.versions
         begun = self._clock()
         passes = self._damaged is not None
         versions = StateVersions.look(self.place, passes_over_damage=passes, open_storage=self._open)
@@ -158,10 +167,13 @@ class StoredReads(PartitionedReads):
             if self._damaged is not None:
                 for what in untold:
                     self._damaged(what)
-            # If two threads looked at once, the one that saw more counts.
-            if self._looked is None or self._looked[1].completed <= versions.completed:
-                self._looked = begun, versions
-            return self._looked[1]
+            # If two threads looked at once, the one that saw more counts. A look that began after the other one had
+            # ended always counts: if it saw less, the query was rolled back.
+            before = self._looked
+            if before is None or before.ended <= begun or before.versions.completed <= versions.completed:
+                self._looked = _Look(begun, self._clock(), versions)
+                return versions
+            return before.versions
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         versions = self.versions()
@@ -452,7 +464,9 @@ class StoredWatch:
                     f"from_version={from_version} of operator {operator!r} cannot be watched from. {error}"
                 ) from error
         self.position = newest if from_version is None else from_version
-        self.run_id = from_run
+        # The position is one of the history that storage shows now: a rollback before the first change counts as well.
+        epoch = reads.versions().log.epochs.newest()
+        self.run_id = from_run if from_run is not None or epoch is None else epoch.run_id
         self._closed = threading.Event()
 
     def close(self) -> None:

@@ -146,12 +146,16 @@ def _condition(spark_filter: datasource.Filter, key: dict[str, pa.DataType]) -> 
 
 
 OFFSET_FIELD = "version"
+RUN_FIELD = "run"
+"""The run of the query that has made the version of an offset. Offsets of earlier releases have none."""
 BEFORE_STATE = -1
 """The offset before the state itself: the first batch of the stream has all rows as inserted."""
 
 
 class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
+
+    An offset has the run that made the version, so that a rollback shows also once the query has made it again.
 
     ``startingVersion`` is the start of a new stream: "state" (the default) with all rows of the version that is
     completed then, as inserted; "latest" after that version; "earliest" after the oldest version that is kept; a
@@ -168,7 +172,7 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
         self._schema = reader_schema(schema)
         self._target: int | None = None
 
-    def initialOffset(self) -> dict[str, int]:
+    def initialOffset(self) -> dict[str, Any]:
         """Return the start of a new stream. Raises ``VersionNotFoundError`` for a version that does not exist."""
         starting = self._options.starting
         versions = self._versions()
@@ -176,9 +180,10 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
             return {OFFSET_FIELD: BEFORE_STATE}
         if starting in (EARLIEST, LATEST):
             readable = versions.readable
-            return {OFFSET_FIELD: readable[0] if readable and starting == EARLIEST else self._completed(versions)}
+            is_earliest = readable and starting == EARLIEST
+            return self._offset(versions, readable[0] if is_earliest else self._completed(versions))
         assert isinstance(starting, int)
-        return {OFFSET_FIELD: versions.resolve(starting)}
+        return self._offset(versions, versions.resolve(starting))
 
     def getDefaultReadLimit(self) -> Any:
         """Return the limit of a batch, which Spark hands back; it has none that counts versions."""
@@ -187,7 +192,7 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
         most = self._options.most_versions
         return ReadAllAvailable() if most is None else ReadMaxFiles(most)
 
-    def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
+    def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
         """Return the last completed version, or the version at which the limit ends a batch.
 
         Raises ``VersionNotFoundError`` if the query was rolled back to a version before the ones that the stream has
@@ -195,33 +200,41 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
         """
         from pyspark.sql.streaming.datasource import ReadMaxFiles
 
-        begin = start[OFFSET_FIELD]
-        newest = self._completed(self._versions()) if self._target is None else self._target
+        begin, versions = start[OFFSET_FIELD], self._versions()
+        newest = self._completed(versions) if self._target is None else self._target
         if newest < begin:
             if self._target is not None:
-                return {OFFSET_FIELD: begin}
+                return start
             raise self._went_back(begin, newest)
+        self._require_same_history(versions, start)
+        if newest == begin:
+            return start  # also without a run: another offset would be another batch
         if begin != BEFORE_STATE and isinstance(limit, ReadMaxFiles):
             newest = min(newest, begin + limit.max_files)
-        return {OFFSET_FIELD: newest}
+        return self._offset(versions, newest)
 
     def prepareForTriggerAvailableNow(self) -> None:
         """Keep the version that is completed now: the stream ends there."""
         self._target = self._completed(self._versions())
 
-    def reportLatestOffset(self) -> dict[str, int]:
+    def reportLatestOffset(self) -> dict[str, Any]:
         """Return the last completed version."""
-        return {OFFSET_FIELD: self._completed(self._versions())}
+        versions = self._versions()
+        return self._offset(versions, self._completed(versions))
 
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[StatePartition]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[StatePartition]:
         """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions have been
-        removed.
+        removed, or were made again.
         """
         begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
-        if begin == last:
-            return []
         if last < begin:
             raise self._went_back(begin, last)
+        if RUN_FIELD in start or RUN_FIELD in end:
+            versions = self._versions()
+            self._require_same_history(versions, start)
+            self._require_same_history(versions, end)
+        if begin == last:
+            return []
         try:
             source = self._source(begin, last)
         except VersionNotFoundError as error:
@@ -250,6 +263,21 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
             f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
         )
 
+    def _require_same_history(self, versions: StateVersions, offset: dict[str, Any]) -> None:
+        """Raise ``VersionNotFoundError`` if another run has made the version of an offset again."""
+        version, manifest = offset[OFFSET_FIELD], versions.chain.get(offset[OFFSET_FIELD])
+        if manifest is not None and offset.get(RUN_FIELD, manifest.run_id) != manifest.run_id:
+            raise VersionNotFoundError(
+                f"The query at {self._options.place.checkpoint_location} went back to a version before {version}, and "
+                f"has made that one again, but changes up to version {version} have been read, or were to be read in "
+                "this batch: these no longer hold. Start this stream with a new checkpoint."
+            )
+
+    @staticmethod
+    def _offset(versions: StateVersions, version: int) -> dict[str, Any]:
+        manifest = versions.chain.get(version)
+        return {OFFSET_FIELD: version} if manifest is None else {OFFSET_FIELD: version, RUN_FIELD: manifest.run_id}
+
     def _versions(self) -> StateVersions:
         return StateVersions.look(self._options.place)
 
@@ -269,7 +297,7 @@ class UnlimitedChangeStreamReader(ChangeStreamReader):
         options.refuse(("maxVersionsPerTrigger",), "A stream on Spark 4.0 or 4.1")
         super().__init__(options, schema)
 
-    def latestOffset(self) -> dict[str, int]:  # type: ignore[override]
+    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the last completed version."""
         return self.reportLatestOffset()
 

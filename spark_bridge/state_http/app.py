@@ -97,7 +97,8 @@ _TABLES: dict[int | str, dict[str, Any]] = {
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Server-sent events. `change` has the changed rows of a version, `end` reports that the query "
-        "has ended, `problem` has an error. The `id` of an event is the last version that was sent completely.",
+        "has ended, `problem` has an error. The `id` of an event names the last version that was sent completely, "
+        "and the run of the query that made it: `Last-Event-ID` takes it as it is.",
         "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
     }
 }

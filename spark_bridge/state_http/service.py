@@ -42,6 +42,8 @@ from spark_bridge.state_http import access, models
 
 MAX_SCOPES = 100
 """Clients that are kept for tokens with scopes."""
+MAX_SHAPES = 1000
+"""Key columns that are kept, by caller, operator, query and state: each new run of a query has a name more."""
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
 
@@ -90,7 +92,9 @@ class StateService:
         self.limits = limits
         self._connect = connect
         self._connecting: asyncio.Future[AsyncQueryableStateClient] | None = None
-        self._shapes: dict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = {}
+        self._shapes: BoundedDict[tuple[Scope, str, str | None, str | None], tuple[float, KeyShape]] = BoundedDict(
+            MAX_SHAPES
+        )
         self._scoped: BoundedDict[Scope, AsyncQueryableStateClient] = BoundedDict(MAX_SCOPES)
         self._scans = access.BoundedReads("scans", limits.max_scans)
 
@@ -287,10 +291,13 @@ class StateService:
                     )
                 yield await asyncio.to_thread(body.rows, part)
 
-    async def versions(self, operator: str, query: str | None) -> tuple[int, int]:
-        """Return the oldest version that is kept and the last completed one. Raises ``UnknownOperatorError``."""
+    async def versions(self, operator: str, query: str | None) -> tuple[int, int, str]:
+        """Return the oldest version that is kept, the last completed one, and the run.
+
+        Raises ``UnknownOperatorError``.
+        """
         description = _found(await (await self.client()).operators(), operator, query)
-        return description["oldest_version"], description["completed_version"]
+        return description["oldest_version"], description["completed_version"], description["run_id"]
 
     async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
@@ -521,7 +528,8 @@ class HttpWatches:
     async def begun(self, request: models.WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
         """Return the events, without end as long as the query runs and the caller stays.
 
-        ``last_event_id`` is the last version that a returning caller has; it takes precedence over ``from_version``.
+        ``last_event_id`` is that of the last event that a returning caller has; it takes precedence over
+        ``from_version``.
         The token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
         ``StateVersionError`` for a version that no watch can begin from, and the errors of the client.
         """
@@ -530,15 +538,18 @@ class HttpWatches:
         shape = await self._service.shape(request.operator, request.query, request.state)
         keys = [shape.of_text(text) for text in request.keys] or None
         client = await self._service.client()
-        oldest, completed = await self._service.versions(request.operator, request.query)
-        begin = _version(last_event_id) if last_event_id else request.from_version
-        begin = completed if begin is None else begin
+        oldest, completed, run_id = await self._service.versions(request.operator, request.query)
+        begin, from_run = _position_of(last_event_id) if last_event_id else (request.from_version, None)
+        if begin is None:
+            begin, from_run = completed, run_id
         if begin < oldest:
             raise StateVersionError(
                 f"Operator {request.operator!r} cannot be watched from version {begin}: the versions {oldest} to "
                 f"{completed} are kept. Read its state again and watch from there."
             )
-        changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
+        changes = client.watch(
+            request.operator, keys, state=request.state, query=request.query, from_version=begin, from_run=from_run
+        )
         return self._events(changes, begin, authorization)
 
     async def _events(self, changes: AsyncStateWatch, begin: int, authorization: str) -> AsyncIterator[bytes]:
@@ -548,7 +559,7 @@ class HttpWatches:
         newest = begin
         waited: asyncio.Future[StateChange] | None = None
         try:
-            yield _position(newest, "watching")
+            yield _position(newest, changes.run_id, "watching")
             while True:
                 if waited is None:
                     waited = asyncio.ensure_future(changes.__anext__())
@@ -557,7 +568,7 @@ class HttpWatches:
                 if not done:
                     # The change of the version at the position itself may still be arriving.
                     newest = max(newest, (changes.position or 0) - 1)
-                    yield _position(newest, "nothing new")
+                    yield _position(newest, changes.run_id, "nothing new")
                     continue
                 try:
                     change = waited.result()
@@ -566,7 +577,7 @@ class HttpWatches:
                     return
                 finally:
                     waited = None
-                for piece in _pieces(change):
+                for piece in _pieces(change, changes.run_id):
                     yield piece
                 newest = change.version
         except AccessDeniedError as error:
@@ -580,30 +591,43 @@ class HttpWatches:
             await asyncio.shield(asyncio.ensure_future(changes.aclose()))
 
 
-def _version(last_event_id: str) -> int:
-    if not (last_event_id.isascii() and last_event_id.isdecimal() and len(last_event_id) < 19):
-        raise RequestError(f"Last-Event-ID: {last_event_id!r} must be the id of an event, which is a version.")
-    return int(last_event_id)
+def _event_id(version: int, run_id: str | None) -> str:
+    """Return the id of the event that ends a version: the version, and the run of the query that gave it, if known.
+
+    With the run, a caller that resumes is told if the query was rolled back in between. With the version alone, it
+    would get the versions of the new history after those of the old one.
+    """
+    return str(version) if run_id is None else f"{version}/{run_id}"
 
 
-def _pieces(change: StateChange) -> list[bytes]:
-    """Return the events of a version.
+def _position_of(last_event_id: str) -> tuple[int, str | None]:
+    """Return the version of an event's id, and its run; None for an id without a run. Raises ``RequestError``."""
+    version, _, run_id = last_event_id.partition("/")
+    if not (version.isascii() and version.isdecimal() and len(version) < 19):
+        raise RequestError(
+            f"Last-Event-ID: {last_event_id!r} must be the id of an event: a version, or version/run id."
+        )
+    return int(version), run_id or None
 
-    The last one has the version as its id, so that no caller resumes from the middle of a version.
+
+def _pieces(change: StateChange, run_id: str | None) -> list[bytes]:
+    """Return the events of a version, which a run has given.
+
+    Only the last one has an id, so that no caller resumes from the middle of a version.
     """
     batch, version = change.batch, change.version
     pieces = []
     for at in range(0, batch.num_rows, models.PIECE_ROWS):
         rows = json_values.rows_to_json(batch.slice(at, models.PIECE_ROWS).drop_columns(["version"]))
         is_last = at + models.PIECE_ROWS >= batch.num_rows
-        before = f"id: {version}\n".encode() if is_last else b""
+        before = f"id: {_event_id(version, run_id)}\n".encode() if is_last else b""
         pieces.append(before + _event("change", {"version": version, "rows": rows, "is_last": is_last}))
     return pieces
 
 
-def _position(version: int, comment: str) -> bytes:
+def _position(version: int, run_id: str | None, comment: str) -> bytes:
     """Return a heartbeat: a comment, not an event, that sets the version from which a browser resumes."""
-    return f"id: {version}\n: {comment}\n\n".encode()
+    return f"id: {_event_id(version, run_id)}\n: {comment}\n\n".encode()
 
 
 def _event(name: str, data: object) -> bytes:

@@ -144,7 +144,7 @@ class PageWatches:
     async def stream(self, call: PageCall, last_event: str, check: Callable[[], object]) -> Response:
         """Return the changes of the key that the request names, until the browser leaves.
 
-        ``last_event`` is the last version that a reconnecting browser has seen, or "". ``check``
+        ``last_event`` is the id of the last event that a reconnecting browser has seen, or "". ``check``
         raises ``AccessDeniedError`` once the token is no longer valid. Raises ``RequestError``.
         """
         if self._open >= MAX_WATCHES:
@@ -154,8 +154,17 @@ class PageWatches:
             raise RequestError("table= must name the state to watch.")
         key = key_of_call(call, table, await run_in_threadpool(variable_schema, call, table))
         client = await run_in_threadpool(call.client)
-        seen = int(last_event) if last_event.isdecimal() and len(last_event) < 19 else None
-        changes = client.watch(table.operator, [key], state=table.state, query=table.query, from_version=seen)
+        # The id names the run too: the watch then says if the query was rolled back while the browser was away.
+        version, _, run_id = last_event.partition("/")
+        seen = int(version) if version.isdecimal() and len(version) < 19 else None
+        changes = client.watch(
+            table.operator,
+            [key],
+            state=table.state,
+            query=table.query,
+            from_version=seen,
+            from_run=None if seen is None else run_id or None,
+        )
         headers = {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)
 
@@ -174,7 +183,7 @@ class PageWatches:
                 if change is None:
                     return
                 check()
-                yield f"id: {change.version}\n".encode() + _event("change", _told(change))
+                yield f"id: {change.version}/{changes.run_id or ''}\n".encode() + _event("change", _told(change))
         except AccessDeniedError as error:
             yield _event("problem", {"problem": str(error)})
         except STATESTORE_ERRORS as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -336,6 +336,36 @@ def test_setdefault_is_bounded_too():
     assert bounded.setdefault("a", 2) == 1
     assert bounded.setdefault("b", 3) == 3
     assert bounded == {"b": 3}
+
+
+class Interrupting(str):
+    """A key: the thread that evicts it is interrupted once by another one, which sets an entry as well."""
+
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def __hash__(self) -> int:
+        then, self.then = self.then, lambda: None
+        then()
+        return super().__hash__()
+
+
+def test_two_threads_may_evict_at_once():
+    """As in hosts, which note the first moment of rolling aggregates for each version in threads of requests."""
+    bounded, oldest = BoundedDict(2), Interrupting("a")
+    bounded[oldest], bounded["b"] = 1, 2
+
+    def evict_too() -> None:
+        bounded["d"] = 4
+
+    class Armed(str):
+        """A key whose entry is new when the other thread comes."""
+
+        def __hash__(self) -> int:
+            oldest.then = evict_too
+            return super().__hash__()
+
+    bounded[Armed("c")] = 3
+    assert len(bounded) == 2 and "a" not in bounded and bounded["d"] == 4
 
 
 def test_a_limit_below_one_is_refused():

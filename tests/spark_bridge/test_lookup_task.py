@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,6 +31,7 @@ from spark_bridge.task.executor import TOKEN as TASK_TOKEN
 from tests.collector import recorded_spans
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster
+from tests.spark_bridge.state_data.format_fixtures import Stored
 
 ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])
 OUT = pa.schema([*ROWS, ("n", pa.int64()), ("name", pa.string())])
@@ -208,3 +213,45 @@ def test_rows_multiply_by_the_matches_of_an_index(
         assert sorted(map(repr, (row for part in parts for row in part.to_pylist()))) == sorted(map(repr, expected))
         assert all(part.schema == out and 0 < part.num_rows <= 7 for part in parts)
     cluster.close()
+
+
+BY_KEY = {"k": "k", "g": "g"}
+
+
+def stored_totals() -> LookedUpState:
+    place = find_state(str(Stored("file").checkpoint))
+    return in_storage(place, "totals", None, None, LookupRecord(4, "", 0))
+
+
+def test_a_number_that_the_key_cannot_have_has_no_match() -> None:
+    """A DataFrame's longs may be looked up in ints: one that is too large is a row like any other."""
+    rows = pa.table({"k": ["a", "a", "a", None], "g": pa.array([0, 1 << 40, -(1 << 63), 0])}).to_batches()[0]
+    out = pa.schema([*rows.schema, ("n", pa.int64())])
+    for by_index, keys in ((False, BY_KEY), (True, {"g": "g"})):
+        of = LookupTask("totals", "q", None, keys, ("n",), out, False, True, None, None, by_index=by_index)
+        found = [(row["g"], row["n"] is not None) for row in given(of, rows, stored_totals())]
+        assert set(found) == {(0, True), (0, by_index), (1 << 40, False), (-(1 << 63), False)}
+        inner = given(replace(of, is_inner=True), rows, stored_totals())
+        assert {row["g"] for row in inner} == {0}
+
+
+def test_numbers_match_by_an_index_as_in_a_join_of_spark() -> None:
+    """-0.0 is 0.0, and every NaN is the same."""
+    other_nan = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0001))[0]
+    stored = pa.table({"x": [0.0, -0.0, math.nan, other_nan, 1.5, None], "id": range(6)})
+
+    def matching(column: str, values: pa.Array, columns: Sequence[str]) -> pa.Table:
+        """Return what hosts do: numbers are compared as by the order of keys."""
+        asked = {"nan" if v != v else v + 0.0 for v in values.to_pylist()}
+        rows = [i for i, v in enumerate(stored.column(column).to_pylist()) if ("nan" if v != v else v) in asked]
+        return stored.take(pa.array(rows, pa.int64())).select(columns)
+
+    view: Any = SimpleNamespace(types={"x": pa.float64()})
+    state = LookedUpState(view, 0, lambda keys, family: keys, matching)
+    out = pa.schema([("y", pa.float64()), ("id", pa.int64())])
+    of = LookupTask("op", "q", None, {"x": "y"}, ("id",), out, False, True, None, None, by_index=True)
+    for given_y, expected in (([0.0], [0, 1]), ([-0.0], [0, 1]), ([math.nan], [2, 3]), ([2.0], [None])):
+        for ys in (given_y, [*given_y, other_nan, -0.0, 0.0, 1.5]):
+            batch = pa.record_batch({"y": pa.array(ys, pa.float64())})
+            rows = [row["id"] for part in of.enriched(batch, state) for row in part.to_pylist()]
+            assert rows == expected + ([] if ys is given_y else [2, 3, 0, 1, 0, 1, 4]), ys

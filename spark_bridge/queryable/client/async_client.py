@@ -80,13 +80,16 @@ class BlockingCalls:
 
     async def settled(self, timeout: float | None = None) -> bool:
         """Wait for the call that a cancelled caller has left; return False if it is not done after ``timeout``."""
-        if self._pending is not None:
-            done, _ = await asyncio.wait([self._pending], timeout=timeout)
+        pending = self._pending
+        if pending is not None:
+            done, _ = await asyncio.wait([pending], timeout=timeout)
             if not done:
                 return False
-            if not self._pending.cancelled():
-                self._pending.exception()  # no other caller asks for it any more
-            self._pending = None
+            if not pending.cancelled():
+                pending.exception()  # no other caller asks for it any more
+            # A caller that was not cancelled has taken the result meanwhile, and perhaps begun the next call.
+            if self._pending is pending:
+                self._pending = None
         return True
 
 
@@ -176,6 +179,11 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
     def position(self) -> int | None:
         """See ``StateWatch.position``."""
         return self._watch.position
+
+    @property
+    def run_id(self) -> str | None:
+        """See ``StateWatch.run_id``."""
+        return self._watch.run_id
 
     async def __anext__(self) -> StateChange:
         change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
@@ -272,10 +280,18 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         while not await self._calls.settled(INTERRUPT_SECONDS):
             if self._relation is not None:
                 self._relation.interrupt()
-        opened, self._opened, self._relation = self._opened, None, None
+        opened, self._opened = self._opened, None
+        relation, self._relation = self._relation, None
         if opened is not None:
             with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
                 await asyncio.to_thread(_closed, opened[1])
+        elif relation is not None:
+            # The caller left while the statement was started, so that nobody has its rows. A process that is not given
+            # back is never used again, and never ends.
+            from spark_bridge.queryable.sql.statement_process import ProcessStatement
+
+            if isinstance(relation, ProcessStatement):
+                await asyncio.to_thread(relation.close)
 
 
 def _closed(batches: Iterator[pa.RecordBatch]) -> None:

@@ -176,6 +176,9 @@ class StateWatch:
             self._given_by = location.run_id
         elif location.run_id != self._run_id and location.completed_version < self._position:
             self._prove(target, self._position, deadline)
+        if not self._given_by:
+            # The given version is one of this run's history now: a rollback before the first change counts as well.
+            self._given_by = location.run_id
         self._run_id = location.run_id
         return self._position
 

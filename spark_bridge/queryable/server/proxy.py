@@ -80,12 +80,13 @@ class LocationCache:
         self._coordinator = coordinator
         self._clock = clock
         self._take_unreachable = take_unreachable
-        self._cached: dict[str, _CachedOracle] = {}
+        # Nobody tells this cache that a query has ended which is not asked for any more: the oldest ones are evicted.
+        self._cached: BoundedDict[str, _CachedOracle] = BoundedDict(MAX_CACHED_RUNS)
         self._jobs: dict[str, str] = {}
         self._specs: dict[tuple[str, str], OperatorSpec] = {}
         self._ended: BoundedDict[str, tuple[str, float]] = BoundedDict(MAX_CACHED_RUNS)
         self._lock = threading.Lock()
-        self._fetching: dict[str, threading.Lock] = {}
+        self._fetching: BoundedDict[str, threading.Lock] = BoundedDict(MAX_CACHED_RUNS)
         self._used: set[str] = set()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -117,7 +118,8 @@ class LocationCache:
             while len(self._jobs) > MAX_CACHED_RUNS:
                 run_id = next(iter(self._jobs))
                 del self._jobs[run_id]
-                self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}
+                # A copy of the entries: other threads add specs meanwhile, without the lock.
+                self._specs = {key: spec for key, spec in list(self._specs.items()) if key[0] != run_id}
 
     def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
         """Return the location of an operator of a run: the same object until something changes.

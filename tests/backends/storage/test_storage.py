@@ -1,5 +1,6 @@
 """Storage: create-if-absent, checked reads, addresses and options, retries with a clock of ours."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import obstore
 import pytest
@@ -22,6 +24,7 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
+from backends.storage import hdfs_files
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, Location, digest, parse_location, store_options
 from backends.storage.requests import BucketTraffic
@@ -219,6 +222,43 @@ def test_hdfs_without_its_package_is_refused_with_the_remedy(monkeypatch):
         CheckpointStorage.open("hdfs://unused/ck")
 
 
+def test_each_file_on_hdfs_fits_into_one_block_or_has_blocks_of_the_size_that_is_synced(monkeypatch):
+    """``hsync`` concerns the block that is being written: of a file with smaller blocks, only the last one."""
+    written = []
+
+    class Writer:
+        def __init__(self, block_bytes):
+            self.block_bytes, self.size, self.synced = block_bytes, 0, set()
+
+        async def write(self, piece):
+            self.size += len(piece)
+
+        async def hsync(self):
+            self.synced.add((self.size - 1) // self.block_bytes)
+
+        async def close(self):
+            pass
+
+    class Client:
+        default_block_bytes = 1 << 20  # of a cluster with dfs.blocksize=1m
+
+        async def create(self, path, options):
+            written.append(Writer(options.block_size or self.default_block_bytes))
+            return written[-1]
+
+        async def rename(self, source, target, overwrite):
+            pass
+
+    options = SimpleNamespace(WriteOptions=lambda replication, block_size: SimpleNamespace(block_size=block_size))
+    monkeypatch.setitem(sys.modules, "hdfs_native", options)
+    monkeypatch.setattr(hdfs_files, "BLOCK_BYTES", 4 << 20)
+    monkeypatch.setattr(hdfs_files, "_PIECE_BYTES", 1 << 19)
+    files = hdfs_files.HdfsFiles(SimpleNamespace(client=Client(), bucket="hdfs://x"), "", fsync=True)
+    for size in (1, 1 << 20, 3 << 20, 4 << 20, 9 << 20):
+        files.put_new("file", bytes(size))
+        assert written[-1].synced == set(range(-(-size // written[-1].block_bytes))), size
+
+
 def test_sparks_s3_settings_are_taken_over():
     spark = {
         "spark.hadoop.fs.s3a.endpoint": "minio:9000",
@@ -390,6 +430,49 @@ def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_
     synced.clear()
     CheckpointStorage.open(str(tmp_path / "other"), fsync=False).put_new("file", b"1")
     assert synced == []
+
+
+def test_a_directory_that_another_process_has_made_is_synced_before_put_returns(tmp_path, monkeypatch):
+    storage = CheckpointStorage.open(str(tmp_path))
+    storage.put_new("a/b/file", b"1")
+    (tmp_path / "a" / "c").mkdir()  # by a process that may die before it syncs the name
+    synced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage.put_new("a/c/file", b"1")
+    assert synced[1:] == [tmp_path / "a" / "c", tmp_path / "a"]
+    synced.clear()
+    storage.put_new("a/c/file2", b"1")
+    assert synced[1:] == [tmp_path / "a" / "c"]
+
+
+@pytest.mark.parametrize("put", ["put_new", "put_file"])
+def test_a_file_whose_first_attempt_named_it_and_then_failed_is_ours(tmp_path, monkeypatch, put):
+    """As on a network file system, which answers a sync of the directory by a transient error."""
+    storage = CheckpointStorage.open(str(tmp_path / "state"))
+    storage.put_new("a/before", b"1")
+    real, failures = os.fsync, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def fsync(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir() and failures:
+            raise failures.pop()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "source").write_bytes(b"content")
+    ref = storage.put_new("a/b", b"content") if put == "put_new" else storage.put_file("a/b", tmp_path / "source")
+    assert not failures and storage.read(ref) == b"content"
+    failures.append(OSError(errno.ESTALE, "Stale file handle"))
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a/b", b"another writer's")
+    failures.clear()
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a/b", b"content")
 
 
 PRIVATE = """

@@ -493,6 +493,21 @@ def test_idle_connections_in_the_pool_are_closed(connections: KvConnections, mon
         assert connections._pools[server.server_address].num_open == 1
 
 
+def test_idle_connections_to_a_host_that_is_not_asked_any_more_are_closed(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "MAX_IDLE_SECONDS", 0.05)
+    with serving() as (left, _), serving() as (other, _):
+        held = [connections.begin(left.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]
+        for exchange in held:
+            exchange.finish()
+        time.sleep(0.06)
+        assert get(connections, other.server_address, b"k1") == b"v1"  # the partitions have moved there
+        eventually(lambda: left.num_connections == 0)
+        assert connections._pools[left.server_address].num_open == 0
+        assert get(connections, left.server_address, b"k1") == b"v1"
+
+
 def test_forked_process_has_its_own_connections(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address

@@ -6,6 +6,7 @@ Why a query cannot be stopped with a savepoint is said, and what to do; without 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,13 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import (
     HostUnavailableError,
+    InvalidRequestError,
     QueryEndedError,
     SavepointFailedError,
     UnknownOperatorError,
 )
 from coordinator_actor.handlers.registries import LONGEST_FAILURE
-from coordinator_actor.messages import HostReport, QueryRegistration
+from coordinator_actor.messages import HostReport, QueryRegistration, Refused, SavepointStatus
 from spark_bridge.session import savepoints
 from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.savepoints import trigger_savepoint
@@ -317,3 +319,60 @@ def test_unknown_name_error_lists_the_known_names() -> None:
     said = refused("click", query("run1"), query("run2", "q2", None))
     assert "No query 'click' runs in this process" in said and "'clicks', 'q2'" in said
     assert "there run: none" in refused("click")
+
+
+class StoppedQuery:
+    """A running query that can be stopped, and a coordinator that has been asked to make savepoints of it."""
+
+    def __init__(self) -> None:
+        self.id, self.runId, self.name = "q1", "run1", "clicks"
+        self.stopped = threading.Event()
+        self.may_be_done = threading.Event()
+        self.asked: list[str] = []
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def trigger_savepoint(self, request_id: str, *_: Any, **__: Any) -> SavepointStatus:
+        self.asked.append(request_id)
+        if len(self.asked) > 1:
+            refusal = Refused("InvalidRequestError", "Run run1 is already being stopped with a savepoint.")
+            return SavepointStatus(known=True, failure=refusal)
+        return SavepointStatus(known=True)
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        return SavepointStatus(known=True, path="/savepoint-1" if self.may_be_done.is_set() else None)
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> tuple[StoppedQuery, Any]:
+    """A query, and the runs that the driver says it is stopping."""
+    running = StoppedQuery()
+    cluster = SimpleNamespace(coordinator=running, stopping=[])
+    monkeypatch.setattr(savepoints, "current_cluster", lambda: cluster)
+    monkeypatch.setattr(savepoints, "current_spark", lambda: SimpleNamespace(streams=SimpleNamespace(active=[running])))
+    monkeypatch.setattr(savepoints, "SAVEPOINT_POLL_SECONDS", 0.01)
+    return running, cluster
+
+
+def test_a_savepoint_that_is_being_made_cannot_be_cancelled(stopping: tuple[StoppedQuery, Any]) -> None:
+    running, _ = stopping
+    savepoint = trigger_savepoint("clicks", stop=True)
+    assert not savepoint.cancel(), "the query is stopped all the same"
+    running.may_be_done.set()
+    assert savepoint.result(PATIENCE) == "/savepoint-1"
+    assert running.stopped.is_set()
+
+
+def test_a_second_request_to_stop_leaves_the_first_one_as_it_is(stopping: tuple[StoppedQuery, Any]) -> None:
+    """The driver's heartbeat says so: otherwise a restarted coordinator lets the query go on."""
+    running, cluster = stopping
+    first = trigger_savepoint("clicks", stop=True)
+    eventually(lambda: running.asked)
+    with pytest.raises(InvalidRequestError, match="already being stopped"):
+        trigger_savepoint("clicks", stop=True).result(PATIENCE)
+    time.sleep(0.05)
+    assert "run1" in cluster.stopping
+    running.may_be_done.set()
+    assert first.result(PATIENCE) == "/savepoint-1"
+    eventually(lambda: not cluster.stopping)

@@ -66,9 +66,9 @@ def test_stream_begins_at_the_requested_version(flow: Flow) -> None:
     for starting, begin in ((None, -1), ("state", -1), ("latest", 5), ("earliest", 0), (3, 3)):
         reader = stream(flow, **({} if starting is None else {"startingVersion": starting}))
         start = reader.initialOffset()
-        assert start == {"version": begin}
+        assert start == ({"version": begin, "run": "run1"} if begin > 0 else {"version": begin})
         end = reader.latestOffset(start, ReadAllAvailable())
-        assert end == {"version": 5}
+        assert end == {"version": 5, "run": "run1"}
         found = rows(reader, begin, 5)
         if begin < 0:
             assert len(found) == len(USERS) and {row["change_type"] for row in found} == {"insert"}
@@ -107,13 +107,39 @@ def test_rolled_back_query_is_reported(flow: Flow) -> None:
 def test_spark_4_0_reads_all_versions_and_reports_a_rolled_back_query(flow: Flow) -> None:
     """It gives the reader neither the start of a batch nor a limit, and asks for the partitions of any two offsets."""
     reader = stream(flow, "UnlimitedChangeStreamReader")
-    assert reader.latestOffset() == {"version": 5}
+    assert reader.latestOffset() == {"version": 5, "run": "run1"}
     for name in ("commits/4", "commits/3", "offsets/4"):
         (Path(flow.location) / name).unlink()
     end = reader.latestOffset()
     with pytest.raises(VersionNotFoundError, match="went back to version 3, but changes up to version 5 have been"):
         reader.partitions({"version": 5}, end)
     assert {row["after"]["n"] for row in rows(reader, -1, end["version"])} == {3}
+
+
+@pytest.mark.parametrize("reader_class", ["ChangeStreamReader", "UnlimitedChangeStreamReader"])
+def test_rolled_back_query_that_has_caught_up_is_reported(flow: Flow, reader_class: str) -> None:
+    """The stream was stopped, or waited for its trigger, while the query went back and made its versions again."""
+    reader = stream(flow, reader_class)
+
+    def latest(start: dict[str, Any]) -> Any:
+        if reader_class == "UnlimitedChangeStreamReader":
+            return reader.latestOffset()
+        return reader.latestOffset(start, reader.getDefaultReadLimit())
+
+    read = latest(reader.initialOffset())
+    for name in ("commits/4", "commits/3", "offsets/4"):
+        (Path(flow.location) / name).unlink()
+    again = flow.restarted("run2", 2, "file")
+    assert again.version == 3
+    for _ in range(3):
+        batch(again)
+    with pytest.raises(VersionNotFoundError, match="went back to a version before 5, and has made that one again"):
+        reader.partitions(read, latest(read))
+    with pytest.raises(VersionNotFoundError, match="went back"):  # a batch that runs again
+        reader.partitions({"version": 3}, read)
+    assert {row["version"] for row in rows(reader, 3, 6)} == {4, 5, 6}, "offsets without a run are read as before"
+    check_new_stream(again, 6)
+    again.close()
 
 
 def test_spark_4_0_refuses_a_limit_of_versions(flow: Flow) -> None:
@@ -133,6 +159,6 @@ def check_new_stream(flow: Flow, version: int) -> None:
     reader = stream(flow)
     begin = reader.initialOffset()
     end = reader.latestOffset(begin, reader.getDefaultReadLimit())
-    assert end == {"version": version}
+    assert end["version"] == version
     found = {row["user"]: row["after"]["n"] for row in rows(reader, begin["version"], end["version"])}
     assert found == {user: version for user, _ in USERS}

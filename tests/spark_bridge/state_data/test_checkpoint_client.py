@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.queryable.client import scans
 from spark_bridge.queryable.protocol import StateAnswer
-from spark_bridge.state_data.checkpoint_client import CheckpointClient
+from spark_bridge.state_data.checkpoint_client import CheckpointClient, StoredReads
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.effort import effort
+from tests.patience import PATIENCE
 from tests.spark_bridge.overview.conftest import stream
+from tests.spark_bridge.queryable.client_world import Cluster, go_back
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
 __all__ = ["stream"]
@@ -193,3 +199,68 @@ def test_versions_of_another_layout_are_read(stream: Any) -> None:
         assert all(client.get("op", k, version=version) == {"n": n} for k, n in list(rows.items())[:4])
     changed = {r["k"]: r["after"]["n"] for r in client.diff("op", 1, 3).to_arrow().to_pylist()}
     assert changed == {k: n for k, n in s.at[3].items() if s.at[1].get(k) != n}
+
+
+@pytest.fixture
+def rolled_back(tmp_path: Path) -> Iterator[tuple[Cluster, CheckpointClient]]:
+    """A query with three versions; a client has read the third one. The query then starts again from the first one."""
+    cluster, now = Cluster(tmp_path), itertools.count(0.0, 10.0)
+    (tmp_path / "ck/metadata").write_text('{"id":"q"}')
+    for n in (10, 20, 30):
+        cluster.batch({1: (n, "first")})
+    client = CheckpointClient(StoredReads(find_state(str(tmp_path / "ck")), clock=lambda: next(now)))
+    assert client.get("totals", 1) == {"n": 30, "name": "first"}
+    yield cluster, client
+    cluster.close()
+
+
+def test_a_client_that_stays_open_follows_a_query_that_was_rolled_back(
+    rolled_back: tuple[Cluster, CheckpointClient],
+) -> None:
+    cluster, client = rolled_back
+    go_back(cluster, 1, "run2")
+    assert client.get("totals", 1) == {"n": 10, "name": "first"}
+    with pytest.raises(StateVersionError, match="Version 3 of the state"):
+        client.get("totals", 1, version=3)
+    cluster.batch({1: (21, "other")})
+    assert client.get("totals", 1) == {"n": 21, "name": "other"}
+
+
+def test_of_two_looks_at_once_the_one_that_saw_more_counts(
+    rolled_back: tuple[Cluster, CheckpointClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, client = rolled_back
+    look, saw, may_end = StateVersions.look, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> StateVersions:
+        found = look(*args, **kwargs)
+        saw.set()
+        assert may_end.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(StateVersions, "look", slow)
+    slower = threading.Thread(target=client.reads.versions)
+    slower.start()
+    assert saw.wait(PATIENCE)
+    monkeypatch.setattr(StateVersions, "look", look)
+    cluster.batch({1: (40, "first")})
+    assert client.get("totals", 1) == {"n": 40, "name": "first"}
+    may_end.set()
+    slower.join(PATIENCE)
+    looked = client.reads._looked
+    assert looked is not None and looked.versions.completed == 4, "no answer is older than one before"
+
+
+@pytest.mark.parametrize("from_version", [None, 3])
+def test_a_watch_without_changes_so_far_notices_a_rollback(
+    rolled_back: tuple[Cluster, CheckpointClient], from_version: int | None
+) -> None:
+    cluster, client = rolled_back
+    watch = client.watch("totals", from_version=from_version)
+    assert list(watch.up_to(3)) == []
+    go_back(cluster, 1, "run2")
+    for n in (21, 31, 41):
+        cluster.batch({1: (n, "other")})
+    with pytest.raises(StateVersionError, match="rolled back"):
+        list(watch.up_to(4))
+    assert client.watch("totals", from_version=3).run_id == "run2"

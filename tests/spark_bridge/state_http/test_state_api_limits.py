@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 from fastapi.testclient import TestClient
 
-from spark_bridge.state_http.access import HttpLimits
+from coordinator_actor.access_tokens import Scope
+from spark_bridge.state_http.access import CALLER_SCOPE, HttpLimits
 from spark_bridge.state_http.app import create_app
+from spark_bridge.state_http.service import StateService
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.state_http.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
 from tests.spark_bridge.state_http.memory_client import MemoryClient, Tokens
@@ -127,3 +129,15 @@ def test_a_caller_that_disconnects_ends_its_scan(memory: MemoryClient) -> None:
     pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}", leave_after=2)
     assert len(pieces) < 6 and not ended
     assert memory.open_scans == 0
+
+
+def test_the_key_columns_that_are_kept_are_bounded(memory: MemoryClient) -> None:
+    service = StateService(connected(memory), HttpLimits())
+
+    async def asked() -> None:
+        for n in range(1100):
+            CALLER_SCOPE.set(Scope(namespaces=("statestore", f"other{n}")))
+            await service.shape("users", None, None)
+
+    asyncio.run(asked())
+    assert len(service._shapes) <= 1000

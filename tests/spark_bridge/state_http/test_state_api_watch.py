@@ -16,7 +16,7 @@ from spark_bridge.state_http import models
 from spark_bridge.state_http.access import HttpLimits
 from spark_bridge.state_http.app import create_app
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.client_world import Cluster, go_back
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_http.memory_client import TOKEN, Tokens
 from tests.spark_bridge.ui.browser import serving
@@ -75,10 +75,10 @@ def changes(stream: Iterator[dict[str, str]]) -> Iterator[tuple[str | None, dict
 def test_versions_arrive_as_they_complete_and_a_caller_resumes_after_the_last_event(cluster: Cluster) -> None:
     with served(cluster) as url:
         with events(url) as stream:
-            assert next(stream) == {"id": "1", "comment": "watching"}
+            assert next(stream) == {"id": "1/run1", "comment": "watching"}
             cluster.batch({2: (20, "b"), 3: (3, "c")})
             version, data = next(changes(stream))
-        assert version == "2" and data["version"] == 2 and data["is_last"]
+        assert version == "2/run1" and data["version"] == 2 and data["is_last"]
         rows = sorted(data["rows"], key=lambda row: row["user"])
         assert rows == [
             {"change_type": "update", "user": 2, "before": {"n": 2, "name": "b"}, "after": {"n": 20, "name": "b"}},
@@ -88,9 +88,29 @@ def test_versions_arrive_as_they_complete_and_a_caller_resumes_after_the_last_ev
         cluster.batch({1: (5, "e")})
         with events(url, {"Last-Event-ID": "2"}) as stream:
             found = changes(stream)
-            assert [next(found)[0] for _ in range(2)] == ["3", "4"]
-        with events(url, {"Last-Event-ID": "3"}, from_version=1) as stream:
-            assert next(changes(stream))[0] == "4"
+            assert [next(found)[0] for _ in range(2)] == ["3/run1", "4/run1"]
+        with events(url, {"Last-Event-ID": "3/run1"}, from_version=1) as stream:
+            assert next(changes(stream))[0] == "4/run1"
+
+
+def test_a_caller_that_resumes_after_a_rollback_is_told_that_its_versions_are_invalid(cluster: Cluster) -> None:
+    with served(cluster) as url:
+        with events(url, from_version=0) as stream:
+            cluster.batch({2: (20, "b")})
+            found = changes(stream)
+            last = [next(found)[0] for _ in range(2)][-1]
+        go_back(cluster, 1, "run2")
+        cluster.batch({2: (21, "other")})
+        cluster.batch({2: (22, "other")})
+        with events(url, {"Last-Event-ID": str(last)}) as stream:
+            told = next(block for block in stream if "event" in block)
+        assert told["event"] == "problem", told
+        problem = json.loads(told["data"])
+        assert (problem["status"], problem["error"]) == (409, "StateVersionError")
+        assert "rolled back" in problem["detail"]
+        with events(url, from_version=2) as stream:  # "Read the state again, and watch it from there."
+            version, data = next(changes(stream))
+    assert data["version"] == 3 and [row["after"] for row in data["rows"]] == [{"n": 22, "name": "other"}], version
 
 
 def test_a_watch_of_some_keys_has_only_their_changes(cluster: Cluster) -> None:
@@ -99,19 +119,19 @@ def test_a_watch_of_some_keys_has_only_their_changes(cluster: Cluster) -> None:
         cluster.batch({7: (7, "g")})
         found = changes(stream)
         assert [(v, [row["user"] for row in d["rows"]]) for v, d in (next(found), next(found))] == [
-            ("1", [2]),
-            ("3", [7]),
+            ("1/run1", [2]),
+            ("3/run1", [7]),
         ]
 
 
 def test_keep_alive_comments_advance_over_versions_without_changes(cluster: Cluster) -> None:
     with served(cluster) as url, events(url, key=["2"]) as stream:
-        assert next(stream)["id"] == "1"
-        assert next(stream) == {"id": "1", "comment": "nothing new"}
+        assert next(stream)["id"] == "1/run1"
+        assert next(stream) == {"id": "1/run1", "comment": "nothing new"}
         for _ in range(3):
             cluster.batch({1: (9, "a")})
         # One behind the last one, whose change may be on its way.
-        assert next(block for block in stream if block["id"] == "3")["comment"] == "nothing new"
+        assert next(block for block in stream if block["id"] == "3/run1")["comment"] == "nothing new"
 
 
 def test_a_large_version_comes_in_pieces_of_which_only_the_last_has_an_id(
@@ -125,14 +145,14 @@ def test_a_large_version_comes_in_pieces_of_which_only_the_last_has_an_id(
     assert [(v, d["is_last"], len(d["rows"])) for v, d in pieces] == [
         (None, False, 10),
         (None, False, 10),
-        ("2", True, 5),
+        ("2/run1", True, 5),
     ]
 
 
 def test_a_revoked_token_ends_the_watch(cluster: Cluster) -> None:
     tokens = Tokens()
     with served(cluster, tokens) as url, events(url) as stream:
-        assert next(stream)["id"] == "1"
+        assert next(stream)["id"] == "1/run1"
         tokens.valid.clear()
         problem = next(block for block in stream if "event" in block)
         assert problem["event"] == "problem" and json.loads(problem["data"])["error"] == "AccessDeniedError"

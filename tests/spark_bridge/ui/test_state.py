@@ -25,6 +25,7 @@ from spark_bridge.ui.live import StoredSystem
 from spark_bridge.ui.lookups import parsed, text_of
 from spark_bridge.ui.requests import form_token, tables_of
 from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.client_world import go_back
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.ui.browser import served_page
 from tests.spark_bridge.ui.conftest import Look
@@ -259,6 +260,39 @@ def test_watched_key_shows_each_version_that_changed_it(tmp_path: Path) -> None:
             assert told[-1] == ("problem", {"problem": "The token is unknown."})
             wrong = httpx.get(f"{address}/watch?table={TABLE}&key.user=x", headers={"Authorization": f"Bearer {ACT}"})
             assert wrong.status_code == 400 and "is no int64" in wrong.text
+    finally:
+        made.cluster.close()
+
+
+def test_watch_that_a_browser_resumes_after_a_rollback_says_so(tmp_path: Path) -> None:
+    made = served(tmp_path)
+    made.cluster.batch({1: (1, "a")})
+    made.cluster.batch({1: (2, "a")})
+    headers = {"Authorization": f"Bearer {LOOK}"}
+
+    def told(address: str, last: str) -> dict[str, str]:
+        """The fields of the first event after a reconnect."""
+        asked = {**headers, "Last-Event-ID": last}
+        with httpx.stream(
+            "GET", f"{address}/watch?table={TABLE}&key.user=1", headers=asked, timeout=PATIENCE
+        ) as answer:
+            found: dict[str, str] = {}
+            for line in answer.iter_lines():
+                if line and not line.startswith(":"):
+                    found.update([line.split(": ", 1)])
+                elif found:
+                    break
+            return found
+
+    try:
+        with served_page(made.system, Tokens()) as address:
+            seen = told(address, "1")
+            assert json.loads(seen["data"])["version"] == 2
+            go_back(made.cluster, 1, "run2")
+            made.cluster.batch({1: (7, "other")})
+            made.cluster.batch({1: (8, "other")})
+            after = told(address, seen["id"])
+            assert after["event"] == "problem" and "rolled back" in after["data"], after
     finally:
         made.cluster.close()
 

@@ -27,7 +27,7 @@ from spark_bridge.queryable.server import request_handler
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
-from tests.spark_bridge.queryable.client_world import Cluster, served
+from tests.spark_bridge.queryable.client_world import Cluster, go_back, served
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_flows import Flow
 
@@ -321,3 +321,34 @@ def test_closing_ends_the_wait_of_another_thread(
     at(changes, 1, changes.close)
     assert list(changes) == []
     assert time.monotonic() - begun < PATIENCE
+
+
+def test_rollback_before_the_first_change_is_an_error_however_late_it_is_seen(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.05)
+    c = cluster()
+    for n in range(1, 4):
+        c.batch({1: (n, "a")})
+    changes = c.client().watch("totals", from_version=3)
+    known, asked, may_ask = changes._access.known, list[int](), threading.Event()
+
+    def held(*args: Any) -> Any:
+        asked.append(1)
+        assert len(asked) == 1 or may_ask.wait(PATIENCE)
+        return known(*args)
+
+    monkeypatch.setattr(changes._access, "known", held)
+
+    def rolled_back() -> None:
+        eventually(lambda: len(asked) == 2)
+        go_back(c, 1, "run2")
+        for n in (21, 31, 41):
+            c.batch({1: (n, "other")})
+        may_ask.set()
+
+    thread = threading.Thread(target=rolled_back, daemon=True)
+    thread.start()
+    with pytest.raises(StateVersionError, match="rolled back"):
+        next(changes)
+    thread.join(PATIENCE)

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
+from spark_bridge.queryable.server import proxy
 from spark_bridge.queryable.server.proxy import LocationCache
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.routing.router_world import Source, oracle_of
@@ -134,3 +135,19 @@ def test_coordinator_is_told_of_a_host_that_takes_no_connection() -> None:
         oracles.refresh("r1")
         now[0] += 1
     assert (source.suspected, source.fetched) == (["ip:9"], 3)
+
+
+def test_oracles_of_queries_that_nobody_asks_for_again_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "MAX_CACHED_RUNS", 4)
+    source = Source()
+    oracles = LocationCache(source)
+    for n in range(20):
+        source.running = {f"q{n}": oracle_of(f"r{n}", job=f"q{n}")}
+        assert oracles.location(f"r{n}", "op", with_schema=True).run_id == f"r{n}"
+    known = [n for n in range(20) if oracles.get(f"q{n}") is not None]
+    assert known == [16, 17, 18, 19]
+    tables = {name: len(table) for name, table in vars(oracles).items() if isinstance(table, dict)}
+    assert max(tables.values()) <= 4, tables
+    # One that was evicted is fetched again.
+    source.running = {f"q{n}": oracle_of(f"r{n}", job=f"q{n}") for n in range(20)}
+    assert oracles.location("r0", "op", with_schema=True).run_id == "r0"
