@@ -234,6 +234,9 @@ def test_nothing_is_held_behind_a_write_that_failed(tmp_path, all_rows):
             db.write(*given)
             raise Exception("Input/output error")
 
+        def property_int_value(self, name):
+            return db.property_int_value(name)
+
     engine._db = Failing()
     with pytest.raises(LocalStateDamagedError, match="Input/output error"):
         write(engine, {b"a": b"2"})
