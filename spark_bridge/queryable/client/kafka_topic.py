@@ -280,17 +280,21 @@ class SinkTopic:
         while unread:
             # The first call waits for one record, the second one takes those that have arrived.
             messages = [*self._consumer.consume(1, CALL_SECONDS), *self._consumer.consume(READ_RECORDS, 0)]
-            if not messages and self._is_over(deadline):
-                raise self._away()
+            is_answered = False
             for message in messages:
-                deadline = self._deadline()
                 error = message.error()
+                if error is not None and self._is_transient(error):
+                    self._last_error = error.str()
+                    continue
+                is_answered, deadline = True, self._deadline()
                 if error is None:
                     yield message
                 elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
                     unread.discard(message.partition())
-                elif not self._is_transient(error):
+                else:
                     raise self._problem(error)
+            if not is_answered and self._is_over(deadline):
+                raise self._away()
         self._consumer.unassign()
 
     def _own_headers(self, record: Any, operator: str) -> dict[str, bytes]:

@@ -6,9 +6,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -641,3 +643,16 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(EnvironmentProblemError, match=r"KafkaSink needs .*pip install 'ray-statestore\[kafka\]'"):
         KafkaSink(None, "totals", topic="t", bootstrap="b")  # type: ignore[arg-type]
+
+
+def test_errors_of_partitions_are_no_answers_of_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read ends with an error although errors arrive that may pass."""
+    kafka = pytest.importorskip("confluent_kafka")
+    clock = count()
+    monkeypatch.setattr(kafka_topic, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    topic = kafka_topic.SinkTopic(kafka, "t", "writer", {"bootstrap.servers": "b"}, 30.0, threading.Event())
+    error = kafka.KafkaError(kafka.KafkaError.LEADER_NOT_AVAILABLE)
+    message = SimpleNamespace(error=lambda: error, partition=lambda: 0)
+    topic._consumer = SimpleNamespace(assign=lambda _: None, unassign=lambda: None, consume=lambda *_: [message])
+    with pytest.raises(KafkaSinkError, match=r"have not answered for 30 s: .*[Ll]eader not available"):
+        list(topic._read_from({0: 0}))
