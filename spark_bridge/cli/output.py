@@ -98,10 +98,10 @@ def errors_explained() -> Iterator[None]:
 def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None = None) -> Table:
     """Return a table of rows. None is an empty cell."""
     table = Table(title=None if title is None else Text(visible(title)), title_justify="left", box=None, padding=(0, 2))
+    # As plain text: names may contain characters that rich takes for markup.
     for heading in headings:
-        table.add_column(visible(heading), overflow="fold")
+        table.add_column(Text(visible(heading)), overflow="fold")
     for row in rows:
-        # As plain text: names may contain characters that rich takes for markup.
         table.add_row(*(Text("" if value is None else visible(str(value))) for value in row))
     return table
 

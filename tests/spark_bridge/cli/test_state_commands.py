@@ -214,6 +214,11 @@ def test_a_savepoint_is_read_like_a_checkpoint() -> None:
     assert as_json("diff", "totals", "5", at=Stored("file").savepoint)["rows"] == []
 
 
+def test_names_of_columns_that_look_like_markup_are_shown_as_they_are() -> None:
+    shown = run("sql", 'select 1 as "total[eur]", 2 as "n[/b]"').stdout
+    assert shown.split() == ["total[eur]", "n[/b]", "1", "2"]
+
+
 @pytest.mark.parametrize("args", [("get", "a,0"), ("scan",), ("watch", "--from-version", "0", "--changes", "1")])
 def test_values_do_not_control_the_terminal(tmp_path: Path, args: tuple[str, ...]) -> None:
     """A state has what others have sent. Programs get it as it is."""
