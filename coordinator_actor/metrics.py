@@ -214,7 +214,6 @@ class _Shown:
     """The last published figures of a run."""
 
     query: str
-    record: int = 0
     failed: int = 0
 
 
@@ -231,6 +230,9 @@ class QueryMetrics:
         self._clock = clock
         self._began = clock()
         self._shown: dict[str, _Shown] = {}
+        # The newest counted checkpoint by query id. The history of a run has the checkpoints of earlier runs as well,
+        # which this process may have counted.
+        self._counted: dict[str, int] = {}
         self._total = running_totals(sink)
 
     def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: RequestCounts) -> None:
@@ -275,9 +277,10 @@ class QueryMetrics:
         records = run.history.records()
         if not records:
             return
+        query_id = run.registration.query_id
         for record in records:
-            if record.id > shown.record:
-                shown.record = record.id
+            if record.id > self._counted.get(query_id, 0):
+                self._counted[query_id] = record.id
                 if (record.completed_ms or 0) >= self._began * 1000:
                     self._count(query, record)
         newest = records[-1]

@@ -436,9 +436,11 @@ def quantiles(accuracy: float, percentages: list[float], sketches: pa.Array) -> 
     middles = _middles(buckets["code"].astype(np.int64), accuracy)
     answers = []
     for percentage in percentages:
-        rank = (
-            round(percentage * BILLION) * np.maximum(num_values - 1, 0) // BILLION
-        )  # exact, unlike a product of floats
+        # Exact, unlike a product of floats. In two parts: the product of both would leave 64 bits above nine billion
+        # values, which a key gets in a day at 100,000 rows a second.
+        billions, rest = np.divmod(np.maximum(num_values - 1, 0), BILLION)
+        share = round(percentage * BILLION)
+        rank = share * billions + share * rest // BILLION
         place = np.searchsorted(totals, totals[begins] + rank, "right") - 1
         place = np.minimum(place, max(0, len(middles) - 1))
         found = middles[place] if len(middles) else np.zeros(len(place))

@@ -467,8 +467,10 @@ def forget(
 def _lines(keys_file: Path | None) -> list[str]:
     if keys_file is None:
         return []
-    text = sys.stdin.read() if keys_file == STDIN else keys_file.read_text()
-    return [line for line in text.splitlines() if line]
+    # Python has turned \r\n into \n. Not splitlines(): it also splits at U+2028, \x1c and others, which a key may have,
+    # and the parts may be other keys. Editors on Windows begin a file with a byte order mark.
+    text = sys.stdin.read() if keys_file == STDIN else keys_file.read_text(encoding="utf-8")
+    return [line for line in text.removeprefix("\ufeff").split("\n") if line]
 
 
 def audit(

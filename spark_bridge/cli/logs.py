@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.cli.output import AsJson, complain, errors_explained, json_line
+from spark_bridge.cli.output import AsJson, complain, errors_explained, json_line, visible
 from spark_bridge.cli.overview import QueryArgument
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace, joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError
@@ -199,7 +199,7 @@ def logs(
         if as_json:
             typer.echo(json_line(event))
         else:
-            typer.echo(f"[{event.source}] {event.text}")
+            typer.echo(visible(f"[{event.source}] {event.text}"))
     for one in missing:
         complain(one)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -41,12 +42,31 @@ def show(plain: Callable[[], Any], rendered: Callable[[], RenderableType], *, as
         typer.echo(json_line(plain()))
         return
     answer = rendered()
-    printer().print(answer, markup=False, highlight=False, soft_wrap=isinstance(answer, str))
+    if isinstance(answer, str):
+        line(answer)
+    else:
+        printer().print(answer, markup=False, highlight=False)
+
+
+def line(text: str) -> None:
+    """Print a line for people as it is, without folding it."""
+    printer().print(visible(text), markup=False, highlight=False, soft_wrap=True)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Return text for people with its control characters escaped, but for line breaks and tabs.
+
+    Keys and values come from the events of others, and some characters would control the terminal of the reader.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def steps_printed(*, as_json: bool) -> Callable[[str], None]:
     """Return a function that prints each step of a long command, and prints nothing if the answer is JSON."""
-    return lambda step: None if as_json else printer().print(step, markup=False, highlight=False, soft_wrap=True)
+    return lambda step: None if as_json else line(step)
 
 
 def json_line(plain: Any) -> str:
@@ -62,7 +82,7 @@ def printer() -> Console:
 
 def complain(text: str, style: str | None = "red") -> None:
     """Print an error on stderr; with ``style`` None a note."""
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -77,12 +97,12 @@ def errors_explained() -> Iterator[None]:
 
 def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None = None) -> Table:
     """Return a table of rows. None is an empty cell."""
-    table = Table(title=None if title is None else Text(title), title_justify="left", box=None, padding=(0, 2))
+    table = Table(title=None if title is None else Text(visible(title)), title_justify="left", box=None, padding=(0, 2))
+    # As plain text: names may contain characters that rich takes for markup.
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(Text(visible(heading)), overflow="fold")
     for row in rows:
-        # As plain text: names may contain characters that rich takes for markup.
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+        table.add_row(*(Text("" if value is None else visible(str(value))) for value in row))
     return table
 
 

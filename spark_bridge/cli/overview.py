@@ -120,8 +120,9 @@ def faults_view(faults: Iterable[model.Fault]) -> RenderableType:
     lines: list[RenderableType] = []
     for fault in faults:
         style = "bold red" if fault.severity == model.ERROR else "yellow"
-        lines.append(Text(f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}", style=style))
-        lines.append(Text(f"    {fault.remedy}"))
+        what = f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}"  # the error of a query, perhaps
+        lines.append(Text(output.visible(what), style=style))
+        lines.append(Text(output.visible(f"    {fault.remedy}")))
     return Group(*lines) if lines else Text("Nothing is wrong.")
 
 

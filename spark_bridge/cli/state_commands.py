@@ -73,7 +73,7 @@ def get(
         output.complain(f"Operator {operator} has nothing for this key.")
     else:
         for line in _lines(value):
-            output.printer().print(line, markup=False, highlight=False, soft_wrap=True)
+            output.line(line)
         _say_time(of_time.values())
     if values is None:
         raise typer.Exit(output.FOUND)
@@ -240,7 +240,7 @@ def watch(
             watched = client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
                 for number, row in enumerate(_changed(watched), 1):
-                    typer.echo(output.json_line(row) if as_json else _line(row))
+                    typer.echo(output.json_line(row) if as_json else output.visible(_line(row)))
                     if number == changes:
                         break
         except QueryEndedError as ended:

@@ -527,8 +527,8 @@ class QueryPace:
     not risen for ``watermark_stands_ms``, if that is long: results that it closes wait for rows of later times.
     ``freshness_ms`` is the age of the last completed one, or, if none is known to be completed, of the last prepared
     one. ``watermark_behind_ms`` is how far the watermark is behind now, ``batch_ms`` how long the running batch has
-    run. ``hottest`` is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that
-    time.
+    run. ``hottest`` is the partition with the longest work for its last commit, as ``operator/partition``, and
+    ``hottest_ms`` that time.
     """
 
     query: str
@@ -609,10 +609,9 @@ def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:
 
 
 def _hottest(operators: Sequence[Operator]) -> tuple[float, str] | None:
-    timed = [
-        (sum(p.commit_ms.values()), f"{o.name}/{p.partition}") for o in operators for p in o.partitions if p.commit_ms
-    ]
-    return max(timed, default=None)
+    # Without the wait for rows: a slow source would make any partition the hottest.
+    worked = [(ms, f"{o.name}/{p.partition}") for o in operators for p in o.partitions if (ms := p.work_ms) is not None]
+    return max(worked, default=None)
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

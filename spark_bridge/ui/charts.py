@@ -228,11 +228,18 @@ MAX_CHARACTERS = 300
 
 def value(cell: Any) -> str:
     """Return a value of state as text, cut if it is long."""
-    text = _value(cell)
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}… ({len(text):,} characters)"
+    if isinstance(cell, bytes):  # made into text as far as it is shown
+        return _cut(whole_value(cell[:MAX_CHARACTERS]), 2 + 2 * len(cell))
+    text = whole_value(cell)
+    return _cut(text, len(text))
 
 
-def _value(cell: Any) -> str:
+def _cut(text: str, characters: int) -> str:
+    return text if characters <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}… ({characters:,} characters)"
+
+
+def whole_value(cell: Any) -> str:
+    """Return a value of state as text, however long it is."""
     if cell is None:
         return "null"
     if isinstance(cell, bool):
@@ -240,15 +247,15 @@ def _value(cell: Any) -> str:
     if isinstance(cell, float):
         return repr(cell) if math.isfinite(cell) else {True: "NaN"}.get(math.isnan(cell), str(cell))
     if isinstance(cell, bytes):
-        return f"0x{cell[:MAX_CHARACTERS].hex()}"
+        return f"0x{cell.hex()}"
     if isinstance(cell, datetime):
         return cell.isoformat(sep=" ").replace("+00:00", "Z")
     if isinstance(cell, date | timedelta):
         return str(cell)
     if isinstance(cell, dict):
         if set(cell) == {"start", "end"} and all(isinstance(v, datetime) for v in cell.values()):
-            return f"{_value(cell['start'])} – {_value(cell['end'])}"
-        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in cell.items()) + "}"
+            return f"{whole_value(cell['start'])} – {whole_value(cell['end'])}"
+        return "{" + ", ".join(f"{k}: {whole_value(v)}" for k, v in cell.items()) + "}"
     if isinstance(cell, list | tuple):
-        return "[" + ", ".join(_value(v) for v in cell) + "]"
+        return "[" + ", ".join(whole_value(v) for v in cell) + "]"
     return str(cell)

@@ -27,6 +27,7 @@ from spark_bridge.queryable.sql.sql import SqlLimits
 from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from spark_bridge.ui import lookups
 from spark_bridge.ui.charts import value as value_text
+from spark_bridge.ui.charts import whole_value
 from spark_bridge.ui.requests import PageCall, StateTable, tables_of
 
 SHOWN_VERSIONS = 10
@@ -254,7 +255,8 @@ def _written(cell: object) -> object:
         return ""
     if isinstance(cell, str):
         return _safe(cell)
-    return cell if isinstance(cell, int | float | Decimal) else value_text(cell)
+    # Whole: who downloads a list or bytes wants all of it, as of a string.
+    return cell if isinstance(cell, int | float | Decimal) else whole_value(cell)
 
 
 def _safe(text: str) -> str:

@@ -157,3 +157,20 @@ def test_versions_completed_before_the_coordinator_began_are_not_counted_again(w
     batches(world, c, 3, 3)
     published(sink, metrics, c)
     assert set(sink.of("statestore_checkpoints_total").values()) == {1}
+
+
+def test_checkpoints_of_an_earlier_run_are_not_counted_again(world: World) -> None:
+    """A restarted query reads the history of its earlier runs, which this process has counted already."""
+    sink, metrics = made(world)
+    c = begin(world, name="totals")
+    batches(world, c, 0, 2)
+    world.now += 100.0
+    published(sink, metrics, c)
+    c.deactivate_instances("run1")
+    published(sink, metrics, c)
+    assert c.register_query(world.registration("run2", name="totals")).refusal is None
+    for run in c.running():
+        run.history.write(world.now)
+        assert len(run.history.records()) == 3
+    published(sink, metrics, c)
+    assert sink.get("statestore_checkpoints_total", query="totals") == 3

@@ -82,3 +82,15 @@ def test_the_rank_is_exact() -> None:
     states = of.partial(np.zeros(101, np.int64), 1, pa.record_batch({"v": pa.array(np.arange(101.0))}))
     (result,) = of.results(states)[0].to_pylist()
     assert [round(value) for value in result] == [29, 57]
+
+
+def test_a_sketch_counts_more_values_than_a_product_of_64_bits_can_rank() -> None:
+    """Of 21 billion values, three tenths are 1 and the others 100."""
+    of = aggregator(0.01, 0.0, 0.29, 0.31, 0.5, 0.99, 1.0)
+    one = of.partial(np.zeros(10, np.int64), 1, pa.record_batch({"v": pa.array([1.0] * 3 + [100.0] * 7)}))
+    states = one
+    for _ in range(31):  # twice as many values each time
+        both = pa.concat_arrays([states.column(0), states.column(0)])
+        states = of.merge(np.zeros(2, np.int64), 1, pa.record_batch([both], schema=of.state_schema))
+    (result,) = of.results(states)[0].to_pylist()
+    assert [round(value) for value in result] == [1, 1, 100, 100, 100, 100]

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from click.testing import Result
 
 from coordinator_actor.run.history import WRITE_SECONDS
 from spark_bridge.cli.main import app
+from spark_bridge.operators.deduplicate import DeduplicateLogic
 from spark_bridge.state_data.frames import state_table
+from spark_bridge.state_format.layouts import deduplicate_schema
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
-from tests.spark_bridge.state_flows import Flow
+from tests.spark_bridge.state_flows import Flow, Query
 
 Make = Callable[..., Stream]
 
@@ -153,6 +156,21 @@ def test_each_command_names_a_damaged_manifest_without_which_nothing_is_known(
     result = run(*args, "--checkpoint", location(s), code=2)
     assert file.name in result.stderr.replace("\n", "") and not result.stdout
     assert file.name in run("files", location(s), code=2).stderr.replace("\n", "")
+
+
+def test_a_line_of_a_keys_file_is_one_key_whatever_characters_it_has(tmp_path: Path) -> None:
+    """A key may have characters that Unicode counts as ends of lines. Its parts may be keys of others, which stay."""
+    keys, odd = pa.schema([("user", pa.string())]), "a\u2028b\x1cc"
+    schema = deduplicate_schema(keys, ("user",), None)
+    query = Query(tmp_path, schema, "deduplicate")
+    rows = pa.record_batch([pa.array([odd, "a", "b", "c", "d"])], schema=keys)
+    query.process(DeduplicateLogic(schema, ("user",), ()), ["user"], rows)
+    query.stop()
+    gone = tmp_path / "gone.txt"
+    gone.write_bytes(f"\ufeffd\r\n{odd}\r\n".encode())  # as editors on Windows write it
+    report = as_json("forget", "op", "--keys-file", str(gone), "--yes", "--checkpoint", query.location)
+    assert sorted(state_table(query.location, "op")["user"].to_pylist()) == ["a", "b", "c"]
+    assert (report["keys"], report["rows"]) == (2, 2)
 
 
 def test_keys_are_forgotten_and_recorded_in_the_audit_log(tmp_path: Path) -> None:

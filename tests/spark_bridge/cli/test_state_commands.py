@@ -18,6 +18,8 @@ import pytest
 from click.testing import Result
 from msgspec.structs import replace
 
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.spark_commits import write_query_id
 from coordinator_actor.feature_views import Feature
 from coordinator_actor.messages import RunningView
 from spark_bridge.cli import cluster_commands, sources
@@ -28,6 +30,7 @@ from spark_bridge.state_data import checkpoint_client
 from tests.command_line import CliRunner
 from tests.spark_bridge.queryable.feature_world import VIEW, FeatureCluster
 from tests.spark_bridge.state_data.format_fixtures import Stored
+from tests.spark_bridge.state_flows import Flow
 
 CHECKPOINT = str(Stored("file").checkpoint)
 KEY = pa.schema([("k", pa.string()), ("g", pa.int32())])
@@ -209,6 +212,25 @@ def test_a_savepoint_is_read_like_a_checkpoint() -> None:
     assert "is a savepoint" in result.stderr
     assert json.loads(result.stdout) == as_json("get", "totals", "a", "0")
     assert as_json("diff", "totals", "5", at=Stored("file").savepoint)["rows"] == []
+
+
+def test_names_of_columns_that_look_like_markup_are_shown_as_they_are() -> None:
+    shown = run("sql", 'select 1 as "total[eur]", 2 as "n[/b]"').stdout
+    assert shown.split() == ["total[eur]", "n[/b]", "1", "2"]
+
+
+@pytest.mark.parametrize("args", [("get", "a,0"), ("scan",), ("watch", "--from-version", "0", "--changes", "1")])
+def test_values_do_not_control_the_terminal(tmp_path: Path, args: tuple[str, ...]) -> None:
+    """A state has what others have sent. Programs get it as it is."""
+    flow, evil = Flow(tmp_path), "\x1b]0;title\x07\x1b[2J\r\x9b31m"
+    flow.batch({("a", 0): lambda of: of.total.update((1, evil))})
+    flow.stop()
+    write_query_id(CheckpointStorage.open(flow.location), "q")
+    command, *more = args
+    asked = (command, "op", *more, "--state", "total")
+    shown = run(*asked, at=flow.location).stdout
+    assert r"\x1b]0;title\x07\x1b[2J\x0d\x9b31m" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    assert json.dumps(evil, ensure_ascii=False)[1:-1] in run(*asked, "--json", at=flow.location).stdout
 
 
 def test_damage_is_reported(tmp_path: Path) -> None:

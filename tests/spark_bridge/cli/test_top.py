@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from spark_bridge.cli.main import app
 from spark_bridge.cli.overview import top_view
-from spark_bridge.overview.model import Checkpoint, Overview, pace_of
+from spark_bridge.overview.model import INPUT_WAIT, Checkpoint, Overview, Partition, pace_of
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.spark_bridge.cli.overviews import OVERVIEW, QUERY, printed
@@ -31,6 +31,15 @@ def test_pace() -> None:
     assert pace.rows_per_second == 2 * 500 / 5, "the rows of the first checkpoint came before"
     assert (pace.bytes_per_checkpoint, pace.hottest) == (1024, "aircraft/0")
     assert pace.hottest_ms == sum(QUERY.operators[0].partitions[0].commit_ms.values())
+
+
+def test_a_partition_that_waits_for_its_rows_is_not_the_hottest() -> None:
+    """As the page's heat map and the fault slow-partition have it: the source is slow then, and not the partition."""
+    waits = Partition("aircraft", 0, commit_ms={INPUT_WAIT: 20_000.0, "get_ms": 5.0})
+    works = Partition("aircraft", 1, commit_ms={INPUT_WAIT: 10.0, "get_ms": 900.0, "changelog_ms": 30.0})
+    operator = replace(QUERY.operators[0], partitions=(waits, works))
+    (pace,) = pace_of(replace(OVERVIEW, queries=(replace(QUERY, operators=(operator,)),)))
+    assert (pace.hottest, pace.hottest_ms) == ("aircraft/1", 930.0)
 
 
 def test_unknown_figures_are_none() -> None:

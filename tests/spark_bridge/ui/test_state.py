@@ -144,6 +144,14 @@ def test_a_statement_as_csv(page: TestClient) -> None:
     assert list(csv.reader(io.StringIO(answer.text))) == [["formula", "nothing", "user"], ["'=1+1", "", "3"]]
 
 
+def test_csv_has_whole_values_that_the_page_cuts(page: TestClient) -> None:
+    statement = "select list(user order by user) as users, repeat('ab', 400)::blob as bytes from totals"
+    rows = list(csv.reader(io.StringIO(run(page, statement, "/sql.csv").text)))
+    assert rows[1:] == [[str(list(range(200))), "0x" + "6162" * 400]]
+    shown = [html.unescape(cell) for cell in cells(run(page, statement).text)]
+    assert [text.partition("…")[2] for text in shown] == [" (890 characters)", " (1,602 characters)"]
+
+
 @pytest.mark.parametrize(
     ("statement", "why"),
     [
