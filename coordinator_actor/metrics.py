@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
+from backends.host_memory import BoundedDict
 from backends.storage.requests import KINDS, RECEIVED, SENT, RequestCounts
 from coordinator_actor.durable.records import CheckpointRecord
 from coordinator_actor.run.query_state import QueryState
@@ -207,6 +208,8 @@ def running_totals(sink: MetricSink) -> Callable[..., None]:
 
 RECENT_VERSIONS = 20
 """The usual interval is computed from at most this many versions."""
+MAX_COUNTED_QUERIES = 10_000
+"""The last counted checkpoint is known of at most this many queries."""
 
 
 @dataclass
@@ -232,7 +235,7 @@ class QueryMetrics:
         self._shown: dict[str, _Shown] = {}
         # The newest counted checkpoint by query id. The history of a run has the checkpoints of earlier runs as well,
         # which this process may have counted.
-        self._counted: dict[str, int] = {}
+        self._counted: BoundedDict[str, int] = BoundedDict(MAX_COUNTED_QUERIES)
         self._total = running_totals(sink)
 
     def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: RequestCounts) -> None:
