@@ -1,4 +1,4 @@
-"""The options of the state store. Unknown values are rejected at once."""
+"""The options of the state store, whose unknown values are rejected at once; ids of stores; durations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from importlib import import_module
+from typing import NamedTuple
 
 from backends.exceptions import InvalidStateStoreArgument
 
@@ -280,3 +282,41 @@ class StateStoreProviderId:
 
 DEFAULT_FAMILY = "default"
 """The column family of a store that has no other."""
+
+
+# Durations as users write them: "10 minutes", "1 hour 30 minutes", "90s", "1h30m". No months, no years.
+
+
+SECOND, MINUTE, HOUR, DAY = 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000
+"""In microseconds."""
+_UNITS = {
+    **dict.fromkeys(("us", "microsecond", "microseconds"), ("us", 1)),
+    **dict.fromkeys(("ms", "millisecond", "milliseconds"), ("ms", 1_000)),
+    **dict.fromkeys(("s", "second", "seconds"), ("s", SECOND)),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), ("m", MINUTE)),
+    **dict.fromkeys(("h", "hour", "hours"), ("h", HOUR)),
+    **dict.fromkeys(("d", "day", "days"), ("d", DAY)),
+    **dict.fromkeys(("w", "week", "weeks"), ("w", 7 * DAY)),
+}
+_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
+
+
+class Duration(NamedTuple):
+    """A duration in microseconds, and its short spelling, such as "1h30m"."""
+
+    us: Fraction
+    name: str
+
+
+def parse_duration(text: object) -> Duration | None:
+    """Return the duration of numbers with units, such as "1 hour 30 minutes"; None for other text, and for 0."""
+    if not isinstance(text, str):
+        return None
+    us, name, end = Fraction(0), "", 0
+    for match in _PART.finditer(text.lower()):
+        unit = _UNITS.get(match[2])
+        if match.start() != end or unit is None:
+            return None
+        short, length = unit
+        us, name, end = us + Fraction(match[1]) * length, f"{name}{match[1]}{short}", match.end()
+    return Duration(us, name) if us and end == len(text) else None

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from backends.durations import SECOND, parse_duration
+from backends.conf import SECOND, parse_duration
 from coordinator_actor.exceptions import InvalidRequestError
 
 Default: TypeAlias = str | int | float | bool | None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.durations import DAY, HOUR, MINUTE, SECOND, parse_duration
+from backends.conf import DAY, HOUR, MINUTE, SECOND, parse_duration
 from backends.encoding.columns import Integers, list_array, list_parts, struct_array
 from spark_bridge.aggregates.aggregator import merge_states, result_fields, results
 from spark_bridge.aggregates.computation import outputs_of, split_function

@@ -19,7 +19,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from backends.durations import SECOND, parse_duration
+from backends.conf import SECOND, parse_duration
 from backends.storage.requests import Prices
 from coordinator_actor.access_tokens import ALL, IssuedToken, Scope
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
-from backends.durations import HOUR, MINUTE, SECOND
+from backends.conf import HOUR, MINUTE, SECOND
 from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved, horizons_since
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.rolling import Rolling, declared_rolling

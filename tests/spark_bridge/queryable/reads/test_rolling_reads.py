@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-from backends.durations import SECOND
+from backends.conf import SECOND
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.encoding.values import encode_values
