@@ -410,7 +410,8 @@ def test_a_conflict_that_leaves_no_file_is_tried_again(monkeypatch):
     assert storage.get("x") == b"mine"
 
 
-def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_path, monkeypatch):
+def synced_paths(monkeypatch):
+    """Return a list of the paths that are synced from now on."""
     synced = []
     real = os.fsync
 
@@ -419,6 +420,11 @@ def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    return synced
+
+
+def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_path, monkeypatch):
+    synced = synced_paths(monkeypatch)
     storage = CheckpointStorage.open(str(tmp_path / "ck" / "statestore"))
     storage.put_new("a/b/file", b"1")
     root = tmp_path / "ck" / "statestore"
@@ -436,14 +442,7 @@ def test_a_directory_that_another_process_has_made_is_synced_before_put_returns(
     storage = CheckpointStorage.open(str(tmp_path))
     storage.put_new("a/b/file", b"1")
     (tmp_path / "a" / "c").mkdir()  # by a process that may die before it syncs the name
-    synced = []
-    real = os.fsync
-
-    def fsync(descriptor):
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    synced = synced_paths(monkeypatch)
     storage.put_new("a/c/file", b"1")
     assert synced[1:] == [tmp_path / "a" / "c", tmp_path / "a"]
     synced.clear()

@@ -6,7 +6,6 @@ Why a query cannot be stopped with a savepoint is said, and what to do; without 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,7 +370,7 @@ def test_a_second_request_to_stop_leaves_the_first_one_as_it_is(stopping: tuple[
     eventually(lambda: running.asked)
     with pytest.raises(InvalidRequestError, match="already being stopped"):
         trigger_savepoint("clicks", stop=True).result(PATIENCE)
-    time.sleep(0.05)
+    eventually(lambda: [t.name for t in threading.enumerate()].count("statestore-savepoint") == 1)
     assert "run1" in cluster.stopping
     running.may_be_done.set()
     assert first.result(PATIENCE) == "/savepoint-1"

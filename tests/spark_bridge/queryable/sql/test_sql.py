@@ -398,33 +398,41 @@ def test_process_is_reused_and_replaced_after_its_end() -> None:
     assert len(statement_process._idle) == 1
 
 
+class HeldStart:
+    """The start of a statement that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.made: list[ProcessStatement] = []
+
+    def begin(self) -> ProcessStatement:
+        self.begun.set()
+        assert self.may_go_on.wait(PATIENCE)
+        self.made.append(ProcessStatement(memory(), "select 1 as n"))
+        return self.made[0]
+
+
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_a_process_is_given_back_though_its_caller_left_before_the_answer_began(ends_first: bool) -> None:
     """``ends_first``: the statement is ended before it has its process; else it begins after its caller has left."""
-    begun, may_go_on, made = threading.Event(), threading.Event(), list[ProcessStatement]()
-
-    def begin() -> ProcessStatement:
-        begun.set()
-        assert may_go_on.wait(PATIENCE)
-        made.append(ProcessStatement(memory(), "select 1 as n"))
-        return made[0]
+    start = HeldStart()
 
     async def leave() -> None:
-        rows = AsyncSqlRows(begin)
+        rows = AsyncSqlRows(start.begin)
 
         async def wait() -> None:
             await rows
 
         caller = asyncio.ensure_future(wait())
-        await asyncio.to_thread(begun.wait, PATIENCE)
+        await asyncio.to_thread(start.begun.wait, PATIENCE)
         caller.cancel()
         if ends_first:
             ending = asyncio.ensure_future(rows.aclose())
             await asyncio.sleep(0)
-            may_go_on.set()
+            start.may_go_on.set()
             await ending
         else:
-            may_go_on.set()
+            start.may_go_on.set()
             pending = rows._calls._pending
             assert pending is not None
             await asyncio.wait([pending])
@@ -432,38 +440,32 @@ def test_a_process_is_given_back_though_its_caller_left_before_the_answer_began(
 
     statement_process.end_idle_processes()
     asyncio.run(leave())
-    process = made[0]._process
+    process = start.made[0]._process
     assert process in statement_process._idle or process.popen.wait(10.0) is not None
 
 
 def test_a_process_is_given_back_though_another_task_still_waits_for_its_answer() -> None:
     """As in the HTTP service: the request that left is cancelled, and not the task in which it waits for the answer."""
-    begun, may_go_on, made = threading.Event(), threading.Event(), list[ProcessStatement]()
-
-    def begin() -> ProcessStatement:
-        begun.set()
-        assert may_go_on.wait(PATIENCE)
-        made.append(ProcessStatement(memory(), "select 1 as n"))
-        return made[0]
+    start = HeldStart()
 
     async def leave() -> None:
-        rows = AsyncSqlRows(begin)
+        rows = AsyncSqlRows(start.begin)
 
         async def wait() -> None:
             await rows
 
         waits = asyncio.ensure_future(wait())
-        await asyncio.to_thread(begun.wait, PATIENCE)
+        await asyncio.to_thread(start.begun.wait, PATIENCE)
         ending = asyncio.ensure_future(rows.aclose())
         await asyncio.sleep(0)
-        may_go_on.set()
+        start.may_go_on.set()
         await ending
         with pytest.raises(RequestError, match="ended before it began"):
             await waits
 
     statement_process.end_idle_processes()
     asyncio.run(leave())
-    process = made[0]._process
+    process = start.made[0]._process
     assert process in statement_process._idle or process.popen.wait(10.0) is not None
 
 
