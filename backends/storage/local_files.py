@@ -187,7 +187,7 @@ class LocalFiles:
     def _sync_directories(self, file: str) -> None:
         """Sync a file's directory, and once each the names of that directory and of those above it, which may be new.
 
-        Whoever has made a directory may die before its name is durable, so each process syncs the name that it uses.
+        The process that made a directory may die before its name is durable, so each process syncs the names it uses.
         """
         if not self._fsync:
             return

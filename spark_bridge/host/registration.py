@@ -252,7 +252,7 @@ class HostRegistration:
         return self._clock() < self._leased_until
 
     def is_surely_known_since(self, run_id: str, moment: float) -> bool:
-        """Return whether the coordinator has known this host and what it has of a run from ``moment`` until now.
+        """Return whether the coordinator has known this host, and its part of a run, from ``moment`` until now.
 
         If so, the host has all partitions that it was granted since then for a running batch. False if that is
         uncertain.

@@ -117,7 +117,7 @@ MANIFEST_LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Look:
-    """What a look at storage has found, and when it began and ended."""
+    """The versions that a look at storage has found, and when the look began and ended."""
 
     begun: float
     ended: float

@@ -594,8 +594,8 @@ class HttpWatches:
 def _event_id(version: int, run_id: str | None) -> str:
     """Return the id of the event that ends a version: the version, and the run of the query that gave it, if known.
 
-    With the run, a caller that resumes is told if the query was rolled back in between. With the version alone, it
-    would get the versions of the new history after those of the old one.
+    With the run, a caller that resumes gets an error if the query was rolled back in between. With the version alone,
+    it would get the versions of the new history after those of the old one.
     """
     return str(version) if run_id is None else f"{version}/{run_id}"
 

@@ -87,7 +87,7 @@ class BlockingCalls:
                 return False
             if not pending.cancelled():
                 pending.exception()  # no other caller asks for it any more
-            # A caller that was not cancelled has taken the result meanwhile, and perhaps begun the next call.
+            # Another caller may have taken the result while this one waited, and begun the next call.
             if self._pending is pending:
                 self._pending = None
         return True
@@ -286,8 +286,7 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
             with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
                 await asyncio.to_thread(_closed, opened[1])
         elif relation is not None:
-            # The caller left while the statement was started, so that nobody has its rows. A process that is not given
-            # back is never used again, and never ends.
+            # The caller left while the statement started. Its process would never be used again, and never end.
             from spark_bridge.queryable.sql.statement_process import ProcessStatement
 
             if isinstance(relation, ProcessStatement):

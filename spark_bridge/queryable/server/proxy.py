@@ -118,7 +118,7 @@ class LocationCache:
             while len(self._jobs) > MAX_CACHED_RUNS:
                 run_id = next(iter(self._jobs))
                 del self._jobs[run_id]
-                # A copy of the entries: other threads add specs meanwhile, without the lock.
+                # A copy of the entries: other threads add specs without the lock.
                 self._specs = {key: spec for key, spec in list(self._specs.items()) if key[0] != run_id}
 
     def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
