@@ -13,9 +13,12 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.handlers.registries import HostLease, Loss
+from coordinator_actor.handlers.locations import assign_owners
+from coordinator_actor.handlers.registries import HostLease, Loss, Registries
 from coordinator_actor.handlers.suspicions import Probed
 from coordinator_actor.messages import HostInfo
+from coordinator_actor.run.owners import Assignment
+from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.threads import QueryThreads
 from spark_bridge.host.host import Host
 from spark_bridge.host.instances import Instance
@@ -141,9 +144,25 @@ class Cluster:
             if method == "maintain":
                 self.world.after_maintenance()
 
+    def runs(self) -> list[QueryState]:
+        """Return the runs that the coordinator knows."""
+        made = None if self.coordinator is None else self.coordinator.memory.get("coordinator")
+        return [] if made is None else list(made.registries.runs.by_id.values())
+
     def port(self) -> SimulatedPort:
         """A way to the coordinator."""
         return SimulatedPort(self.world.network, lambda: self.coordinator, self.world.constants.recovery_timeout)
+
+
+def assign_owners_observed(registries: Registries, run: QueryState, **how: Any) -> Assignment:
+    """See ``assign_owners``: what happens as the user asks for a rebalance is recorded."""
+    before, after = run.assignment.current, assign_owners(registries, run, **how)
+    if how.get("rebalance") and before is not None:
+        if any(before.find(*task) != after.find(*task) for task in run.tasks()):
+            sometimes("partitions move at once, as the user asks")
+        if run.assignment.planned:
+            sometimes("a host that would lose its last partitions keeps them")
+    return after
 
 
 class HostSlot:
@@ -328,6 +347,23 @@ class Session:
             slot = self.world.scheduler.random.choice(staying)
             self.world.scheduler.log("LEAVING", slot.host_id)
             self.leaving.append(slot)
+
+    def stay(self) -> None:
+        """A host that was to go stays, if there is one."""
+        if self.leaving:
+            slot = self.leaving.pop(self.world.scheduler.random.randrange(len(self.leaving)))
+            self.world.scheduler.log("STAYING", slot.host_id)
+            sometimes("a host that was to go stays")
+
+    def rebalance(self) -> None:
+        """Have all planned moves made, as ``spark_bridge.rebalance`` does: again and again, as hosts learn."""
+        s, port = self.world.scheduler, self.cluster.port()
+        for _ in range(15):
+            try:
+                port.rebalance()
+            except STATESTORE_ERRORS as error:
+                s.log("rebalancing was not taken:", str(error))
+            s.sleep(0.3 * s.random.random())
 
     def _place(self) -> None:
         """Do what ``spark_bridge.session.state_cluster`` does: tell which hosts are to go, end the idle ones."""

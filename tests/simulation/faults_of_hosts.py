@@ -17,7 +17,8 @@ from backends.formats.changelog import Changes, group_path, write_group
 from backends.formats.manifest import PartitionEntries
 from backends.partition import partition_state
 from backends.storage.locations import FileRef
-from coordinator_actor.handlers.locations import Locations
+from coordinator_actor.handlers.hosts import Hosts
+from coordinator_actor.handlers.locations import Locations, gives
 from coordinator_actor.run import recovery
 from coordinator_actor.run.holds import FilesInUse
 from coordinator_actor.run.owners import RunAssignment
@@ -173,6 +174,20 @@ def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
+
+
+def last_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunAssignment, "_made_at_once", lambda self, target, owner_of, hosts: dict(target))
+
+
+def kept_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(self: Hosts, run: Any, lease: Any, hand_over: Any) -> bool:
+        with self._registries.lock:
+            if hand_over is not None and hand_over.number == lease.hand_over.number:
+                lease.hand_over = hand_over
+        return gives(run, lease.info.host_id)
+
+    monkeypatch.setattr(Hosts, "_gives", kept)
 
 
 def skipped_changelog(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ from tests.simulation.faults_of_hosts import (
     first_part_counts,
     forgetful_eviction,
     hasty_group,
+    kept_word,
+    last_at_once,
     loads_pin_no_groups,
     lost_orders,
     mixed_runs,
@@ -494,6 +496,20 @@ FAULTS: Sequence[PlantedFault] = (
         trusting_givers,
         test="tests/coordinator_actor/run/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
+    ),
+    PlantedFault(
+        "last-at-once",
+        "The user's call takes the last partition from a host that does not look at Spark's log yet.",
+        last_at_once,
+        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
+        "test_host_that_gives_its_last_partition_away_without_waiting_is_not_behind_spark",
+    ),
+    PlantedFault(
+        "kept-word",
+        "A host's word that it looks at Spark's log counts after the answer that it need not look any more.",
+        kept_word,
+        test="tests/coordinator_actor/run/test_moves.py::"
+        "test_a_move_that_is_cancelled_and_planned_again_waits_until_the_owner_looks_at_sparks_log_again",
     ),
     PlantedFault(
         "skipped-changelog",

@@ -40,10 +40,15 @@ def in_which_plans_run_again(world: World) -> None:
 
 
 def in_which_hosts_come_and_go(world: World) -> None:
-    """Have hosts come and go all the time, and little else go wrong, while many ask; messages are late or lost."""
+    """Have hosts come and go all the time, and little else go wrong, while many ask; messages are late or lost.
+
+    In half of the worlds, hosts that were to go stay, and the user has the partitions spread.
+    """
     world.faults.heal()
     world.faults.message_lost = world.faults.message_late = 0.02
     world.troubles.only = [world.troubles.scale]
+    if world.seed % 2 == 0:
+        world.troubles.only += [world.troubles.stay, world.troubles.rebalance]
     world.restless, world.pace, world.num_clients, world.is_calm = 1.0, 0.5, 6, False
     for stream in world.streams:
         stream.most_seconds = None

@@ -24,6 +24,9 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
     ),
     "moves": (
         "a host that was to go is released",
+        "a host that was to go stays",
+        "partitions move at once, as the user asks",
+        "a host that would lose its last partitions keeps them",
         "a host dies while partitions are to move to it",
     ),
     "standbys": (

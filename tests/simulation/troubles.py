@@ -104,10 +104,8 @@ class Troubles:
     @staticmethod
     def _runs(by_id: dict[str, Any]) -> list[Any]:
         """Return the runs that have owners, of the coordinators of these hosts."""
-        coordinators = {host.session.cluster.coordinator for host in by_id.values()}
-        known = [c.memory.get("coordinator") for c in coordinators if c is not None]
-        runs = [run for c in known if c is not None for run in c.registries.runs.by_id.values()]
-        return [run for run in runs if run.assignment.current is not None]
+        clusters = {id(host.session.cluster): host.session.cluster for host in by_id.values()}
+        return [run for cluster in clusters.values() for run in cluster.runs() if run.assignment.current is not None]
 
     def kill_host(self) -> None:
         """Kill a host; one that partitions are to move to, if there is such a host."""
@@ -120,10 +118,7 @@ class Troubles:
 
     @staticmethod
     def _is_target(host: Any) -> bool:
-        coordinator = host.session.cluster.coordinator
-        made = None if coordinator is None else coordinator.memory.get("coordinator")
-        runs = () if made is None else made.registries.runs.by_id.values()
-        return any(host.host_id in run.assignment.planned.values() for run in runs)
+        return any(host.host_id in run.assignment.planned.values() for run in host.session.cluster.runs())
 
     def scale(self) -> None:
         """Executors come or go, and hosts with them."""
@@ -131,6 +126,20 @@ class Troubles:
         if session.is_alive:
             out = len(session.hosts) < 2 or (len(session.hosts) < 5 and self._world.scheduler.random.random() < 0.5)
             session.scale_out() if out else session.scale_in()
+
+    def stay(self) -> None:
+        """A host stays that was to go."""
+        session = self._world.sessions[-1]
+        if session.is_alive:
+            session.stay()
+
+    def rebalance(self) -> None:
+        """The user has the partitions spread now, perhaps as a host is to go."""
+        session = self._world.sessions[-1]
+        if session.is_alive:
+            if self._world.scheduler.random.random() < 0.5:
+                session.scale_in()
+            self._world.scheduler.spawn(session.driver, session.rebalance, "rebalance")
 
     def kill_coordinator(self) -> None:
         cluster = self._world.scheduler.random.choice(self._world.clusters)

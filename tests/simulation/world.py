@@ -41,7 +41,7 @@ from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
 from spark_bridge.state_data.checkpoint_client import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
-from tests.simulation.cluster import Cluster, LocalLocks, Session
+from tests.simulation.cluster import Cluster, LocalLocks, Session, assign_owners_observed
 from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import SCHEMA, Model, Stream
 from tests.simulation.network import Network
@@ -460,6 +460,7 @@ def run(
 
     replacements: dict[tuple[str, str], Any] = {
         ("coordinator_actor.durable.manifests", "FOLDED"): 3,
+        ("coordinator_actor.handlers.batches", "assign_owners"): assign_owners_observed,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("coordinator_actor.run.holds", "LISTED_EVERY"): 1 + seed % 3,
         ("backends.partition.loading", "lock"): locks.lock,
