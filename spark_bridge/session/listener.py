@@ -397,22 +397,23 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             is_registered = run_id in self._registrations
         if is_registered and not self._stopping.is_set():
             progress = progress_json()
-            try:  # before the metrics: clients see the version once the hosts know it
-                is_reported = self._report(run_id, batch_id, self._complete)
-            finally:
-                self._metrics.batch(run_id, progress)
-                self._traces.batch(run_id, batch_id, progress)
+            # Before the metrics: clients see the version once the hosts know it.
+            is_reported = self._report(run_id, batch_id, self._complete)
+            self._report(run_id, batch_id, lambda run_id, _: self._metrics.batch(run_id, progress))
+            self._report(run_id, batch_id, lambda run_id, batch_id: self._traces.batch(run_id, batch_id, progress))
             if is_reported and has_listeners():
                 self._report(run_id, batch_id, self._tell_listeners)
 
     def _report(self, run_id: str, batch_id: int, report: Callable[[str, int], None]) -> bool:
-        """Call ``report`` and return whether it succeeded; log its error."""
+        """Call ``report`` and return whether it succeeded; log its error, whatever it is: the next reports follow."""
         try:
             report(run_id, batch_id)
             return True
-        except STATESTORE_ERRORS as error:
+        except Exception as error:  # Spark would log it, and leave out what comes after it
             # The first task of the next batch completes the version anyway.
-            log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
+            is_unexpected = not isinstance(error, STATESTORE_ERRORS)
+            message = "Batch %d of run %s was not reported: %s"
+            log.log(self._level(), message, batch_id, run_id, error, exc_info=is_unexpected)
             return False
 
     def _complete(self, run_id: str, batch_id: int) -> None:
@@ -445,9 +446,11 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if registration is not None and not self._stopping.is_set():
             try:
                 self._ended.ended(registration, failure_text(event.exception))
-            except STATESTORE_ERRORS as error:
+            except Exception as error:  # Spark has nobody to tell it to
                 # The lease of the run ends by itself.
-                log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
+                is_unexpected = not isinstance(error, STATESTORE_ERRORS)
+                message = "The end of run %s was not reported: %s"
+                log.log(self._level(), message, run_id, error, exc_info=is_unexpected)
 
     def _level(self) -> int:
         """Return the log level for a failed report: after ``stop()``, Spark reports the end of a query late."""

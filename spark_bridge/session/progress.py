@@ -125,7 +125,12 @@ def tell_listeners(
     """Call all listeners for a batch; ``checkpoint`` is called if one of them wants checkpoints."""
     with _lock:
         listeners = list(_listeners)
-    progress_now = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
+    progress_now = None
+    if any(isinstance(listener, CheckpointListener) for listener in listeners):
+        try:
+            progress_now = checkpoint()
+        except Exception:  # the listeners must still get the operators of the batch
+            log.exception("The newest checkpoint of run %s is unknown", run_id)
     for listener in listeners:
         try:
             listener.on_state_operator_progress(run_id, progress)
@@ -461,22 +466,30 @@ class StreamMetrics:
     def publish(self) -> None:
         """Publish the newest figures of all operators, and those of the last batches again.
 
-        Ray forgets a gauge that is not set for 20 s, and a batch may take longer.
+        Ray forgets a gauge that is not set for 20 s, and a batch may take longer. Raises an error that is not ours once
+        the figures of the other runs are published.
         """
         with self._lock:
             titles = dict(self._titles)
             for run_id, batch in self._batches.items():
                 self._publish_batch(titles[run_id], batch)
+        unexpected: Exception | None = None
         for run_id, title in titles.items():
             try:
-                progress = self._progress_of(run_id)
+                self._publish_operators(run_id, title)
             except STATESTORE_ERRORS as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
-                continue
-            with self._lock:
-                if run_id in self._titles:  # otherwise it has ended since
-                    for one in progress:
-                        self._publish(title, one)
+            except Exception as error:  # noqa: BLE001 - raised below
+                unexpected = unexpected or error
+        if unexpected is not None:
+            raise unexpected
+
+    def _publish_operators(self, run_id: str, title: str) -> None:
+        progress = self._progress_of(run_id)
+        with self._lock:
+            if run_id in self._titles:  # otherwise it has ended since
+                for one in progress:
+                    self._publish(title, one)
 
     def _publish(self, title: str, one: StateOperatorProgress) -> None:
         labels = {"query": title, "operator": one.operator_name}

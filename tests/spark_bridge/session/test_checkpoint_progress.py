@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from backends.storage.requests import Prices
 from coordinator_actor.durable.records import CheckpointRecord, as_plain
 from spark_bridge.session import progress as operator_progress
+from spark_bridge.session.listener import StateStoreQueryListener
 from spark_bridge.session.progress import CheckpointProgress, progress_of_record
+from spark_bridge.session.settings import Shutdown
 
 USED = {"put": 20, "get": 10, "sent_bytes": 3000, "received_bytes": 70}
 RECORD = CheckpointRecord(9, 8, 1, "run", begun_ms=1000, prepared_ms=1250, delta_bytes=2000, requests=30, storage=USED)
@@ -65,3 +69,39 @@ def test_checkpoint_is_requested_only_for_a_listener(listening: list[Any]) -> No
     assert first == [("run",), ("run", checkpoint)] * 2 and second == [("run",), ("run", checkpoint)]
     operator_progress.tell_listeners("run", (), lambda: None)
     assert first[-1] == ("run",), "a checkpoint does not exist yet"
+
+
+def test_unknown_checkpoint_does_not_keep_the_operators_from_listeners(listening: list[Any]) -> None:
+    def unknown() -> CheckpointProgress:
+        raise RuntimeError("Ray is gone")
+
+    listening += [Both(), Operators()]
+    for listener in listening:
+        operator_progress.add_state_operator_listener(listener)
+    operator_progress.tell_listeners("run", (), unknown)
+    assert [listener.told for listener in listening] == [[("run",)]] * 2
+
+
+@pytest.mark.parametrize("failing", ["complete", "metrics", "traces"])
+def test_a_report_that_fails_unexpectedly_keeps_spark_from_no_other_report(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    made: list[str] = []
+
+    def reported(name: str) -> Callable[..., None]:
+        def report(*_: Any) -> None:
+            made.append(name)
+            if name == failing:
+                raise RuntimeError("Ray is gone")
+
+        return report
+
+    listener: Any = object.__new__(StateStoreQueryListener)
+    listener._lock, listener._stopping = threading.Lock(), threading.Event()
+    listener._registrations = {"run": None}
+    listener._cluster = SimpleNamespace(batch_committed=reported("complete"), shutdown=Shutdown())
+    listener._metrics, listener._traces = (SimpleNamespace(batch=reported(name)) for name in ("metrics", "traces"))
+    listener._tell_listeners = reported("listeners")
+    monkeypatch.setattr("spark_bridge.session.listener.has_listeners", lambda: True)
+    listener.batch_committed("run", 3, lambda: "{}")
+    assert made == ["complete", "metrics", "traces", *(["listeners"] if failing != "complete" else [])]

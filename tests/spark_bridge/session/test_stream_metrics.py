@@ -99,6 +99,21 @@ def test_metrics_thread_survives_any_error_of_a_refresh(sink: KeptMetrics) -> No
     metrics.close()
 
 
+def test_a_run_with_an_unexpected_error_keeps_no_other_run_from_its_figures(sink: KeptMetrics) -> None:
+    def progress_of(run_id: str) -> list[StateOperatorProgress]:
+        if run_id == "run1":
+            raise RuntimeError("an actor of Ray died")
+        return [PROGRESS]
+
+    metrics = StreamMetrics(sink, progress_of, Shutdown())
+    metrics.add("run1", "first")
+    metrics.add("run2", "second")
+    with pytest.raises(RuntimeError, match="an actor of Ray died"):  # the loop reports it
+        metrics.publish()
+    metrics.close()
+    assert sink.get("statestore_operator_numRowsTotal", query="second", operator="op") == 100
+
+
 def test_backlog_counts_input_after_the_batch(metrics: StreamMetrics) -> None:
     kafka = {"endOffset": {"clicks": {"0": 10, "1": 7}}, "latestOffset": {"clicks": {"0": 25, "1": 7}}}
     ticks = {"endOffset": 12, "latestOffset": 13}
