@@ -464,13 +464,14 @@ class _Versions:
             is_known = np.asarray(us.is_valid())
             ms = np.asarray(us.fill_null(0)) // 1000
             index = np.searchsorted(completed, ms, side="right")
-            early = is_known & (index == 0)
-            if self.version is None and early.any():
+            named = None if self.version is None else batch.column(batch.schema.get_field_index(self.version))
+            is_by_time = is_known if named is None else is_known & np.asarray(named.is_null())
+            early = is_by_time & (index == 0)
+            if early.any():
                 raise self.times.too_early(int(ms[early].min()))
             index[~is_known] = 0
             of_rows = pa.array(versions[index])
-            if self.version is not None:
-                named = batch.column(batch.schema.get_field_index(self.version))
+            if named is not None:
                 of_rows = pc.if_else(pa.array(is_known), pc.coalesce(named, of_rows), NO_VERSION)
             schema = pa.schema([*batch.schema, pa.field(VERSION_COLUMN, pa.int64())])
             yield pa.RecordBatch.from_arrays([*batch.columns, of_rows], schema=schema)

@@ -17,8 +17,9 @@ import pytest
 from pyspark import TaskContext
 
 from backends import spans
+from backends.exceptions import VersionNotFoundError
 from coordinator_actor.durable.records import LookupRecord
-from coordinator_actor.reading.stored_versions import find_state
+from coordinator_actor.reading.stored_versions import VersionTimes, find_state
 from spark_bridge import lookups
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.lookups import LookupTask
@@ -255,3 +256,20 @@ def test_numbers_match_by_an_index_as_in_a_join_of_spark() -> None:
             batch = pa.record_batch({"y": pa.array(ys, pa.float64())})
             rows = [row["id"] for part in of.enriched(batch, state) for row in part.to_pylist()]
             assert rows == expected + ([] if ys is given_y else [2, 3, 0, 1, 0, 1, 4]), ys
+
+
+def test_a_row_without_a_recorded_version_from_before_the_first_one_is_an_error() -> None:
+    times = VersionTimes("ck", (3, 4), (5_000, 6_000))
+
+    def versions(*rows: tuple[int | None, int | None]) -> list[int]:
+        batch = pa.RecordBatch.from_pylist(
+            [{"at": at and at * 1000, "version": version} for at, version in rows],
+            schema=pa.schema([("at", pa.timestamp("us")), ("version", pa.int64())]),
+        )
+        (found,) = lookups._Versions(times, "at", "version").run(iter([batch]))
+        of_rows: list[int] = found.column(lookups.VERSION_COLUMN).to_pylist()
+        return of_rows
+
+    assert versions((5_500, None), (6_500, None), (4_000, 3), (None, 4)) == [3, 4, 3, lookups.NO_VERSION]
+    with pytest.raises(VersionNotFoundError, match="as of 1970-01-01"):
+        versions((5_500, None), (4_000, None))
