@@ -221,9 +221,10 @@ def _plain_struct(value: Any, kind: pa.StructType, lossless: bool) -> dict[str, 
 
 
 def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """Return a column's values as ``to_pylist`` does, also where Python's datetime cannot hold one of them.
+    """Return a column's values as ``to_pylist`` does, also where Python's datetime or text cannot hold one of them.
 
-    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC.
+    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC. Spark takes
+    any bytes for a string: of those that are not UTF-8, each is written as ``\\xff``.
     """
     try:
         values: list[Any] = column.to_pylist()
@@ -245,6 +246,8 @@ def python_value(scalar: pa.Scalar) -> Any:
         return python_values(scalar.values)
     try:
         return scalar.as_py()
+    except UnicodeDecodeError:
+        return scalar.as_buffer().to_pybytes().decode(errors="backslashreplace")
     except (OverflowError, ValueError):
         if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
             return np.datetime64(scalar.value, "D" if pa.types.is_date32(kind) else kind.unit)

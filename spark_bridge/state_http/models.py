@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field
 
+from backends.encoding.user_values import python_values
 from spark_bridge.queryable.client import json_values
 from spark_bridge.state_http.access import problem_of
 
@@ -362,7 +363,7 @@ def _csv_column(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return column
-    cells = [None if v is None else json_values.to_json(v) for v in column.to_pylist()]
+    cells = [None if v is None else json_values.to_json(v) for v in python_values(column)]
     if all(v is None or isinstance(v, float) for v in cells):
         return pa.array(cells, pa.float64())
     return pa.array(

@@ -8,6 +8,7 @@
 | timestamps, dates | strings in ISO 8601, timestamps with a time zone in UTC: "2024-03-09T23:00:00Z" |
 | times outside the years 1 to 9999 | strings in expanded ISO 8601, in UTC, without a zone: "+10000-01-01T00:00:00" |
 | durations | strings in ISO 8601, in days, hours, minutes and seconds: "P1DT2H0.5S", "-PT90S" |
+| strings | strings; a byte of one that is not UTF-8, which Spark allows, is written as \\xff |
 | binary | strings in base64 |
 | structs | objects |
 | maps | objects if all keys are strings, else arrays of {"key": ..., "value": ...} |

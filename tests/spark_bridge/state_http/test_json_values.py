@@ -8,13 +8,17 @@ import math
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client import json_values
+from spark_bridge.state_format.stored_values import StoredValues
+from spark_bridge.state_http.models import CsvBody
 from tests.effort import examples
 from tests.spark_bridge.state_http.memory_client import TOTALS, UTC
 
@@ -44,6 +48,27 @@ def test_values_go_through_json_and_back(data: st.DataObject) -> None:
     value = data.draw(strategy)
     through = json.loads(json_values.json_bytes(json_values.to_json(value)))
     assert json_values.from_json(through, kind, "it") == value
+
+
+def test_strings_that_are_not_utf8_spoil_no_answer() -> None:
+    """Spark makes a string of any bytes, as by ``CAST(value AS STRING)`` of a record of Kafka."""
+    raw = pa.array([b"plain", b"\xff\xfeA", None, "ü".encode()], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3, 4]), text)
+    readable = ["plain", "\\xff\\xfeA", None, "ü"]
+    rows = json_values.rows_to_json(pa.record_batch({"key": text, "list": nested}))
+    assert rows == [{"key": value, "list": [value]} for value in readable]
+    assert len({json_values.json_bytes(row) for row in rows}) == len(rows)
+    stored = StoredValues(StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("key", pa.string())])), True)
+    encoded = stored.schema.encode_values(pa.record_batch({"key": text}))
+    assert [stored.decode_one(value) for value in encoded.to_pylist()] == [{"key": value} for value in readable]
+
+
+def test_csv_has_times_that_pythons_datetime_cannot_hold() -> None:
+    far = pa.array([int(np.datetime64("10000-01-01", "us").astype(int)), 0], pa.int64()).view(pa.timestamp("us"))
+    body = CsvBody(pa.schema([("at", far.type)]))
+    lines = body.rows(pa.record_batch({"at": far})).decode().splitlines()
+    assert lines == ['"at"', '"+10000-01-01T00:00:00"', '"1970-01-01T00:00:00"']
 
 
 def test_durations() -> None:
