@@ -197,10 +197,14 @@ class HandOvers:
             return  # the coordinator repeats the order
         try:
             unable = self._loader.follow(order, lambda *task: not self._is_unwanted(run_id, *task))
-        except STATESTORE_ERRORS as error:
+        except Exception as error:  # an error that is not ours, such as of the local disk, must wait as well
             with self._lock:
-                wait, _ = self._backoff.note_failure(run_id)
-            log.warning("The copies of run %s cannot follow, and try again in %.0f s: %s", run_id, wait, error)
+                wait, is_first = self._backoff.note_failure(run_id)
+            log.warning(
+                "The copies of run %s cannot follow, and try again in %.0f s: %s",
+                *(run_id, wait, error),
+                exc_info=is_first and not isinstance(error, STATESTORE_ERRORS),
+            )
             return
         finally:
             self._places.release()
@@ -221,7 +225,7 @@ class HandOvers:
             self._loader.warm_up(grant, operator, partition, partial(self._is_unwanted, run_id, operator, partition))
         except (LoadEndedError, RetiredRunError) as error:
             log.info("Partition %d of %r of run %s is not loaded ahead: %s", partition, operator, run_id, error)
-        except STATESTORE_ERRORS as error:
+        except Exception as error:  # as above
             with self._lock:
                 wait, is_first = self._backoff.note_failure(copy)
             log.warning(

@@ -254,14 +254,15 @@ def test_copies_of_files_that_were_exchanged_go(stream):
     assert host.counters.read()["loads"] == 2 * len(lost)
 
 
-def test_loading_a_copy_is_retried_with_backoff(stream, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [StorageError("no answer"), OSError("too many open files")])
+def test_loading_a_copy_is_retried_with_backoff(stream, monkeypatch, caplog, error):
     s = stream(batches=2, hosts=2, n=6)
     lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
     host, tried = s.hosts[0], []
 
     def failing(grant: Any, operator: str, partition: int, is_abandoned: Any) -> None:
         tried.append(partition)
-        raise StorageError("no answer")
+        raise error
 
     monkeypatch.setattr(host.loader, "warm_up", failing)
     s.lose(1)
@@ -274,6 +275,23 @@ def test_loading_a_copy_is_retried_with_backoff(stream, monkeypatch, caplog):
     assert len(tried) == 4 * len(lost), "behind 1, 2 and 4 s"
     told = [r for r in caplog.records if "could not be loaded ahead" in r.message]
     assert sum(r.exc_info is not None and bool(r.exc_info) for r in told) == len(lost), "why is said once"
+
+
+@pytest.mark.parametrize("error", [StorageError("no answer"), OSError("too many open files")])
+def test_copies_that_cannot_follow_are_retried_with_backoff(stream, monkeypatch, error):
+    s = stream(batches=2, hosts=2, n=6)
+    s.lose(1)
+    (order,) = beat(s, 0).warm_up
+    overs = s.hosts[0].hand_overs
+
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(s.hosts[0].loader, "follow", failing)
+    overs._follow(order)
+    assert not overs._backoff.is_due("run1")
+    s.world.now += 1
+    assert overs._backoff.is_due("run1")
 
 
 def test_a_copy_without_room_evicts_no_other(stream, monkeypatch):
