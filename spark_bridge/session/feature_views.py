@@ -64,12 +64,19 @@ def check_declaration(view: FeatureView) -> None:
         if isinstance(getattr(feature, "default", None), (list, tuple, dict, set)):
             raise RequestError(f"Feature {feature.name!r} is a list or a map and cannot have a default: omit default=.")
     try:
-        json_decoder(FeatureView).decode(msgspec.json.encode(view))
+        stored = json_decoder(FeatureView).decode(msgspec.json.encode(view))
     except (TypeError, msgspec.MsgspecError) as error:
         raise RequestError(
             f"Feature view {view.name!r} cannot be stored: {error}. features is a list of Feature(name, operator), "
             "max_age is a duration such as '5 minutes' or None, on_stale is 'error' or 'null', and names are strings."
         ) from error
+    for feature, as_stored in zip(view.features, stored.features, strict=True):
+        # JSON has no infinity and no NaN, and makes text of a Decimal: after a restart it would be another default.
+        if as_stored.default != feature.default:
+            raise RequestError(
+                f"Feature {feature.name!r} has default={feature.default!r}, which cannot be stored with its view: give "
+                "a finite number, a string or a boolean, or omit default=."
+            )
     names = [feature.name for feature in view.features]
     twice = sorted({name for name in names if names.count(name) > 1})
     parts = {"a name": view.name, "an entity": view.keys, "features": names}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import math
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -625,6 +627,9 @@ def test_operators_with_other_keys_are_refused(tmp_path: Path) -> None:
         ({"max_age": "5 months"}, "max_age='5 months' .* write numbers with milliseconds, seconds"),
         ({"features": [Feature("n", "totals", column=5)]}, "cannot be stored: Expected `str"),  # type: ignore[arg-type]
         ({"features": [Feature("n", "totals", default=[1])]}, "'n' is a list or a map and cannot have a default: omit"),
+        ({"features": [Feature("n", "totals", default=math.nan)]}, "'n' has default=nan, which cannot be stored"),
+        ({"features": [Feature("n", "totals", default=-math.inf)]}, "default=-inf, which cannot be stored.*a finite"),
+        ({"features": [Feature("n", "totals", default=Decimal("1.5"))]}, r"default=Decimal\('1.5'\), which cannot"),  # type: ignore[arg-type]
         ({"max_age": "0 days"}, "is not a duration above 0"),
         ({"features": ["n"]}, r"cannot be stored: Expected `object`, got `str` - at `\$.features\[0\]`"),
     ],
