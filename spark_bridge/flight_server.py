@@ -96,6 +96,10 @@ TURN_SECONDS = 30.0
 """A commit waits at most this many seconds for its turn, then its task asks again: less than the task waits for an
 answer.
 """
+LONGEST_ERROR_BYTES, MESSAGE_BYTES = 4_500, 300
+"""The most bytes of an error as JSON, and of its short form. gRPC sends both in the metadata of the answer, and drops
+an answer with more than 8 KiB of metadata: the caller would take the host for gone, and call again and again.
+"""
 NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=protocol.VALUES_SCHEMA)
 
 
@@ -289,5 +293,19 @@ class translated_errors:
             error = RequestError(f"The request was malformed: {error}")
         if not isinstance(error, STATESTORE_ERRORS):
             log.error("Unexpected error while answering a request", exc_info=error)
-        info = protocol.ErrorInfo(type(error).__name__, str(error))
-        raise flight.FlightServerError(f"{info.error}: {info.message}", extra_info=ENCODE(info)) from error
+        name, text = type(error).__name__, str(error)
+        extra, most = ENCODE(protocol.ErrorInfo(name, text)), LONGEST_ERROR_BYTES
+        while len(extra) > LONGEST_ERROR_BYTES:
+            most = most * 3 // 4  # JSON may take more bytes than the text
+            extra = ENCODE(protocol.ErrorInfo(name, _shortened(text, most)))
+        # Clients read ``extra_info``; the message is for other programs.
+        raise flight.FlightServerError(f"{name}: {_shortened(text, MESSAGE_BYTES)}", extra_info=extra) from error
+
+
+def _shortened(text: str, most: int) -> str:
+    """Return a text of at most ``most`` bytes of UTF-8; a longer one loses its middle, as its end may be a remedy."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{encoded[:half].decode(errors='ignore')} ... {encoded[-half:].decode(errors='ignore')}"

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from backends.exceptions import SchemaMismatchError
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import RequestError
 from spark_bridge.flight_server import HostFlightServer
@@ -381,6 +382,21 @@ def test_changes_of_other_columns_are_refused(served):
         writer.close()  # where the host has ended the stream before, this says why
     client.close()
     assert served.host.describe()["commits"] == commits
+
+
+@pytest.mark.parametrize("letter", ["x", "é", '"', "\x01"])
+@pytest.mark.parametrize("length", [5_000, 20_000, 1_000_000])
+def test_a_long_error_is_not_taken_for_a_lost_host(
+    served: Served, monkeypatch: pytest.MonkeyPatch, letter: str, length: int
+) -> None:
+    def failing(*_: Any) -> None:
+        raise SchemaMismatchError(f"Begins. {letter * length} A remedy.")
+
+    monkeypatch.setattr(served.host, "open", failing)
+    client = HostClient(served.address, TOKEN, timeout=PATIENCE)
+    with pytest.raises(SchemaMismatchError, match=r"(?s)^Begins\. .* \.\.\. .* A remedy\.$"):
+        client.open(task(1, 0))
+    client.close()
 
 
 def test_a_range_without_a_start_is_refused(served):
