@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 ON_GAP = ("stop", "resend")
 STATE_TRANSACTION_ROWS = 100_000
-"""The whole state is written in transactions of about this many rows."""
+STATE_TRANSACTION_BYTES = 64 << 20
+"""The whole state is written in transactions of about this many rows, or of this many bytes of rows if that is less:
+the rows of a transaction are in memory.
+"""
 QUIET_COMMIT_SECONDS = 10.0
 """Versions that changed nothing move the position in the topic at most this often."""
 
@@ -351,12 +354,15 @@ class _Records(NamedTuple):
 
 
 def _transactions(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Yield batches, in lists of about ``STATE_TRANSACTION_ROWS`` rows."""
+    """Yield batches, in lists of about ``STATE_TRANSACTION_ROWS`` rows or ``STATE_TRANSACTION_BYTES`` bytes."""
     pending: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
     for batch in batches:
         pending.append(batch)
-        if sum(b.num_rows for b in pending) >= STATE_TRANSACTION_ROWS:
+        num_rows += batch.num_rows
+        num_bytes += batch.nbytes
+        if num_rows >= STATE_TRANSACTION_ROWS or num_bytes >= STATE_TRANSACTION_BYTES:
             yield pending
-            pending = []
+            pending, num_rows, num_bytes = [], 0, 0
     if pending:
         yield pending

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError, KafkaSinkError, RequestError, StateVersionError
@@ -185,6 +186,23 @@ def test_state_of_processors_and_own_encoders(tmp_path: Path, broker: KafkaBroke
     ]
     timers = compacted(broker.topics.records(f"{topic}-timers"))
     assert len(timers) == 2 and list(timers.values()) == [{}, {}]
+
+
+def test_transactions_of_large_rows_have_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_sink, "STATE_TRANSACTION_BYTES", 1_000_000)
+    read = 0
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal read
+        for _ in range(25):
+            read += 1
+            yield pa.record_batch({"value": [b"x" * 10_000] * 10})
+
+    lengths = []
+    for transaction in kafka_sink._transactions(batches()):
+        lengths.append(len(transaction))
+        assert read == sum(lengths), "no more than the rows of one transaction are in memory"
+    assert lengths == [10, 10, 5]
 
 
 # -- deaths of the writer and of the broker --------------------------------------------------------
