@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -125,11 +126,12 @@ def spark_struct_json(fields: list[pa.Field], prefix: str = "") -> dict[str, Any
 def from_spark_type(spark: Any) -> pa.DataType:
     """Return the Arrow type of one of Spark's JSON types; raises ``InvalidStateStoreArgument``."""
     if isinstance(spark, str):
-        decimal = _DECIMAL.fullmatch(spark)
-        if decimal:
-            return pa.decimal128(int(decimal[1]), int(decimal[2]))
         if spark in _FROM_SPARK:
             return _FROM_SPARK[spark]
+        decimal = _DECIMAL.fullmatch(spark)
+        if decimal:
+            with suppress(ValueError, OverflowError):  # more digits than a decimal can have
+                return pa.decimal128(int(decimal[1]), int(decimal[2]))
     elif isinstance(spark, dict):
         match spark:
             case {"type": "array", "elementType": element, "containsNull": bool(nullable)}:

@@ -185,11 +185,14 @@ def _from_json(text: str) -> OperatorSchema:
     """Parse each string once, which takes 0.5 ms: tasks, loads and readers request the same few schemas."""
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidStateStoreArgument(f"An operator's schema is not JSON: {error}") from error
     match content:
         case {"variables": list(variables), "key_columns": list(key_columns)}:
-            settings = {str(name): str(value) for name, value in content.get("settings", {}).items()}
+            written = content.get("settings", {})
+            if not isinstance(written, dict):
+                raise InvalidStateStoreArgument(f"{written!r} is no settings as OperatorSchema.to_json() writes them.")
+            settings = {str(name): str(value) for name, value in written.items()}
             return OperatorSchema(tuple(_variable(v) for v in variables), tuple(key_columns), settings)
     return OperatorSchema.of_rows(StateSchema.from_json(text))
 

@@ -170,6 +170,21 @@ def test_an_added_field_does_not_change_the_text_of_schemas_without_history() ->
             StateSchema.from_json(state.to_json()[:-1] + f",{wrong}}}")
 
 
+def test_a_damaged_schema_is_refused_as_a_schema() -> None:
+    """Readers of files report such an error as damage, and any other one not at all."""
+    money = StateSchema(KEY, schema(v=pa.decimal128(38, 10)))
+    processor = OperatorSchema((StateVariable("v", "value", {"v": money}),), settings={"time_mode": "none"})
+    for text, is_, becomes in (
+        (money.to_json(), "decimal(38,10)", "decimal(78,10)"),
+        (money.to_json(), "decimal(38,10)", "decimal(38,99999999999)"),
+        (processor.to_json(), '{"time_mode":"none"}', '"none"'),
+        (processor.to_json(), processor.to_json(), "[" * 100_000),
+    ):
+        assert is_ in text
+        with pytest.raises(InvalidStateStoreArgument):
+            OperatorSchema.from_json(text.replace(is_, becomes))
+
+
 # -- what may follow on what ----------------------------------------------------------------------
 
 BASIC = schema(id=pa.int32(), name=pa.string())
