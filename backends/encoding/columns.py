@@ -480,12 +480,8 @@ def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
         bounds = np.frombuffer(valid.buffers()[1], kind)[valid.offset : valid.offset + len(valid) + 1]
         wide = bounds.astype(np.int64)
         counts, first, last = wide[1:] - wide[:-1], int(wide[0]), int(wide[-1])
-    if pa.types.is_map(array.type):
-        entries = pa.StructArray.from_arrays(
-            [valid.keys, valid.items], fields=[array.type.key_field, array.type.item_field]
-        )
-    else:
-        entries = valid.values
+    # Not ``keys`` and ``items`` of maps, which overlook that the entries may be a slice.
+    entries = valid.values
     mask = null_mask(array)
     if mask is not None:
         of_valid, counts = counts, np.zeros(len(array), np.int64)
