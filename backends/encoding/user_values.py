@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -283,18 +283,29 @@ def cast_without_loss(array: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
         # Arrow would take the digits of the binary fraction, 0.1000000000000000055 for 0.1.
         return array_without_loss(array.to_pylist(), kind)
     cast = array.cast(kind)
+    for given, stored in _flat_parts(array, cast):
+        _check_lossless(given, stored)
+    return cast
+
+
+def _check_lossless(array: pa.Array, cast: pa.Array) -> None:
+    """Raise ``ValueError`` if a cast of one flat type to another has changed a value."""
+    kind = cast.type
     if pa.types.is_date(kind) and pa.types.is_timestamp(array.type) and not cast.cast(array.type).equals(array):
         raise ValueError("these have a time of day.")
-    if pa.types.is_float32(kind):
-        if not pc.all(pc.equal(pc.is_finite(cast), pc.is_finite(array)), min_count=0).as_py():
-            raise ValueError("values are too large.")
-    else:
-        check_same(array, cast)
-    return cast
+    if not pa.types.is_float32(kind):
+        _check_not_rounded(array, cast)
+    elif not pc.all(pc.equal(pc.is_finite(cast), pc.is_finite(array)), min_count=0).as_py():
+        raise ValueError("values are too large.")
 
 
 def check_same(array: pa.Array | pa.ChunkedArray, cast: pa.Array) -> None:
     """Raise ``ValueError`` if numbers were rounded: the result, cast back, differs from the input."""
+    for given, stored in _flat_parts(one_array(array), cast):
+        _check_not_rounded(given, stored)
+
+
+def _check_not_rounded(array: pa.Array, cast: pa.Array) -> None:
     kinds = (array.type, cast.type)
     if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
         return
@@ -304,6 +315,26 @@ def check_same(array: pa.Array | pa.ChunkedArray, cast: pa.Array) -> None:
         same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(array)))
     if not pc.all(same, min_count=0).as_py():  # nulls count as equal
         raise ValueError("values would be rounded.")
+
+
+def _flat_parts(array: pa.Array, cast: pa.Array) -> Iterator[tuple[pa.Array, pa.Array]]:
+    """Yield the columns of flat types in an array and in its cast, without what is below a null.
+
+    The types of maps are equal, so that there is nothing to compare in them.
+    """
+    kind = cast.type
+    if pa.types.is_null(array.type):
+        return
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_struct(kind):
+        by_name = dict(zip([f.name for f in array.type], array.flatten(), strict=True))
+        for field, part in zip(kind, cast.flatten(), strict=True):
+            yield from _flat_parts(by_name[field.name], part)
+    elif pa.types.is_list(kind):
+        yield from _flat_parts(array.flatten(), cast.flatten())
+    elif not pa.types.is_map(kind):
+        yield array, cast
 
 
 def _check_kind(array_type: pa.DataType, kind: pa.DataType) -> None:

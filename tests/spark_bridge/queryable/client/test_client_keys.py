@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -18,7 +19,7 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
-from backends.encoding.user_values import python_rows, python_values
+from backends.encoding.user_values import CAST_ERRORS, cast_without_loss, python_rows, python_values
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
 from spark_bridge.queryable.client import state_views
 from spark_bridge.queryable.client.arguments import KeyCodec, bound, comparisons, intersection, key_range
@@ -267,6 +268,42 @@ def test_no_keys_in_every_form() -> None:
         assert ONE.columns(keys).num_rows == 0
         assert ONE.encode(ONE.columns(keys)).to_pylist() == []
     assert TWO.columns([]).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "why"),
+    [
+        (pa.array([1e300]), pa.float32(), "too large"),
+        (pa.array([dt.datetime(2024, 1, 1, 13)], pa.timestamp("us")), pa.date32(), "time of day"),
+        (pa.array([1.239]), pa.decimal128(5, 2), "data loss|rounded"),
+    ],
+)
+def test_nothing_is_lost_inside_of_structs_and_arrays_either(given: pa.Array, kind: pa.DataType, why: str) -> None:
+    offsets = pa.array([0, 1], pa.int32())
+    for array, wanted in (
+        (given, kind),
+        (pa.ListArray.from_arrays(offsets, given), pa.list_(kind)),
+        (pa.LargeListArray.from_arrays(offsets.cast(pa.int64()), given), pa.list_(kind)),
+        (pa.StructArray.from_arrays([given], ["x"]), pa.struct([("x", kind)])),
+    ):
+        with pytest.raises(CAST_ERRORS, match=why):
+            cast_without_loss(array, wanted)
+        with pytest.raises(CAST_ERRORS, match=why):
+            cast_without_loss(pa.chunked_array([array, array]), wanted)
+
+
+def test_nested_values_that_lose_nothing_are_cast() -> None:
+    floats = pa.list_(pa.float32())
+    for given in (
+        pa.array([[1.5, math.nan, math.inf, None], None, []], pa.list_(pa.float64())),
+        pa.array([[1.5, math.nan, math.inf, None], None, []], pa.large_list(pa.float64())),
+    ):
+        cast = cast_without_loss(given, floats)
+        assert str(cast.to_pylist()) == str(given.to_pylist()) and cast.type == floats
+    assert cast_without_loss(pa.nulls(2), floats).to_pylist() == [None, None]
+    hidden = pa.StructArray.from_arrays([pa.array([1e300, 1.0])], ["x"], mask=pa.array([True, False]))
+    cast = cast_without_loss(hidden, pa.struct([("x", pa.float32())]))
+    assert cast.to_pylist() == [None, {"x": 1.0}], "bytes under a null are no values"
 
 
 def test_times_that_pythons_datetime_cannot_hold_are_numpys() -> None:
