@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import offsets_of
+from backends.encoding.columns import MAX_BYTES, offsets_of
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.task.executor import temporary_file
 
@@ -114,6 +114,8 @@ class RowSorter:
 
     def add(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
+            if self._waiting and self._waiting_bytes + batch.nbytes > MAX_BYTES:
+                self._spill(0, self._sorted())  # they might not fit into one array of Arrow
             self.num_rows += batch.num_rows
             self._waiting.append(batch)
             self._waiting_bytes += batch.nbytes

@@ -250,3 +250,20 @@ def test_a_step_takes_only_so_many_other_keys(limit: int) -> None:
     assert [k for s in made for k in s.keys.to_pylist()] == [b"a", *others.to_pylist(), b"z"]
     assert [x for s in made for x in (s.rows.column(0).to_pylist() if s.rows.num_columns else [])] == [1, 2, 3]
     assert all(len(s.keys) <= limit + 2 and s.offsets[0] == 0 and s.offsets[-1] == s.rows.num_rows for s in made)
+
+
+@pytest.mark.slow
+def test_rows_of_two_gigabytes_are_sorted_beside_those_that_wait() -> None:
+    """Together they would not fit into one array of Arrow. Takes 2 GB of memory."""
+    width = 10 << 20
+
+    def large(first: int, n: int) -> pa.RecordBatch:
+        offsets = pa.array(np.arange(n + 1, dtype=np.int64) * width, pa.int32()).buffers()[1]
+        values = pa.Array.from_buffers(pa.binary(), n, [None, offsets, pa.py_buffer(np.zeros(n * width, np.uint8))])
+        return pa.record_batch({"k": [str(i) for i in range(first, first + n)], "v": values})
+
+    with RowSorter(KEYS, KEY_GROUPS) as sorter:
+        sorter.add(large(0, 12))
+        sorter.add(large(12, 200))
+        rows = [row for step in sorter.steps() for row in step.rows.column(step.rows.schema.get_field_index("k"))]
+    assert sorted(int(str(row)) for row in rows) == list(range(212))
