@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backends.exceptions import LocalDiskFullError
+from backends.host_memory import BoundedDict
 from backends.partition.load_watch import LoadWatch
 from spark_bridge.host.instances import InstanceKey
 
@@ -31,6 +32,8 @@ bytes.
 """
 REPEAT_STEP_SECONDS, REPEAT_TURN_SECONDS = 1.0, 20.0
 """A load that waits for its turn reports progress after the first number of seconds, and continues after the second."""
+MAX_EVICTED = 100_000
+"""The evicted partitions that are remembered, for the figures: those of queries that ended are not loaded again."""
 _MIB = 1 << 20
 _REMEDY = (
     "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's "
@@ -44,7 +47,7 @@ class LocalDisk:
 
     Thread-safe. ``changed`` guards the tables, and is notified when there may be more room: after a commit, a load or
     an eviction. No other lock is taken while it is held. ``_turn`` is held while a load repeats a failed write; these
-    loads are ``_repeating``. Memory: one entry for each load and each evicted partition.
+    loads are ``_repeating``. Memory: one entry for each load, and for each of the last ``MAX_EVICTED`` evictions.
     """
 
     def __init__(self, directory: Path, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +58,7 @@ class LocalDisk:
         self._reserved: dict[object, tuple[int, LoadWatch]] = {}
         self._turn = threading.Lock()
         self._repeating: set[LoadWatch] = set()
-        self._evicted: set[InstanceKey] = set()
+        self._evicted: BoundedDict[InstanceKey, None] = BoundedDict(MAX_EVICTED)
         self._evictions = self._evicted_bytes = self._reread_bytes = 0
         self._unreported = self._unreported_bytes = 0
         self._last_eviction = self._last_warning = float("-inf")
@@ -153,7 +156,7 @@ class LocalDisk:
     def note_eviction(self, key: InstanceKey, nbytes: int) -> None:
         """Count an eviction, and warn of it from time to time."""
         with self.changed:
-            self._evicted.add(key)
+            self._evicted[key] = None
             self._evictions += 1
             self._evicted_bytes += nbytes
             self._unreported += 1
@@ -176,7 +179,7 @@ class LocalDisk:
         """Count the bytes of a load of a partition that was evicted before."""
         with self.changed:
             if key in self._evicted:
-                self._evicted.discard(key)
+                del self._evicted[key]
                 self._reread_bytes += nbytes
 
     def describe(self) -> dict[str, int | float | None]:

@@ -23,7 +23,7 @@ from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host import partition_loader
+from spark_bridge.host import local_disk, partition_loader
 from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
 from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
@@ -436,6 +436,19 @@ def test_evictions_are_counted_and_warned_of_once_in_a_while(narrow: Stream, cap
     disk = narrow.disk()
     assert disk["evictions"] == 4 and disk["evicted_seconds"] == 0.0
     assert MIB < disk["reread_bytes"] < 3 * MIB < disk["evicted_bytes"]
+
+
+def test_memory_does_not_grow_with_the_evictions_of_ended_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_disk, "MAX_EVICTED", 3, raising=False)
+    disk = local_disk.LocalDisk(tmp_path, None)
+    for query in range(10):
+        disk.note_eviction((f"ck/{query}", "op", 0), MIB)
+    disk.note_loaded(("ck/0", "op", 0), MIB)
+    disk.note_loaded(("ck/9", "op", 0), MIB)
+    assert len(disk._evicted) == 2
+    assert (disk.describe()["evictions"], disk.describe()["reread_bytes"]) == (10, MIB)
 
 
 def test_maintenance_evicts_an_unused_partition_of_a_disk_that_is_nearly_full(
