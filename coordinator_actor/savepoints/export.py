@@ -29,7 +29,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest, file_digest
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
-from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path
+from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, METADATA_FILE, column_names, file_path
 
 ROW_GROUP_ROWS = 100_000
 ROW_GROUP_BYTES = 32 << 20
@@ -192,9 +192,23 @@ def _upload(storage: CheckpointStorage, path: str, local: Path) -> FileRef:
         own = FileRef(path, local.stat().st_size, file_digest(local))
         if _holds(storage, own, local.with_suffix(".held")):
             return own
+        _check_unfinished(storage)
         log.warning("%s was left by an earlier attempt, differs, and is replaced", storage.full_location(path))
         storage.delete(path)
         return storage.put_file(path, local)
+
+
+def _check_unfinished(storage: CheckpointStorage) -> None:
+    """Raise ``SavepointError`` if the savepoint is finished: its files are not left by an earlier attempt.
+
+    The query of a copied checkpoint has the id and the numbers of the original.
+    """
+    if storage.exists(METADATA_FILE):
+        raise SavepointError(
+            f"{storage.location} is a finished savepoint already, with other content: a query with the same id has "
+            "made it, whose checkpoint is a copy of this one, or the original. Make the savepoint again, which gives "
+            "it another number, or choose another directory."
+        )
 
 
 def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
@@ -356,6 +370,7 @@ def _copy(spark: CheckpointStorage, storage: CheckpointStorage, path: str, below
     except FileExistsInStorageError:
         # Left by an earlier attempt at the same savepoint.
         if storage.get(target) != data:
+            _check_unfinished(storage)
             storage.delete(target)
             return storage.put_new(target, data)
         return FileRef(target, len(data), digest(data))

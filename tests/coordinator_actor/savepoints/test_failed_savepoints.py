@@ -96,3 +96,21 @@ def test_a_recent_commit_of_spark_is_trusted(stream):
     s.at[3] = {**s.at[2], 5: 55}
     s.trigger()
     assert s.savepoint_rows(s.finish()) == s.at[3]
+
+
+def test_a_copied_checkpoint_leaves_the_savepoints_of_the_original_alone(stream, tmp_path):
+    """A copy of a checkpoint, such as a backup that is put back, has the same query id, and counts as the original."""
+    base = str(tmp_path / "savepoints")
+    original, copy = stream(2), stream(0)
+    original.trigger("r1", base)
+    path = original.finish("r1")
+    for batch in range(2):
+        copy.batch(batch, {batch: 7})
+    copy.trigger("r1", base)
+    copy.copy_spark_files()
+    copy.heartbeat()
+    error, message = copy.reason()
+    assert error == "SavepointDeclinedError" and f"{path} is a finished savepoint already" in message
+    assert original.savepoint_rows(path) == original.at[2]
+    copy.trigger("again", base)
+    assert copy.savepoint_rows(copy.finish("again")) == copy.at[2]
