@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import InvalidStateStoreArgument, MissingFileError
+from backends.exceptions import InvalidStateStoreArgument, MissingFileError, UnsupportedLocationError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import forgetting
 from coordinator_actor.coordinator_port import CoordinatorPort
@@ -96,7 +96,7 @@ def forget_keys(
     port = _coordinator() if coordinator is None else coordinator
     if not isinstance(query_or_checkpoint, str):
         return forgetting.forget_in_running(_required(port), str(query_or_checkpoint.runId), request)
-    if not _is_location(query_or_checkpoint):
+    if _is_running(port, query_or_checkpoint) or not _is_location(query_or_checkpoint):
         return forgetting.forget_in_running(_required(port), query_or_checkpoint, request)
     options = dict(storage_options or {})
     place = find_state(query_or_checkpoint, state_location, options)
@@ -143,13 +143,21 @@ def _served(port: CoordinatorPort, place: StatePlace, say: Callable[[str], None]
         time.sleep(forgetting.FORGET_POLL_SECONDS)
 
 
+def _is_running(port: CoordinatorPort | None, text: str) -> bool:
+    """Return whether a string is the name of a running query. Spark allows any name, such as one with a slash."""
+    if port is None:
+        return False
+    queries = port.describe()["queries"]
+    return any(query["name"] == text and query["ended_at"] is None for query in queries)
+
+
 def _is_location(text: str) -> bool:
     """Return whether a string is a checkpoint location, not a query's name: it has a slash, or a checkpoint."""
     if "/" in text:
         return True
     try:
         return CheckpointStorage.open(text).exists("metadata")
-    except MissingFileError:
+    except (MissingFileError, InvalidStateStoreArgument, UnsupportedLocationError):
         return False
 
 

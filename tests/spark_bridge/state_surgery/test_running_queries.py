@@ -586,6 +586,16 @@ def test_a_path_of_a_running_query_means_that_query(cluster):
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 
 
+@pytest.mark.parametrize("name", ["shop: totals", "shop/totals", "s3:totals"])
+def test_any_name_of_a_running_query_means_that_query(tmp_path, name):
+    """Spark lets a query have any name, and its name may look like a location."""
+    cluster = Grouping(tmp_path, name=name)
+    worked(cluster)
+    forget_keys(name, "totals", [1], coordinator=HeardPort(cluster))
+    check_forgotten(cluster)
+    cluster.close()
+
+
 def test_a_query_whose_coordinator_has_just_restarted_is_not_taken_for_an_ended_one(cluster):
     """The driver reports to the new coordinator a moment later."""
     worked(cluster)
