@@ -308,6 +308,8 @@ def inferred_operators(
                 name = _checked_name(target, variable, kept)
                 rows = old.rows(variable)
                 key_names = key.get(name[0]) if isinstance(key, Mapping) else key
+                if isinstance(key_names, str):  # one column, not its letters
+                    key_names = [key_names]
                 by = [rows.key.field(i).name for i in rows.key_order] if key_names is None else list(key_names)
                 owner = f"operator {name[0]!r}" if name[0] == operator else f"the new operator {name[0]!r}"
                 inferred, key_columns = inferred_variable(owner, rows, columns, by, name[1])

@@ -157,6 +157,20 @@ def test_keys_change_and_their_rows_are_combined(old: str, tmp_path: Path) -> No
     assert made.families["default"].value.field("n.count.count") == before.value.field("n.count.count")
 
 
+@pytest.mark.parametrize("key", ["of_k", {"totals": "of_k"}])
+def test_one_key_column_may_be_given_by_its_name_alone(old: str, tmp_path: Path, key: Any) -> None:
+    def renamed(batch: pa.RecordBatch) -> pa.RecordBatch:
+        by = by_k(batch)
+        return by.rename_columns(["of_k" if name == "k" else name for name in by.schema.names])
+
+    def first_of_each(table: pa.Table) -> pa.Table:
+        return table.take([table["of_k"].to_pylist().index(one) for one in table["of_k"].unique().to_pylist()])
+
+    rewritten(old, "totals", renamed, tmp_path / "new", key=key, combine=first_of_each)
+    found = {row["of_k"] for row in rows(str(tmp_path / "new"), "totals")}
+    assert found == {row["k"] for row in rows(old, "totals")}
+
+
 def test_equal_keys_without_combine_are_refused_and_nothing_is_left(old: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=r"'totals' come several times, such as k=.*combine="):
         rewritten(old, "totals", by_k, tmp_path / "new", key=["k"])
