@@ -320,6 +320,11 @@ class Conversion:
         there = [str(self.columns.get(name, name)) for name in keys]
         if len(of_spark) != num_columns or any(name not in of_spark for name in there):
             raise self._other_key(of_spark)
+        if len(set(there)) < len(there):
+            raise self._refusal(
+                f"columns= takes the keys {listed(keys)} from its columns {listed(there)}: each must be there once, "
+                f"and its key has {listed(of_spark)}."
+            )
         return [F.col("key").getField(name) for name in there]
 
     def _join_keys(self, frame: DataFrame, own: list[str]) -> list[Column]:

@@ -15,14 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyspark
 import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.exceptions import SavepointError
 from spark_bridge import (
@@ -33,6 +37,10 @@ from spark_bridge import (
     trigger_savepoint,
 )
 from spark_bridge import functions as S
+from spark_bridge.state_format.rows_to_pairs import PairsOfRows
+from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_surgery.shuffle import Target
+from spark_bridge.state_surgery.spark_state import Conversion, SparkOperator
 from tests.backends.storage.s3_faults import FaultProxy
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -355,6 +363,20 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     assert len(taken) == len(sums) == report.rows_written["totals", "default"]
     assert {None if pd.isna(k) else int(k): (r["size"], r["sum"]) for k, r in sums.iterrows()} == taken
     assert "in " + str(new) in refused_again(old, str(new), count_and_sum)
+
+
+def test_two_keys_of_the_program_cannot_be_one_of_spark() -> None:
+    """Otherwise the state would have other keys than the old one, and only a reader would see it."""
+    keys = pa.schema([("person", pa.string()), ("land", pa.string())])
+    schema = OperatorSchema.of_rows(StateSchema(keys, pa.schema([("n.count.count", pa.int64())])))
+    target = Target(("totals", "default"), 1, PairsOfRows(VariableRows(schema, schema.in_use[0], raw=True)))
+    of_spark = SimpleNamespace(dataType=SimpleNamespace(names=["user", "country"]))
+    frame: Any = SimpleNamespace(schema={"key": of_spark})
+    query: Any = None
+    columns = {"person": "user", "land": "user"}
+    conversion = Conversion(query, SparkOperator(0, "stateStoreSave"), target, columns)
+    with pytest.raises(InvalidStateStoreArgument, match=r"from its columns 'user', 'user': .* has 'user', 'country'"):
+        conversion._key_columns(frame)
 
 
 @pytest.mark.thorough  # otherwise: nothing; only Spark 4.3 writes this format, if it is set
