@@ -269,6 +269,11 @@ def _states(query: SparkQuery, operators: Mapping[str, int | tuple[int, str]] | 
         raise InvalidStateStoreArgument(f"{query.storage.location} has no stateful operator, so no state to mirror.")
     if operators is None:
         operators = {"_".join(map(str, ("operator", *(p if isinstance(p, tuple) else (p,))))): p for p in places}
+    if not operators:
+        raise InvalidStateStoreArgument(
+            f"operators= is empty, so there is no state to mirror. The states of {query.storage.location} are "
+            f"{', '.join(map(repr, places))}: name them, or leave out operators= for all."
+        )
     states: list[MirroredState] = []
     refusals = []
     for name, place in operators.items():

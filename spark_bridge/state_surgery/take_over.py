@@ -19,6 +19,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from spark_bridge.aggregates.computation import outputs_of
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_format.layouts import EXPIRES_AT
 from spark_bridge.state_surgery import new_state
@@ -35,10 +36,12 @@ from spark_bridge.state_surgery.declared_operators import (
 from spark_bridge.state_surgery.new_state import NewStateReport, Workers
 from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
 from spark_bridge.state_surgery.spark_state import (
+    AGGREGATE,
     GROUP_STATE,
     JOIN,
     KINDS_BY_SPARK,
     PROCESSOR,
+    SESSION,
     Conversion,
     FileSink,
     SparkOperator,
@@ -232,6 +235,7 @@ def _frames(
         raise InvalidStateStoreArgument(
             f"join_asof cannot take over a join of Spark, as {listed(asof)} should: use join."
         )
+    _check_columns(specs, pairs, targets, columns)
     for name, operator in pairs.items():
         variables = [variable for owner, variable in targets if owner == name]
         if extra := [variable for variable in operator.variables if variable not in variables]:
@@ -251,6 +255,38 @@ def _frames(
         for name, target in targets.items()
     }
     return {name: frame for name, frame in frames.items() if frame is not None}
+
+
+def _check_columns(
+    specs: Mapping[str, OfProgram],
+    pairs: Mapping[str, SparkOperator],
+    targets: Mapping[OperatorVariable, Target],
+    columns: Mapping[str, Mapping[str, str | int]],
+) -> None:
+    """Raise ``InvalidStateStoreArgument`` if ``columns`` names what an operator does not have, or no place."""
+    for owner, given in columns.items():
+        of_owner = [target for (name, _), target in targets.items() if name == owner]
+        outputs: list[str] = []
+        if KINDS_BY_SPARK[pairs[owner].name] in (AGGREGATE, SESSION):
+            rows = of_owner[0].pairs.rows
+            outputs = [output for output, _, _ in outputs_of(rows.stored_value)]
+            known = [*rows.key.names, *outputs]
+        else:
+            of_sides = [name for side in specs[owner].sides for name in side.columns.names]
+            known = [*(name for target in of_owner for name in target.pairs.columns.names), *of_sides]
+        if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
+            said = listed(unknown) if isinstance(given, Mapping) else repr(given)
+            raise InvalidStateStoreArgument(
+                f"columns= has {said} for operator {owner!r}, whose columns are {listed(list(dict.fromkeys(known)))}: "
+                f"give them as columns={{{owner!r}: {{{known[0]!r}: ...}}}}."
+            )
+        for output in outputs:
+            place = given.get(output, 0)
+            if not isinstance(place, int) or isinstance(place, bool) or place < 0:
+                raise InvalidStateStoreArgument(
+                    f"columns= has {place!r} for the output {output!r} of operator {owner!r}: give the place of its "
+                    "first buffer among those of Spark's operator, from 0 on."
+                )
 
 
 def _spark_files(query: SparkQuery, program: DataFrame, now_ms: int) -> SparkFiles:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,7 +15,7 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import MIRROR
-from spark_bridge.state_surgery.mirror import MirrorColumn, MirroredState, MirrorLag, SparkBatch, last_planned
+from spark_bridge.state_surgery.mirror import MirrorColumn, MirroredState, MirrorLag, SparkBatch, _states, last_planned
 from spark_bridge.state_surgery.spark_state import SparkOperator
 
 NOW = 1_800_000_000
@@ -72,6 +74,12 @@ class Clock:
 def lag_of(native: Checkpoint, own: Checkpoint, planned: tuple[int, SparkBatch] | None) -> tuple[MirrorLag, Clock]:
     clock = Clock()
     return MirrorLag(native.storage, own.storage, planned, clock), clock
+
+
+def test_a_mirror_of_no_state_is_refused() -> None:
+    query: Any = SimpleNamespace(operators=[SparkOperator(0, "dedupe")], storage=SimpleNamespace(location="native"))
+    with pytest.raises(InvalidStateStoreArgument, match=r"operators= is empty.*states of native are 0: name them"):
+        _states(query, {})
 
 
 def test_lag_counts_from_the_first_batch_that_is_not_shown(native: Checkpoint, own: Checkpoint) -> None:

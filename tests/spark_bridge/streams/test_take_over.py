@@ -29,6 +29,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.messages import OperatorSpec
 from spark_bridge import (
     aggregate,
     deduplicate,
@@ -39,8 +40,10 @@ from spark_bridge import (
 from spark_bridge import functions as S
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_surgery.declared_operators import OfProgram
 from spark_bridge.state_surgery.shuffle import Target
 from spark_bridge.state_surgery.spark_state import Conversion, SparkOperator
+from spark_bridge.state_surgery.take_over import _check_columns
 from tests.backends.storage.s3_faults import FaultProxy
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -377,6 +380,27 @@ def test_two_keys_of_the_program_cannot_be_one_of_spark() -> None:
     conversion = Conversion(query, SparkOperator(0, "stateStoreSave"), target, columns)
     with pytest.raises(InvalidStateStoreArgument, match=r"from its columns 'user', 'user': .* has 'user', 'country'"):
         conversion._key_columns(frame)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"usr": "user_id"}, "'usr' for operator 'totals', whose columns are 'user', 'n', 'spent'"),
+        ({"n.count.count": 0}, "'n.count.count' for operator"),
+        ("user", "'user' for operator"),
+        ({"spent": "sum"}, "'sum' for the output 'spent' of operator 'totals': give the place"),
+        ({"n": 0, "spent": -1}, "-1 for the output 'spent'"),
+    ],
+)
+def test_columns_that_would_be_ignored_are_refused(given: Any, said: str) -> None:
+    values = pa.schema([("n.count.count", pa.int64()), ("spent.sum.sum", pa.float64())])
+    schema = OperatorSchema.of_rows(StateSchema(pa.schema([("user", pa.string())]), values))
+    target = Target(("totals", "default"), 1, PairsOfRows(VariableRows(schema, schema.in_use[0], raw=True)))
+    of_program = {"totals": OfProgram(OperatorSpec("totals", 1, schema.to_json()))}
+    places = of_program, {"totals": SparkOperator(0, "stateStoreSave")}, {target.name: target}
+    _check_columns(*places, {"totals": {"user": "user_id", "n": 0, "spent": 2}})
+    with pytest.raises(InvalidStateStoreArgument, match=said):
+        _check_columns(*places, {"totals": given})
 
 
 @pytest.mark.thorough  # otherwise: nothing; only Spark 4.3 writes this format, if it is set
