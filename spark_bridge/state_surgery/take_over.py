@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pyarrow as pa
 
 from backends.encoding.key_groups import check_partitions
 from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema
@@ -34,7 +37,7 @@ from spark_bridge.state_surgery.declared_operators import (
     without_rows,
 )
 from spark_bridge.state_surgery.new_state import NewStateReport, Workers
-from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target
+from spark_bridge.state_surgery.shuffle import OperatorVariable, ReadJob, Routing, Target, key_in_words
 from spark_bridge.state_surgery.spark_state import (
     AGGREGATE,
     GROUP_STATE,
@@ -211,11 +214,30 @@ def _kind(one: OfProgram) -> str:
     return PROCESSOR if one.spec.kind.startswith(PROCESSOR) else one.spec.kind
 
 
+@dataclass(frozen=True)
+class SeveralKeys:
+    """Takes the rows of Spark's keys that are one key here: the ``combine`` of a target."""
+
+    target: Target
+
+    def __call__(self, rows: pa.Table) -> NoReturn:
+        """Raise ``InvalidStateStoreArgument``: only the old query can say what both states are together."""
+        key = key_in_words(rows.slice(0, 1).combine_chunks().to_batches()[0], self.target.pairs, 0)
+        raise InvalidStateStoreArgument(
+            f"Spark has several keys that are one key of {self.target.in_words}, such as {key}: 0.0 and -0.0 are two "
+            "keys of Spark. Have the old query remove the state of one of them, add 0.0 to that column before its "
+            "operator, and call take_over again."
+        )
+
+
 def _operator(one: OfProgram, backend: str | None, key_groups: int) -> new_state.NewOperator:
     spec = one.spec
     schema = schema_to_write(spec, None)
     count = check_partitions(spec.name, spec.num_partitions, key_groups)
-    targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
+    targets = tuple(
+        replace(target, combine=SeveralKeys(target))
+        for target in targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
+    )
     return new_state.NewOperator(spec.name, count, backend or spec.backend, schema, targets)
 
 

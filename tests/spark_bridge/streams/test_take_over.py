@@ -41,9 +41,9 @@ from spark_bridge import functions as S
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery.declared_operators import OfProgram
-from spark_bridge.state_surgery.shuffle import Target
+from spark_bridge.state_surgery.shuffle import Routing, RowCounts, Target, _distinct, gather_pairs
 from spark_bridge.state_surgery.spark_state import Conversion, SparkOperator
-from spark_bridge.state_surgery.take_over import _check_columns
+from spark_bridge.state_surgery.take_over import _check_columns, _operator
 from tests.backends.storage.s3_faults import FaultProxy
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -401,6 +401,17 @@ def test_columns_that_would_be_ignored_are_refused(given: Any, said: str) -> Non
     _check_columns(*places, {"totals": {"user": "user_id", "n": 0, "spent": 2}})
     with pytest.raises(InvalidStateStoreArgument, match=said):
         _check_columns(*places, {"totals": given})
+
+
+def test_keys_of_spark_that_are_one_key_here_are_named() -> None:
+    values = pa.schema([("n.count.count", pa.int64())])
+    schema = OperatorSchema.of_rows(StateSchema(pa.schema([("price", pa.float64())]), values))
+    (target,) = _operator(OfProgram(OperatorSpec("totals", 1, schema.to_json())), None, 8).targets
+    rows = pa.table({"price": [0.0, -0.0], "n.count.count": [1, 2]})
+    (runs,) = Routing(target.name, None, {target.name: target}, 8).cut(iter(rows.to_batches()), RowCounts())
+    ((found, keys),) = gather_pairs(target, list(runs.values()), 0, 8)
+    with pytest.raises(InvalidStateStoreArgument, match=r"one key of operator 'totals', such as price=0\.0: .* add 0"):
+        _distinct(target, found, keys, 8)
 
 
 @pytest.mark.thorough  # otherwise: nothing; only Spark 4.3 writes this format, if it is set
