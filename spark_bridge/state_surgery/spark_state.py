@@ -64,6 +64,9 @@ EMPTY_SUM = ("sum", "isEmpty")
 JOIN_FORMAT = "spark.sql.streaming.join.stateFormatVersion"
 MAX_JOIN_FORMAT = 3
 """The newest format of a join's state whose rows Spark's reader gives as they are; 4.3 may write a newer one."""
+CHECKPOINT_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
+UNIQUE_IDS = b'"stateUniqueIds":{'
+"""What a commit has if the files of its state have ids in their names: from format 2 on."""
 PLACEHOLDER = "present"
 """The column of a side of a join that keeps only keys."""
 SINK_LOG = "_spark_metadata"
@@ -144,6 +147,15 @@ def check_state_of_spark(caller: str, spark: SparkSession, storage: CheckpointSt
         raise InvalidStateStoreArgument(f"{storage.location} is not the checkpoint of a query: it has no metadata.")
     if storage.list("statestore"):
         raise InvalidStateStoreArgument(f"{storage.location} is the checkpoint of a query of this project: {instead}.")
+    newest = SparkCommits(storage).last_committed()
+    if newest is None or str(spark.conf.get(CHECKPOINT_FORMAT, "1")) != "1":
+        return
+    if UNIQUE_IDS in storage.get(f"commits/{newest}"):
+        raise InvalidStateStoreArgument(
+            f"The state of {storage.location} has checkpoint format 2, which Spark's reader only finds in a session "
+            f'of that format: spark.conf.set("{CHECKPOINT_FORMAT}", "2"), and call {caller} again. Such a session '
+            "reads format 1 too."
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgume
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import MIRROR
 from spark_bridge.state_surgery.mirror import MirrorColumn, MirroredState, MirrorLag, SparkBatch, _states, last_planned
-from spark_bridge.state_surgery.spark_state import SparkOperator
+from spark_bridge.state_surgery.spark_state import SparkOperator, check_state_of_spark
 
 NOW = 1_800_000_000
 
@@ -80,6 +80,21 @@ def test_a_mirror_of_no_state_is_refused() -> None:
     query: Any = SimpleNamespace(operators=[SparkOperator(0, "dedupe")], storage=SimpleNamespace(location="native"))
     with pytest.raises(InvalidStateStoreArgument, match=r"operators= is empty.*states of native are 0: name them"):
         _states(query, {})
+
+
+def test_state_that_the_session_cannot_find_is_refused_with_the_setting(native: Checkpoint) -> None:
+    """Spark's reader takes the format of its session, and does not look at that of the checkpoint."""
+    native.storage.put_new("metadata", b"{}")
+    native.commit(0, NOW)
+    settings: dict[str, str] = {}
+    spark: Any = SimpleNamespace(version="4.2.0", conf=settings)
+    check_state_of_spark("mirror", spark, native.storage, "")
+    ids = native.root / "commits" / "1"
+    ids.write_text('v2\n{"nextBatchWatermarkMs":0,"stateUniqueIds":{"0":[["0cb52b8e"]]}}')
+    with pytest.raises(InvalidStateStoreArgument, match=r'checkpointFormatVersion", "2"\), and call mirror again'):
+        check_state_of_spark("mirror", spark, native.storage, "")
+    settings["spark.sql.streaming.stateStore.checkpointFormatVersion"] = "2"
+    check_state_of_spark("mirror", spark, native.storage, "")
 
 
 def test_lag_counts_from_the_first_batch_that_is_not_shown(native: Checkpoint, own: Checkpoint) -> None:
