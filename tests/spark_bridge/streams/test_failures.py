@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import ray
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from backends.formats.manifest import Manifest, unseal
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
+from spark_bridge.session.settings import STANDBY_REPLICAS_CONF, STATE_LOCATION_CONF
+from tests.backends.storage.s3_faults import Fault, FaultProxy
 from tests.effort import only_thorough
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
@@ -164,6 +167,40 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
     totals.add(2)
     settle(query)
     totals.check(client)
+
+
+def test_other_queries_go_on_when_a_storage_refuses_a_restarted_coordinator(
+    make_stream: Callable[..., Stream], client: QueryableStateClient, spark: SparkSession, s3: FaultProxy
+) -> None:
+    """The new coordinator cannot take up one of two queries. Copies of both are on both hosts."""
+    refused, well = (Totals(make_stream(), name) for name in ("refused", "well"))
+    queries = []
+    spark.conf.set(STANDBY_REPLICAS_CONF, "1")
+    try:
+        for totals in (refused, well):
+            totals.add(2)
+            queries.append(start_totals(totals.frame(2), totals.stream))
+            settle(queries[-1])
+            spark.conf.unset(STATE_LOCATION_CONF)  # the second query keeps its state in its checkpoint
+    finally:
+        spark.conf.unset(STANDBY_REPLICAS_CONF)
+    of_refused, of_well = queries
+    s3.plan.append(Fault("answer", status=403, times=10**9))
+    answered = len(s3.seen)
+    before = coordinator_pid()
+    ray.kill(ray.get_actor(COORDINATOR_NAME, namespace=NAMESPACE), no_restart=False)
+    wait_until(lambda: coordinator_pid() != before and len(s3.seen) > answered)
+
+    for _ in range(2):
+        well.add()
+        settle(of_well)  # all copies have the version
+        well.check(client)
+    assert of_well.exception() is None and of_refused.exception() is None
+    s3.plan.clear()
+    refused.add()
+    settle(of_refused)
+    refused.check(client)
+    well.check(client)
 
 
 def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
