@@ -41,14 +41,14 @@ SPARED = (BEFORE_IMAGES, LAST_READS)
 ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
 
 KEPT_OF_COMMIT = 2
-"""Copies of its changes that a commit keeps: the changes, and what is prepared for the engine, which is about as large.
-"""
+"""A commit keeps its changes, and the write that is prepared for the engine, which is about as large."""
 PEAK_OF_COPY = 3
-"""Peak number of copies of a copy's changes, while they are merged."""
+"""Peak memory of a copy's changes while they are merged, as a multiple of the changes."""
 PEAK_OF_COMMIT = 3
-"""Peak number of copies of a commit's changes.
+"""Peak memory of a commit, as a multiple of its changes.
 
-While it is received it has them twice; then it has what it keeps, and its changelog.
+While the host receives a commit, its changes are in memory twice. Afterwards there are ``KEPT_OF_COMMIT`` copies and
+the changelog.
 """
 MAX_WAITING = 1000
 """At most this many commits of a run wait for their turn: each has a thread of the server."""
@@ -82,8 +82,8 @@ class Claim:
 class HostMemory:
     """The memory that all stores of the process may use together, ``limit`` bytes.
 
-    Thread-safe. The lock of this module is held for a few additions, and no other lock is taken under it. A loop here
-    is as long as the list of claims that it releases.
+    Thread-safe. The lock of this module is held only for additions and for the release of claims, and no other lock is
+    taken under it.
     """
 
     def __init__(self, conf: StateStoreConf) -> None:
@@ -119,7 +119,7 @@ class HostMemory:
     # -- row caches ----------------------------------------------------------------------------
 
     def count_rows(self, asked: int, hits: int) -> None:
-        """Count requested keys, and those of them that a row cache had. For people: threads may lose a count."""
+        """Count the requested keys and the hits of a row cache. No lock is taken, so the counts are approximate."""
         self._row_lookups["asked"] += asked
         self._row_lookups["hits"] += hits
 
@@ -176,7 +176,7 @@ class HostMemory:
             if claim is not None and claim.drop is not None:
                 claim.is_dropped = True
                 claim.drop()
-            claim = None  # or it would live on
+            claim = None  # the last reference: its end subtracts the bytes
             self._settle()
 
     # -- claims --------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class HostMemory:
         """Admit a commit of ``nbytes`` bytes of changes, for a ``with`` block, once it fits next to the admitted ones.
 
         Commits are admitted in order of arrival. One commit of each run is admitted even without room, so that a run
-        never waits for the storage of another: memory exceeds its budget by at most that. Raises ``HostMemoryError``
+        never waits for the storage of another run. Only these commits can exceed the budget. Raises ``HostMemoryError``
         for changes that could never be kept, and ``HostMemoryBusyError`` if the commit is not admitted within
         ``seconds``, or if ``MAX_WAITING`` commits of its run wait already.
         """
@@ -335,14 +335,15 @@ class HostMemory:
             heapify(self._largest_rows)
 
     def _spared_room(self) -> int:
-        """Return how many bytes may be spared: needed and passing memory evicts spared memory before rows."""
+        """Return how many bytes spared memory may have. When memory is short, it shrinks before row caches do."""
         others = sum(self._held[k] for k in (*NEEDED, *PASSING))
         return max(0, min(self.limit // 4, self._working - self.row_cache_bytes - others))
 
     def _make_room(self) -> None:
         """Drop spared memory, the oldest first, and then rows, until everything fits.
 
-        A reader may keep dropped memory alive for a while: so this stops once it has dropped the initial excess.
+        A reader may keep dropped memory alive for a while. So the loop counts the bytes that it has dropped, and stops
+        at the initial excess.
         """
         with _lock:
             self._settle()
@@ -356,7 +357,7 @@ class HostMemory:
             if claim is not None and claim.drop is not None:
                 over -= claim.nbytes
                 drop = claim.drop
-                claim = None  # or it would live on
+                claim = None  # the last reference: its end subtracts the bytes
                 drop()
             if is_end:
                 break

@@ -50,7 +50,7 @@ def grouped_by_bytes(parts: Iterable[HasBytesT], least: int) -> Iterator[list[Ha
 KEYS_BY_COMPARISON = 20_000
 """At most this many keys are sorted faster by comparing them."""
 COMPARED_BYTES = 32
-"""The number of bytes of each key that are looked at."""
+"""``key_order`` looks at this many bytes of each key, and compares whole keys where these bytes are equal."""
 _WORD = 8
 
 
@@ -110,7 +110,7 @@ class SortedPairs:
 
     @classmethod
     def of(cls, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray) -> SortedPairs:
-        """Take over arrays, and sort them if need be.
+        """Make changes from arrays, and sort them if necessary.
 
         Raises ``InvalidStateStoreArgument`` for other types, other lengths, null keys or a key that is given twice.
         """
@@ -170,7 +170,8 @@ class SortedPairs:
         if _HAS_SEARCH:
             at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
         else:
-            # Stable: of equal keys the needle comes first, so the keys before it are those below it.
+            # The sort is stable, and the needles come first: a needle is sorted before the key that equals it. So the
+            # number of keys before a needle is the number of smaller keys.
             order = np.asarray(pc.sort_indices(pa.concat_arrays([keys, self.keys])))
             is_needle = order < len(keys)
             at = np.empty(len(keys), np.int64)
@@ -185,7 +186,7 @@ class SortedPairs:
         is_here = at >= 0
         if not is_here.any():
             return below
-        changed = self.values.take(pa.array(at[is_here]))  # first of all: there may be many more changes than keys
+        changed = self.values.take(pa.array(at[is_here]))  # not all values: there may be many more changes than keys
         if len(changed) == len(keys):
             return changed
         rows = np.arange(len(keys)) + len(changed)
@@ -316,7 +317,10 @@ PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field
 
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
-    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
+    """Read several sorted streams in parallel. Each step has a part of every stream, which may be empty.
+
+    All keys of a step are greater than all keys of the steps before it.
+    """
     heads: list[SortedPairs | None] = [next(stream, None) for stream in streams]
     while True:
         for i, stream in enumerate(streams):

@@ -31,9 +31,10 @@ _NUMBER = np.dtype("<u2")
 
 @dataclass
 class _Part:
-    """A null bit of a row's layout, with its fixed-width field or data, and the column's values while rows are encoded.
+    """A null bit of a row's layout, and the field that it belongs to.
 
-    ``dtype`` None and ``is_data`` False is a struct, which has only its null bit.
+    The field has a fixed width (``dtype``), or is stored with the row's data (``is_data``). A struct has neither.
+    ``mask`` and ``values`` are those of the column, and are set only while rows are encoded.
     """
 
     dtype: np.dtype[Any] | None
@@ -82,7 +83,7 @@ def decode_values(
 
 
 def _readable(schema: pa.Schema) -> pa.Schema:
-    # All columns are nullable here: an absent row is one of nulls, even if the schema has none.
+    # All columns are nullable here, whatever the schema says: an absent row is decoded as a row of nulls.
     return pa.schema([pa.field(f.name, columns.normalized_type(f.name, f.type)) for f in schema])
 
 
@@ -211,14 +212,17 @@ class _Layout:
         return all(part.dtype is not None for part in self.parts)
 
     def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
-        """Return the columns of rows of this schema number without any null, in fewest steps; None for other rows."""
+        """Return the columns if all columns are of fixed width, and all rows have this schema number and no null.
+
+        Return None for other rows. This is the fast path of ``decode_values``.
+        """
         even = columns.even_rows(values) if self.is_flat else None
         if even is None or even.dtype.itemsize != self.dtype.itemsize:
             return None
         rows = even.view(self.dtype)
         if self.head_mask is None:
             is_plain = not rows["nulls"].any() and bool((rows["number"] == number).all())
-        else:  # number and nulls in one word
+        else:  # compare number and nulls as one word
             words: npt.NDArray[np.uint64] = np.ndarray((len(rows),), "<u8", rows, 0, rows.strides)
             words = words & self.head_mask
             is_plain = bool((words == np.uint64(number)).all())
@@ -301,7 +305,8 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
-    # The lengths, and the elements, of one row are already adjacent: they only need other offsets.
+    # All lengths of one row are adjacent, and so are all its elements. So only the offsets change: one value per row
+    # instead of one per element.
     return columns.join_columns(
         [
             columns.rows_as_binary(counts),

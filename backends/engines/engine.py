@@ -39,7 +39,7 @@ class StateEngine(Protocol):
 
     @property
     def state(self) -> LocalState:
-        """The state that the engine holds. In a local directory an earlier process may have left a version."""
+        """The state that the engine holds. A new engine has that of an earlier process if it opens its local files."""
 
     @property
     def column_families(self) -> frozenset[str]:
@@ -143,8 +143,8 @@ def backend_of(conf: StateStoreConf) -> BackendEngine:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_SAID = ("No space left on device", "Disk quota exceeded")
-"""Messages of the operating system. Engines pass on only the message."""
+_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")
+"""Messages of the operating system for these errors. Engines raise errors that have the message but no number."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:
@@ -152,14 +152,14 @@ def is_full_disk(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(message in str(error) for message in _SAID):
+        if any(message in str(error) for message in _FULL_MESSAGES):
             return True
         error = error.__cause__
     return False
 
 
 def disk_full(path: Path, error: BaseException) -> LocalDiskFullError:
-    """Return the error for a full disk that holds ``path``, or was to hold it."""
+    """Return the error for a full disk. ``path`` is on that disk, and may not exist yet."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     usage, mib = shutil.disk_usage(existing), 1 << 20
     return LocalDiskFullError(
@@ -171,7 +171,7 @@ def disk_full(path: Path, error: BaseException) -> LocalDiskFullError:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Raise ``LocalDiskFullError`` where the block finds the disk of ``path`` full."""
+    """Raise ``LocalDiskFullError`` in place of any error of the block that says that the disk of ``path`` is full."""
     try:
         yield
     except LocalDiskFullError:
@@ -200,7 +200,7 @@ changes, and buffered changes leave less memory for batches.
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Buffer:
     """The changes over the underlying engine. Immutable: a reader keeps the object that it began with.
 
     ``is_over_pairs``: whether the underlying engine may have pairs. If not, keys that are removed need not be
@@ -218,7 +218,7 @@ class _Held:
         """The column families of the changes."""
         return frozenset(self.maps).union(*(changes.families for changes in self.unmerged))
 
-    def with_more(self, changes: Changes, claim: Claim) -> _Held:
+    def with_more(self, changes: Changes, claim: Claim) -> _Buffer:
         """Return these changes with ``changes`` on top of them."""
         nbytes = self.nbytes + changes.nbytes
         return replace(self, unmerged=(*self.unmerged, changes), nbytes=nbytes, claims=(*self.claims, claim))
@@ -227,17 +227,17 @@ class _Held:
         """Return the changes of a family, all of them merged."""
         return self.maps.get(family) or SortedMap(keeps_removed=self.is_over_pairs)
 
-    def merged(self) -> _Held:
+    def merged(self) -> _Buffer:
         """Return the same changes, all of them merged."""
         families = {family for changes in self.unmerged for family in changes.families}
         return replace(self, unmerged=(), maps={**self.maps, **{family: self._merged(family) for family in families}})
 
     def _merged(self, family: str) -> SortedMap:
         parts = [changes.families[family] for changes in self.unmerged if family in changes.families]
-        together = SortedPairs.last_wins(
+        merged_pairs = SortedPairs.last_wins(
             pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
         )
-        return self.of(family).with_changes(together)
+        return self.of(family).with_changes(merged_pairs)
 
 
 class BufferedEngine:
@@ -255,13 +255,13 @@ class BufferedEngine:
         self._memory = host_memory(conf)
         self._range = (start, end)
         self._changing = threading.Lock()
-        """Held briefly: a reader that merges, and a write, each replace the buffered changes."""
+        """Guards the replacement of ``_buffer``, by a write and by a reader that merges it. Held only briefly."""
         self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._begin_with(self._below.state)
 
     def _begin_with(self, state: LocalState) -> None:
         with self._changing:
-            self._held = _Held(is_over_pairs=state != LocalState())
+            self._buffer = _Buffer(is_over_pairs=state != LocalState())
         self.state = state
 
     @property
@@ -271,7 +271,7 @@ class BufferedEngine:
 
     @property
     def column_families(self) -> frozenset[str]:
-        return self._held.families | self._below.column_families
+        return self._buffer.families | self._below.column_families
 
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
@@ -309,18 +309,18 @@ class BufferedEngine:
 
     def _changes(self, column_family: str) -> SortedMap:
         """Return the changes of a family, merged."""
-        buffer = self._held
+        buffer = self._buffer
         if buffer.unmerged:
             with self._changing:
-                buffer = self._held = self._held.merged()
+                buffer = self._buffer = self._buffer.merged()
         return buffer.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        return lambda state: self._hold(changes, state)
+        return lambda state: self._add(changes, state)
 
-    def _hold(self, changes: Changes, state: LocalState) -> None:
+    def _add(self, changes: Changes, state: LocalState) -> None:
         new = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._held.nbytes + new.nbytes > self._most_bytes:
+        if self._buffer.nbytes + new.nbytes > self._most_bytes:
             self._write_below()
         claim = self._memory.claim_copy(new.nbytes) if new.nbytes <= self._most_bytes else None
         if claim is None:
@@ -328,7 +328,7 @@ class BufferedEngine:
             self._write(new, state)
             return
         with self._changing:
-            self._held = self._held.with_more(new, claim)
+            self._buffer = self._buffer.with_more(new, claim)
         self.state = state
 
     def _of_range(self, pairs: SortedPairs) -> SortedPairs:
@@ -339,22 +339,22 @@ class BufferedEngine:
 
     def _write_below(self) -> None:
         """Flush all changes to the underlying engine."""
-        if not self._held.families and self.state == self._below.state:
+        if not self._buffer.families and self.state == self._below.state:
             return
         self._changes(DEFAULT_FAMILY)
         self._write(
-            Changes({f: family_map.between(None, None) for f, family_map in self._held.maps.items()}), self.state
+            Changes({f: family_map.between(None, None) for f, family_map in self._buffer.maps.items()}), self.state
         )
 
     def _write(self, changes: Changes, state: LocalState) -> None:
         """Write changes to the underlying engine. Afterwards nothing is buffered."""
-        with self._damage_noted():
+        with self._reset_on_damage():
             self._below.prepare(changes)(state)
         self._begin_with(state)
 
     @contextmanager
-    def _damage_noted(self) -> Iterator[None]:
-        """If a failed block leaves the underlying engine without a version, drop this one's: it needs a load."""
+    def _reset_on_damage(self) -> Iterator[None]:
+        """Take over the underlying engine's state if a block fails and changes it: the partition needs a load then."""
         before = self._below.state
         try:
             yield
@@ -371,7 +371,7 @@ class BufferedEngine:
 
     def capture(self, directory: Path) -> Callable[[], None]:
         self._write_below()
-        with self._damage_noted():  # the first open for writing detects damage
+        with self._reset_on_damage():  # the first open for writing detects damage
             return self._below.capture(directory)
 
     def restore(self, directory: Path) -> None:
@@ -383,13 +383,13 @@ class BufferedEngine:
     def num_keys(self) -> int:
         if self.state.num_keys is not None:
             return self.state.num_keys
-        buffer = self._held
+        buffer = self._buffer
         unmerged = sum(len(pairs) for changes in buffer.unmerged for pairs in changes.families.values())
         return self._below.num_keys() + unmerged + sum(len(run) for of in buffer.maps.values() for run in of.runs)
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory of the underlying engine and of the changes."""
-        return self._below.memory_bytes() + self._held.nbytes
+        return self._below.memory_bytes() + self._buffer.nbytes
 
     def num_files(self) -> int:
         return self._below.num_files()
@@ -415,7 +415,7 @@ class DeferredEngine(BufferedEngine):
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
-        # An unfinished engine buffers nothing: it rejects changes, or needs the ones that make a version.
+        # An unfinished engine buffers nothing. Either it rejects changes, or they complete its version.
         self._is_written = state.is_unfinished
 
     @property
@@ -431,7 +431,7 @@ class DeferredEngine(BufferedEngine):
 
     def _apply(self, changes: Changes, write: Callable[[LocalState], None], state: LocalState) -> None:
         if not self._is_written:  # the engine was reloaded since, and buffers changes
-            self._hold(changes, state)
+            self._add(changes, state)
             return
         try:
             write(state)

@@ -30,11 +30,11 @@ from backends.host_memory import Claim, HostMemory
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
 MIN_KEPT = 64
-"""Missing keys are added once there were so many since the last addition, in this read and earlier ones.
+"""A read adds its missing keys once this many keys were missing since the last addition, in it and in earlier reads.
 
-A read counts at least a sixteenth of its keys, so that large reads with few missing keys add them.
-An addition takes as long as reading some thirty keys from RocksDB, or a thousand from here. Keys that are read often
-are soon among those that are added.
+A read counts at least a sixteenth of its keys as missing, so that large reads with few missing keys add them. An
+addition takes as long as reading some thirty keys from RocksDB, or a thousand from here. Keys that are read often are
+soon among those that are added.
 """
 ROW_BYTES = 44
 """The most bytes that a row takes in addition to its key and value."""
@@ -48,8 +48,8 @@ class RowCache:
     """The pairs of one column family that were read last, and the keys found to be absent, for any number of threads.
 
     A writer of the column family must call ``update`` after its write, before anyone may rely on the write, and
-    ``clear`` if it does not know what was written. ``_lock`` is held while the rows are changed, but ``memory`` may
-    empty the cache at any time: a writer then changes rows that no reader uses any more, which does no harm.
+    ``clear`` if it does not know what was written. ``_lock`` is held while the rows are changed. ``memory`` may still
+    empty the cache at any time. A writer then changes rows that no reader uses any more.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -81,7 +81,7 @@ class RowCache:
     def _get_step(
         self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], keep: bool
     ) -> pa.BinaryArray:
-        epoch = self._epoch  # first of all: pairs that are read below are kept only if nothing was written since
+        epoch = self._epoch  # before the reads: their pairs are kept only if nothing was written since then
         rows = self.rows
         if not (rows.count or keep):
             return read(keys)
@@ -108,7 +108,7 @@ class RowCache:
     def _keep(
         self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray, epoch: int
     ) -> None:
-        """Hold pairs that were read, unless pairs were written since, or another thread changes the rows."""
+        """Hold pairs that were read, unless pairs were written since the read, or another thread changes the rows."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -160,8 +160,8 @@ class RowCache:
 
     def _hold(self, rows: CachedRows) -> bool:
         """Hold these rows in place of the current ones; return False if there is no room: the cache is empty then."""
-        self.drop_rows()  # first, since old and new rows need not fit together
-        claim = self._memory.claim_rows(rows.nbytes, partial(_drop_dropped, ref(self)))
+        self.drop_rows()  # before the claim: there may not be room for the old and the new rows at once
+        claim = self._memory.claim_rows(rows.nbytes, partial(_empty_if_dropped, ref(self)))
         if claim is None:
             return False
         self.rows, self.claim = rows, claim
@@ -172,7 +172,7 @@ class RowCache:
     def _insert(self, keys: pa.BinaryArray, hashes: row_cache_table.KeyHashes, values: pa.BinaryArray) -> None:
         rows = self.rows
         if not rows.has_room(keys, values):
-            rows.remove(hashes)  # their values are not right any more, so they need not move
+            rows.remove(hashes)  # these keys get new values, so their old ones need not move
             moved = self._moved(rows, keys, values)
             if moved is None or not self._hold(moved):
                 return
@@ -181,9 +181,10 @@ class RowCache:
         rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
 
     def _moved(self, rows: CachedRows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> CachedRows | None:
-        """Return new rows with all live ones, or as many of the newest as may be, and room to grow to twice the size.
+        """Return new rows that hold the live ones, with room for more pairs and for growing to twice the size.
 
-        There is room for the given pairs as well. None if they alone are too many.
+        If that exceeds the cache's share of memory, only the newest live rows move. Return None if there is no room for
+        the other pairs alone.
         """
         live = rows.live()
         more, widths = len(more_keys), row_cache_table.widths_of(more_keys, more_values)
@@ -239,8 +240,8 @@ def _needed(keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
     return content_bytes(keys) + content_bytes(values) + ROW_BYTES * len(keys)
 
 
-def _drop_dropped(cache: ref[RowCache]) -> None:
-    """Empty a cache whose memory is needed, unless it has other rows by now."""
-    emptied = cache()
-    if emptied is not None and emptied.claim is not None and emptied.claim.is_dropped:
-        emptied.drop_rows()
+def _empty_if_dropped(reference: ref[RowCache]) -> None:
+    """Empty a cache whose claim was dropped. A cache that has replaced its rows since has another claim."""
+    cache = reference()
+    if cache is not None and cache.claim is not None and cache.claim.is_dropped:
+        cache.drop_rows()

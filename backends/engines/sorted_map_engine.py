@@ -140,17 +140,18 @@ def _cut(pairs: SortedPairs) -> list[SortedPairs]:
 
 
 def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
-    """Return the chunks with small neighbours joined, which removals have left."""
+    """Join neighbouring chunks that are small because keys were removed."""
     joined: list[SortedPairs] = []
-    for following in chunks:
-        chunk = following
+    for chunk in chunks:
+        last = joined[-1] if joined else None
         if (
-            joined
-            and len(joined[-1]) + len(chunk) <= MAP_CHUNK_ROWS // 4
-            and joined[-1].nbytes + chunk.nbytes <= MAP_CHUNK_BYTES // 4
+            last is not None
+            and len(last) + len(chunk) <= MAP_CHUNK_ROWS // 4
+            and last.nbytes + chunk.nbytes <= MAP_CHUNK_BYTES // 4
         ):
-            chunk = _concatenated((joined.pop(), chunk))
-        joined.append(chunk)
+            joined[-1] = _concatenated((last, chunk))
+        else:
+            joined.append(chunk)
     return joined
 
 

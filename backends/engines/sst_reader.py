@@ -1,8 +1,8 @@
 """Reads RocksDB's own files by columns: many pairs at once, where an iterator returns one after the other.
 
-The format is that of RocksDB's block-based tables, format version 6: blocks of pairs, found by an
-index. A file with any other content (a later format, merge operands, range deletions) is rejected when it is opened,
-and RocksDB reads it. So is a file of long keys, which RocksDB reads faster.
+The format is that of RocksDB's block-based tables, format version 6: blocks of pairs, found by an index. A file with
+any other content (a later format, merge operands, range deletions) is rejected when it is opened, and RocksDB reads it.
+So is a file of long keys, which RocksDB reads faster.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SEQUENCE = 8
 _REMOVED, _VALUE, _REMOVED_ONCE = 0, 1, 7
 """Types of pairs."""
 _PAD = bytes(64)
-# The first bytes of a word of eight, by their number.
 _FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], "<u8")
+"""The mask of the first n bytes of a word of eight bytes, for each n from 0 to 8."""
 
 _U4, _WORD = np.dtype("<u4"), np.dtype("<u8")
 
@@ -70,7 +70,7 @@ def varint_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def restarts_at(block: bytes) -> int:
-    """Return where the pairs of a block end."""
+    """Return the end of a block's pairs: the position where its list of restart points begins."""
     (num,) = struct.unpack_from("<I", block, len(block) - 4)
     return len(block) - 4 - 4 * int(num)
 
@@ -141,10 +141,13 @@ def _runs(data: Bytes, begins: _Positions, ends: _Positions) -> tuple[_Positions
 
 
 class _Step(NamedTuple):
-    """The n-th pairs of runs. ``goes_on`` says which runs of the step before have one; None if all have."""
+    """The n-th pair of each run that has so many.
+
+    ``is_in_step`` is a mask of the runs of the step before: those that have an n-th pair. None if all have one.
+    """
 
     runs: _Positions
-    goes_on: npt.NDArray[np.bool_] | None
+    is_in_step: npt.NDArray[np.bool_] | None
     shared: _Positions
     key_at: _Positions
     value_at: _Positions
@@ -158,18 +161,18 @@ class _Entries:
         self._data = data
         self._steps: list[_Step] = []
         counts = np.zeros(len(starts), np.int64)
-        runs, at, goes_on = np.arange(len(starts)), starts, None
+        runs, at, is_in_step = np.arange(len(starts)), starts, None
         while len(at):
             shared, more, size, key_at = _headers(data, at)
             value_at = key_at + more
             at = value_at + size
-            self._steps.append(_Step(runs, goes_on, shared, key_at, value_at, at))
+            self._steps.append(_Step(runs, is_in_step, shared, key_at, value_at, at))
             counts[runs] += 1
-            goes_on = at < stops[runs]
-            if goes_on.all():
-                goes_on = None
+            is_in_step = at < stops[runs]
+            if is_in_step.all():
+                is_in_step = None
             else:
-                at, runs = at[goes_on], runs[goes_on]
+                at, runs = at[is_in_step], runs[is_in_step]
         self.counts = counts
         self._first = np.cumsum(counts) - counts
         self._num = int(counts.sum())
@@ -187,8 +190,8 @@ class _Entries:
         words = np.empty((self._num, self._num_words), _WORD)
         before: list[Words] = []
         for step, rows in zip(self._steps, self._rows, strict=True):
-            if step.goes_on is not None:
-                before = [word[step.goes_on] for word in before]
+            if step.is_in_step is not None:
+                before = [word[step.is_in_step] for word in before]
             before = self._words(step, before)
             for i, word in enumerate(before):
                 words[rows, i] = word
@@ -205,15 +208,18 @@ class _Entries:
         return binary_array(*gather_ranges(flat, begins, ends)), flat[ends]
 
     def _words(self, step: _Step, before: list[Words]) -> list[Words]:
-        """Return the keys of a step in words of eight bytes: of the key before as many bytes as the key shares."""
-        # Where the whole key would begin, if its own bytes followed those that it shares.
+        """Return the keys of a step as words of eight bytes. ``before`` are the words of the keys before them.
+
+        A key begins with the bytes that it shares with the key before it. Its own bytes follow.
+        """
+        # The position where the key would begin if the file had the shared bytes in front of the key's own bytes.
         begins = step.key_at - step.shared
         last = len(self._data) - _WORD.itemsize
         words = []
         for i in range(self._num_words):
             at = begins + _WORD.itemsize * i
             if 8 * i > len(_PAD) - 8:
-                at = np.minimum(at, last)  # after the key, and after all
+                at = np.minimum(at, last)  # such a word is after the end of the key, so that its content does not count
             own: Words = gather_fixed(self._data, at, _WORD)
             if before:
                 shared = _FIRST_BYTES[np.clip(step.shared - _WORD.itemsize * i, 0, _WORD.itemsize)]
@@ -232,7 +238,7 @@ class _Entries:
         return binary_array(content, offsets, None if is_there.all() else ~is_there)
 
     def _placed(self, steps: Sequence[_Positions]) -> _Positions:
-        """Return figures of all pairs in the order of the pairs."""
+        """Return one number per pair, in the order of the pairs, from the numbers of each step."""
         placed = np.empty(self._num, np.int64)
         for rows, step in zip(self._rows, steps, strict=True):
             placed[rows] = step
@@ -240,9 +246,9 @@ class _Entries:
 
 
 def _headers(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions, _Positions, _Positions]:
-    """Return how many bytes pairs share with the key before, how many more their keys and their values have.
+    """Return the three numbers in front of each pair, and the position after them.
 
-    The last are the positions after these three numbers.
+    The numbers are the bytes that the key shares with the key before it, the key's own bytes, and the value's bytes.
     """
     together = gather_fixed(data, at, _U4)
     if not (together & 0x808080).any():
@@ -370,13 +376,13 @@ class TableFile:
         """Return the blocks that may have keys of a range, in lists of those that are decoded together."""
         most = FIRST_BLOCKS
         handles = self._handles(start, end)
-        while together := _first(handles, most):
-            begin = together[0][0]
-            # Blocks follow one another in the file.
-            data = self._read(begin, sum(together[-1]) + _TRAILER - begin)
+        while ranges := _next_ranges(handles, most):
+            begin = ranges[0][0]
+            # Blocks are adjacent in the file, so one read has all of them.
+            data = self._read(begin, sum(ranges[-1]) + _TRAILER - begin)
             step: list[Block] = []
             nbytes = 0
-            for offset, size in together:
+            for offset, size in ranges:
                 step.append(self._content(data, offset - begin, size, offset))
                 nbytes += len(step[-1])
                 if nbytes >= STEP_BYTES:
@@ -387,19 +393,19 @@ class TableFile:
             most = min(2 * most, STEP_BLOCKS)
 
     def _handles(self, start: bytes | None, end: bytes | None) -> Iterator[tuple[int, int]]:
-        """Return where the blocks begin that may have keys of a range, and how long they are."""
+        """Return the offsets and the sizes of the blocks that may have keys of a range."""
         index = self._block(*self._index)
         at, stop = 0, restarts_at(index)
         while at < stop:
             shared, length, at = index[at], index[at + 1], at + 2
             if shared:
-                raise DamagedTableError(f"{self._path} has keys in its index that are not whole.")
+                raise DamagedTableError(f"{self._path} has shortened keys in its index.")
             if length >= 0x80:
                 length, at = varint_at(index, at - 1)
             key, at = index[at : at + length], at + length
             offset, at = varint_at(index, at)
             size, at = varint_at(index, at)
-            if start is not None and key < start:  # no key of the block is after it
+            if start is not None and key < start:  # the key of the index is not below any key of the block
                 continue
             yield offset, size
             if end is not None and key >= end:
@@ -440,8 +446,8 @@ def _handle(data: bytes) -> tuple[int, int]:
     return offset, varint_at(data, at)[0]
 
 
-def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """Return the next blocks, ``most`` of them if they have few bytes."""
+def _next_ranges(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """Return the next blocks: at most ``most``, and no more once they have ``STEP_BYTES`` together."""
     ranges: list[tuple[int, int]] = []
     for handle in handles:
         ranges.append(handle)
@@ -451,7 +457,7 @@ def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int
 
 
 def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) -> SortedPairs:
-    """Return the first of equal keys, which is the newest, as pairs after the key ``last``."""
+    """Return the newest pair of each key, which is the first of equal keys. Drop older pairs of the key ``last``."""
     if not is_strictly_sorted(keys):
         is_new = pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))
         is_new = pa.concat_arrays([pa.array([True]), is_new])
@@ -494,7 +500,7 @@ class Table(NamedTuple):
 
 
 def listed_tables(described: str) -> list[Table] | None:
-    """Return the files that RocksDB's "rocksdb.sstables" describes; None if it is not understood, or has none."""
+    """Return the files that RocksDB's property "rocksdb.sstables" lists; None for an empty or unknown list."""
     tables: list[Table] = []
     level = -1
     for line in described.splitlines():
@@ -511,7 +517,7 @@ def listed_tables(described: str) -> list[Table] | None:
 
 
 def _is_ordered(tables: Sequence[Table]) -> bool:
-    """Whether the files of level 0 come newest first, and those of each other level ascend, none with another's key."""
+    """Whether the files of level 0 are listed newest first, and those of other levels ascend and do not overlap."""
     return all(
         one.newest > other.newest if one.level == 0 else one.largest < other.smallest
         for one, other in pairwise(tables)
@@ -520,7 +526,10 @@ def _is_ordered(tables: Sequence[Table]) -> bool:
 
 
 def part_of(tables: Sequence[Table], start: bytes | None, end: bytes | None) -> float:
-    """Return about which part of the keys of files is in a range, by their key groups; 0 for bounds within a group."""
+    """Estimate the share of the files' keys that is in a range, from 0 to 1, as if all key groups were equally large.
+
+    Return 0 if the range begins or ends within a key group.
+    """
     if not tables or len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
         return 0.0
     first, last = (_group(min(t.smallest for t in tables)), _group(max(t.largest for t in tables)))
@@ -551,7 +560,7 @@ def open_scan(
             return None
         opened: list[list[TableFile]] = []
         try:
-            # Of level 0 each file may have every key, and they come newest first. Those of another level ascend.
+            # Files of level 0 may overlap, so each is a run. The files of another level ascend, so they are one run.
             before: Table | None = None
             for table in tables:
                 if not table.is_in(start, end):
@@ -567,7 +576,7 @@ def open_scan(
             if isinstance(error, FileNotFoundError):
                 continue
             if isinstance(error, UnknownTableError | OSError):
-                # Too many files may be open, for example: RocksDB has them open.
+                # An OSError: for example, the process has too many open files. RocksDB has its files open already.
                 log.debug("RocksDB scans %s: %s", directory, error)
                 return None
             if isinstance(error, Exception):
@@ -621,11 +630,11 @@ class TableScan(Iterator[pa.RecordBatch]):
 
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:
-    """Return the pairs of runs, each ascending, as one. Of equal keys, that of the first run wins."""
+    """Merge ascending runs. If several runs have a key, the pair of the first one counts."""
     for step in in_step(runs):
-        due = SortedPairs.empty()
+        merged = SortedPairs.empty()
         for pairs in reversed(step):
-            due = due.under(pairs)
-        present = due.present()
+            merged = merged.under(pairs)
+        present = merged.present()
         if len(present):
             yield present

@@ -63,8 +63,8 @@ def walk(
 
     ``manifest`` reads the manifest of an id, None if there is none; ``name`` names its file, for messages. Raises
     ``MissingFileError`` if a manifest does not exist, ``DamagedFileError`` if one has an unexpected version. With
-    ``gap`` the chain leaves that version out: ``gap`` gets the child manifest and the error, and returns the manifest
-    that continues the chain with the versions below, None if there is none.
+    ``gap`` the chain leaves that version out instead. ``gap`` gets the child manifest and the error. It returns the
+    manifest from which the chain continues below the gap, or None if there is none.
     """
     chain: dict[int, Manifest] = {}
     current, below = head, math.inf
@@ -81,7 +81,8 @@ def walk(
                 raise
             below = min(below, current.version - 1)
             if below == 0:
-                # Changelogs from version 1 on apply to the empty state; these apply to an unknown one.
+                # Version 0 is missing, and it has files. A chain that begins with version 1 would mean that version 0
+                # is the empty state.
                 chain.pop(1, None)
             current = gap(current, error)
     return chain
@@ -147,7 +148,8 @@ def snapshots(
         if entry is None or layout_of(operator, entry) != segment.layout:
             continue
         named = entry.partitions.snapshots
-        for partition in named if of is None else [of] if of in named else []:
+        wanted = named if of is None else named.keys() & {of}
+        for partition in wanted:
             for ref in named[partition]:
                 in_segment = segment.first <= ref.version <= segment.last
                 if in_segment and _head(chain, ref.version, operator, partition) == ref.head:
@@ -162,10 +164,11 @@ def _head(chain: Chain, version: int, operator: str, partition: int) -> str | No
 
 
 def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
-    """Return the changelog that made the state of a partition at a version, or the name that stands for one.
+    """Return the head of a partition at a version: the changelog that made its state.
 
-    Such a name replaces the changelog if the chain has an earlier layout than ``layout``. None for the empty version 0,
-    and for a version that is not on the chain.
+    If the chain has an earlier layout at that version, no changelog made the state in ``layout``. Its head is then a
+    name derived from the changelogs of the earlier layout. Return None for the empty version 0, and for a version that
+    is not on the chain.
     """
     manifest = chain.get(version)
     entry = manifest.operators.get(layout.operator) if manifest else None
@@ -180,7 +183,7 @@ def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition
     """Return a name for all that the state derives from: the earlier layout's changelogs, and the new layout."""
     heads = xxhash.xxh3_128()
     for p in _sources(below, partition_range(partition, layout.num_partitions, key_groups), key_groups):
-        # An initial state has no partitions without rows.
+        # Version 0 of a query that begins with state has entries only for partitions with rows.
         if p in below.partitions:
             heads.update(below.partitions.head(p).encode() + b"\n")
     return f"{layout.directory(partition)}/{version}-{heads.hexdigest()}.rescaled-{layout.backend}"
@@ -203,9 +206,9 @@ def lineage(
 ) -> Lineage:
     """Return the files that make a partition's state at a version of the chain.
 
-    If the chain has an earlier layout, the files are those of the earlier partitions that have some of the key groups
-    of this one; there are ``key_groups`` in all. For a partition that is itself only a source, ``wanted`` are the key
-    groups of the other partition: below a still earlier change of the layout, only these are taken over.
+    If the chain has an earlier layout, the files include those of the earlier partitions that have some of the key
+    groups of this one. ``key_groups`` is the number of all key groups. ``wanted`` (first, end excluded) limits the key
+    groups: if a load reads this partition only as a source of another one, it needs only those of the other one.
     """
     chain_segments = segments(chain, layout.operator, version)
     own = chain_segments.pop(0) if chain_segments and chain_segments[0].layout == layout else None
@@ -270,8 +273,9 @@ def retain(
 
     ``floor`` is the oldest version that a manifest already declares as kept. The oldest version kept is that of a
     snapshot at or below ``target``: with a newer one, a version from ``target`` on could be lost. The snapshot must be
-    sound, because the files that lead past it are removed. An earlier layout is kept until every partition of the
-    present one has its own snapshot at or below ``target``; a partition that has one gives up its older files before.
+    sound, because the changelogs below it are removed. An earlier layout is kept until every partition of the present
+    one has its own snapshot at or below ``target``. A partition that has such a snapshot does not wait for the others:
+    its older files are removed at once.
     """
     target = max(target, floor)  # after a rollback to an older version, the target may be below what is kept
     bases: list[Base] = []
@@ -279,7 +283,7 @@ def retain(
     for operator in operators:
         for segment in segments(chain, operator):
             if segment.first > target and versions_below(chain, segment):
-                # Versions of the layout below it are wanted as well; all of this one is kept.
+                # The target is a version of an earlier layout. So all files of this layout are kept.
                 bases += [Base(segment, p, None) for p in range_of(chain, segment)]
                 continue
             by_partition = snapshots(chain, segment)
@@ -366,8 +370,8 @@ def full_bytes(chain: Chain, version: int, snapshot_bytes: Callable[[SnapshotRef
     """Return the bytes of a version's files: for each partition, a snapshot and the changelogs after it.
 
     Partitions without their own snapshot are loaded from the changelogs since the first version, or since an earlier
-    layout; of an earlier layout, all files count. ``snapshot_bytes`` returns the bytes of a snapshot, None if they are
-    not known; the sum is then unknown, too. The versions of the chain are processed a column at a time.
+    layout. All files of an earlier layout count. ``snapshot_bytes`` returns the bytes of a snapshot, None if they are
+    not known; the sum is then unknown, too.
     """
     total = 0
     for operator in chain[version].operators:

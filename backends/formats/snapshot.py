@@ -59,10 +59,10 @@ class Digests:
 
 
 class PreparedSnapshot(NamedTuple):
-    """A snapshot whose large files are in storage, and which lacks its descriptor.
+    """A snapshot whose large files are in storage. Its descriptor and its small files are not stored yet.
 
-    ``files`` are those in storage, and those that the descriptor holds. ``small`` are other files by name, to be stored
-    with the descriptor. ``written`` bytes have gone to storage.
+    ``files`` are the files in storage, and those whose content will be part of the descriptor. ``small`` are the small
+    files by name, which will be stored in one object with the descriptor. ``written`` is the number of bytes stored.
     """
 
     directory: str
@@ -106,12 +106,12 @@ def prepare(
 ) -> PreparedSnapshot:
     """Upload the large files in ``local``, except those that ``earlier`` has.
 
-    ``listed`` has the files of several partitions, by the directory above theirs. It is filled when they must be known,
-    so that all partitions share one listing.
+    ``listed`` keeps listings of the storage, by the directory above those of the partitions. Calls for several
+    partitions pass the same dict, so that only the first call that needs a listing makes it.
 
-    SST files of at most ``_TOGETHER_BYTES`` that later snapshots may share are left for the descriptor's object, the
-    smallest first, up to ``small_bytes`` together. Raises ``StorageError``. Files that were uploaded before the error
-    are removed when their version is no longer kept.
+    Small SST files are not uploaded here but stored with the descriptor: files of at most ``_TOGETHER_BYTES``, the
+    smallest first, up to ``small_bytes`` in all. Raises ``StorageError``. Retention removes the files that were
+    uploaded before the error, when their version is no longer kept.
     """
     assert state.head is not None
     sizes = {path: size for path in sorted(local.iterdir()) if (size := path.stat().st_size)}
@@ -215,10 +215,9 @@ def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapsh
 
 
 def read_together(storage: CheckpointStorage, refs: Iterable[FileRef]) -> dict[str, bytes]:
-    """Return the contents of those files, by path, that share an object with other files of ``refs``.
+    """Read the files of ``refs`` that share an object with another one of them, with one request per object.
 
-    This takes one request per object. Missing or damaged files are left out; reading such a file alone reports the
-    error.
+    Return their contents by path. Missing or damaged files are left out; reading such a file alone reports the error.
     """
     by_object: dict[str, list[FileRef]] = {}
     for ref in refs:

@@ -221,7 +221,7 @@ class ReadableVersions:
 
     @property
     def is_applying(self) -> bool:
-        """Return whether changes are being written to the engine now: reads go on over them."""
+        """Return whether changes are being written to the engine now. Reads do not wait for that."""
         return self._applying is not None
 
     def check_open(self) -> None:
@@ -253,7 +253,7 @@ class ReadableVersions:
         ``before`` are the before-images of ``delta``, which keep the version below readable; None: it cannot be read.
         If the block raises, the version below is shown again.
         """
-        before_all = self.version, self.head, self._older
+        version_below, head_below, older_below = self.version, self.head, self._older
         older = self._with_older(before)
         with self.changed:
             self._applying = delta
@@ -264,7 +264,7 @@ class ReadableVersions:
             yield
         except BaseException:
             with self.changed:
-                self.version, self.head, self._older = before_all[0], before_all[1], _not_dropped(before_all[2])
+                self.version, self.head, self._older = version_below, head_below, _not_dropped(older_below)
             raise
         finally:
             with self.changed:
@@ -272,8 +272,9 @@ class ReadableVersions:
                 self._show(self.version, self.head)
 
     def _with_older(self, before: Changes | None) -> list[OlderVersion]:
-        """Return the older versions to keep once the version above has before-images: the newest ones, within the
-        limits.
+        """Return the older versions that stay readable once the present version is one of them.
+
+        They are the newest ones within the limits. ``before`` are the before-images that lead back to the present one.
         """
         if before is None or not self._conf.max_versions_in_memory:
             return []
@@ -401,7 +402,7 @@ class ReadableVersions:
     def end_read(self, reader: object) -> None:
         """Let the version that was read change."""
         del self.readers[reader]
-        if self._num_waiting:  # a writer that begins to wait later looks at the readers after that
+        if self._num_waiting:  # a writer that begins to wait after this check no longer sees the reader
             with self.changed:
                 self.changed.notify_all()
 
@@ -432,11 +433,10 @@ class ReadableVersions:
         return VersionView(version, tuple(layers), at, families)
 
     def _steps_above(self, version: int, head: str | None) -> list[Delta]:
-        """Return the deltas from the completed version to ``version``: the accepted ones, or, if these do not end in
-        ``head``, those that do.
+        """Return the deltas from the completed version to ``version``, as ``head`` made it.
 
-        The coordinator may already have accepted a repeated attempt, while the answer to its acknowledgement is still
-        on its way.
+        These are usually the accepted deltas. But the coordinator may have accepted a repeated attempt, and its answer
+        has not arrived here yet. Then a delta that is only staged here leads to ``head``.
         """
         wanted = version - self.version
         steps = self.pending.accepted_above(self.version, self.head)[:wanted]
