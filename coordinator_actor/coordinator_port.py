@@ -182,17 +182,18 @@ class CoordinatorPort:
 
     @message(Group.REGISTRATIONS, info=fields("host_id", "session_id"))
     def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Register a host and all it holds, for the first time or again: runs, acknowledgements of running batches.
+        """Register a host for the first time or again, and report its runs and acknowledgements of running batches.
 
-        The host is known at once. Its report is processed within a second, or, if the storage of a query hangs, when
-        that recovers. If a query's storage fails, the answers to heartbeats ask the host to report that query again.
+        The host is registered at once. Its report is processed within a second. If the storage of a query hangs, that
+        query's part is processed when the storage recovers. If the storage fails, the answers to heartbeats ask the
+        host to report the query again.
         """
 
     @message(Group.REGISTRATIONS, "host_id", "incarnation")
     def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
         """Report again all that a host holds of some runs (``HostOrders.unknown_runs``).
 
-        It is processed as that of ``register_host``. Raises ``UnknownHostError`` if the host is not registered.
+        The report is processed as one of ``register_host``. Raises ``UnknownHostError`` if the host is not registered.
         """
 
     @message(Group.LEASES, "host_id", "incarnation", held=string_keys)
@@ -277,9 +278,9 @@ class CoordinatorPort:
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
-        ``by_driver``: the run's own driver has seen its Spark commit. A caller that has only seen ``commits/N`` cannot
-        tell which run wrote it: then raises ``FencedError`` if another coordinator has taken over. The hosts learn of
-        the completed version with their next heartbeat.
+        ``by_driver``: the run's own driver has seen its Spark commit. Any other caller has only seen ``commits/N``, and
+        cannot tell which run wrote it. For such a caller the message raises ``FencedError`` if another coordinator has
+        taken over. The hosts learn of the completed version with their next heartbeat.
         """
 
     @message(Group.QUERIES, "run_id", "host_id")
@@ -450,7 +451,8 @@ class CoordinatorPort:
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Return who owns which key groups of a query. None if the query neither runs nor is still read.
 
-        ``job_id`` is the query id, the state location, which no copy of the checkpoint shares, or the id of its run.
+        ``job_id`` is the query id, the id of its run, or the state location. A copy of a checkpoint has the query id of
+        the original, but another state location.
         """
 
     @message(Group.QUERIES, "operator", "query", "by")

@@ -16,8 +16,8 @@ Default: TypeAlias = str | int | float | bool | None
 class Feature(Struct, frozen=True):
     """One column of a feature view: a column of an operator's state.
 
-    ``column`` is by default the one with the feature's ``name``. ``default`` replaces a null, also that of a key
-    without state: a number, a string or a boolean of the column's type. ``query`` and ``state`` are needed as in
+    ``column`` is by default the one with the feature's ``name``. ``default`` replaces nulls and the values of keys
+    without state. It is a number, a string or a boolean of the column's type. ``query`` and ``state`` are needed as in
     ``QueryableStateClient.get``: if several queries have the operator, or if it has several state variables.
     """
 
@@ -71,7 +71,7 @@ class FeatureView(Struct, frozen=True):
 
     @property
     def max_age_seconds(self) -> float | None:
-        """Return ``max_age`` in seconds. Raises ``InvalidRequestError`` for other text than numbers with units."""
+        """Return ``max_age`` in seconds. Raises ``InvalidRequestError`` if it is not a duration above 0."""
         if self.max_age is None:
             return None
         duration = parse_duration(self.max_age)

@@ -79,8 +79,8 @@ class ForgottenKeys:
     def without(self, family: str, pairs: SortedPairs) -> SortedPairs:
         """Return the pairs of a column family that belong to none of the keys.
 
-        A family without a schema has only the bookmarks of sweeps. Their values are keys, so no bookmark is kept. All
-        pairs of a family whose keys have not the columns, such as those by key group, stay.
+        A family without a schema has only the bookmarks of sweeps. Their values are keys, so no bookmark is kept. The
+        keys of some families lack the columns, such as families by key group. All pairs of such a family stay.
         """
         schema = self._families.get(family)
         if schema is None:
@@ -120,9 +120,9 @@ U = TypeVar("U")
 class Rewriting:
     """Rewrites the files of an operator without the rows of some keys.
 
-    ``run`` may be called again when more versions exist: it does not repeat its writes. That holds only as long as
-    nothing removes the written files: no manifest names them before the exchange. ``removed_rows`` counts the rows of
-    the keys in changelogs and snapshots: a row counts in each that had it.
+    ``run`` may be called again when more versions exist, and then writes only the files of these. Nothing may remove
+    the written files until the exchange, although no manifest names them. ``removed_rows`` counts the rows of the keys
+    in changelogs and snapshots: a row counts in each file that had it.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Rewriting:
         self._forgotten = forgotten
         self._open = open_storage
         self._say = say
-        self._rewritten: dict[Layout, frozenset[int]] = {}
+        self._affected_of: dict[Layout, frozenset[int]] = {}
         self._sizes: Mapping[str, int] = {}
         self._changelogs: dict[str, FileRef] = {}
         self._snapshots: dict[str, SnapshotRef] = {}
@@ -205,22 +205,22 @@ class Rewriting:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
         If a partition of an earlier layout is rewritten, so is each partition that was made from it, whatever its keys.
-        A layout that is on the chain twice has the same partitions both times. Later calls return the same partitions
-        even if earlier layouts have left the chain: files that were written since then have the new heads as bases.
+        A layout that is on the chain twice has the same partitions both times. Later calls include all partitions of
+        earlier ones, even if an earlier layout has left the chain: changelogs written by then have new heads as bases.
         """
         segments = list(reversed(chains.segments(versions.chain, self._operator)))
         while True:
-            before = dict(self._rewritten)
+            before = dict(self._affected_of)
             affected: dict[Segment, frozenset[int]] = {}
             below: tuple[int, frozenset[int]] | None = None
             for segment in segments:
                 n = segment.layout.num_partitions
-                own = self._partitions(n) | self._rewritten.get(segment.layout, frozenset())
+                own = self._partitions(n) | self._affected_of.get(segment.layout, frozenset())
                 if below is not None:
                     own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
-                self._rewritten[segment.layout] = affected[segment] = own
+                self._affected_of[segment.layout] = affected[segment] = own
                 below = n, own
-            if self._rewritten == before:
+            if self._affected_of == before:
                 return affected
 
     @staticmethod
@@ -274,7 +274,7 @@ class Rewriting:
         meta, changes = changelog.read_changelog(data)
         kept = {family: self._forgotten.without(family, pairs) for family, pairs in changes.families.items()}
         self.removed_rows += changes.num_changes - sum(map(len, kept.values()))
-        # Below the lowest version that is kept no head exists, and none is searched.
+        # No manifest on the chain has the base of the lowest version. Its name stays, because no load looks for it.
         new_base = base[1] if base[0] is not None and meta.base == base[0] else meta.base
         meta = structs.replace(meta, base=new_base, key_growth=None)
         return self._member(layout, partition, meta, changelog.Changes(kept))
@@ -322,9 +322,9 @@ class Rewriting:
                         yield partitions[p].changelog
 
     def _index_has_keys(self, path: str) -> bool:
-        """Return whether an object of changelogs, even of attempts that do not count, may have rows of the keys.
+        """Return whether an object of changelogs may have rows of the keys, by all changelogs that its index lists.
 
-        An object that earlier rewriting made has changelogs of versions that no manifest names any more.
+        Manifests do not name all of them: some belong to rejected attempts, or to versions that are no longer kept.
         """
         if path not in self._sizes:
             return True  # it is missing: a reader of its parts reports that

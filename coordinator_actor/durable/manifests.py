@@ -115,9 +115,9 @@ REWRITTEN = "rewritten"
 
 
 class RewrittenFiles(Struct, frozen=True):
-    """The files that replace others, by the paths of the replaced ones: changelogs, and descriptors of snapshots.
+    """The changelogs and the descriptors of snapshots that replace others, by the paths of the replaced files.
 
-    They are of versions up to ``version``. Grows with the changed partitions and the versions that are kept.
+    They belong to versions up to ``version``. The record grows with the changed partitions and the versions kept.
     """
 
     version: int
@@ -163,7 +163,7 @@ def version_of(path: str) -> int:
 
 
 def still_named(paths: Iterable[str], chain_from: int) -> tuple[str, ...]:
-    """Return those of some records that are about versions from ``chain_from`` on, whose manifests are kept."""
+    """Return the records that the next manifest names: those about a version whose manifest is still kept."""
     return tuple(path for path in dict.fromkeys(paths) if version_of(path) >= chain_from)
 
 
@@ -183,7 +183,7 @@ class CheckpointPlace(Struct, frozen=True):
     checkpoint_location: str
 
     def is_at(self, checkpoint_location: str) -> bool:
-        """Return whether a location is this place, whatever its name: a link leads to the same place."""
+        """Return whether a location is this place. A link to a local directory is the same place."""
         return _canonical(self.checkpoint_location) == _canonical(checkpoint_location)
 
 
@@ -251,10 +251,10 @@ class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``folds`` copies of manifests.
-    ``manifests`` has those that were read, by id, as they were written. ``rewritten`` names the records of rewritten
-    files, as the newest manifest does; ``chain`` applies them. ``damages`` has, by path, the faults of older manifests
-    that ``refresh`` was to skip, and of the chain if it ``has_gaps`` because of them. ``_sequence`` is that of the last
-    manifest of the claimed epoch that is known to exist.
+    ``manifests`` has the manifests that were read, by id, as they were written. ``rewritten`` are the paths of the
+    records of rewritten files that the newest manifest names; ``chain`` applies these records. ``damages`` has an error
+    message by path: for each damaged manifest that ``refresh`` has skipped, and for the first gap if ``chain`` has gaps
+    (``has_gaps``) without any. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -297,16 +297,17 @@ class ManifestLog:
         ``folded`` returns the result of ``folds.read``, if it is under way.
 
         Raises ``DamagedFileError``. ``passes_over_damage`` is for readers: a damaged manifest that is older than the
-        newest one is recorded in ``damages`` instead. Without the newest, the valid ones among the others are unknown.
-        Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is read.
+        newest one is recorded in ``damages`` instead. The newest one must be readable, because only its parents are
+        valid. Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is
+        read.
         """
         errors: dict[str, DamagedFileError] = {}
         damaged = errors.__setitem__ if passes_over_damage else None
         missing: str | None = None
         for _ in range(LISTINGS):
             listed = self.storage.list(f"{fencing.MANIFESTS}/")
-            # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, the
-            # older ones that still exist make a version that was once current, and no longer is.
+            # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, a
+            # newer one exists, and the older ones that still exist lead to a version that is no longer current.
             missing = self._read((path for path, size in listed if size != len(fencing.FENCE)), folded, damaged)
             if missing is None:
                 break
@@ -329,7 +330,11 @@ class ManifestLog:
         folded: Callable[[], Iterable[Manifest]] | None = None,
         damaged: Callable[[str, DamagedFileError], None] | None = None,
     ) -> str | None:
-        """Read the manifests at some paths. Return the newest path if its manifest is gone, None if all is well."""
+        """Read the manifests at some paths. Return the newest path if its manifest is gone, else None.
+
+        ``folded`` reads copies of many manifests at once. ``damaged`` gets each damaged manifest; without it the first
+        one raises ``DamagedFileError``.
+        """
         listed = {path for path in paths if path.endswith(".json")}
         if folded is None and len(listed) > len(self.manifests) + FEW:
             folded = self.folds.read
@@ -381,7 +386,7 @@ class ManifestLog:
 
         def gap(child: Manifest, error: MissingFileError | DamagedFileError) -> Manifest | None:
             self.has_gaps = True
-            if not self.damages:  # else these say why
+            if not self.damages:  # the manifests that ``refresh`` has skipped explain the gap better
                 self.damages = {f"{fencing.MANIFESTS}/": str(error)}
             # The manifest written last before the missing one has the same versions below: a completed version does not
             # change, and a rollback first writes the version that it returns to again.
@@ -451,7 +456,7 @@ class ManifestLog:
         self._sequence = written.sequence
 
     def _name(self, manifest_id: int) -> str:
-        """Name a manifest for messages. If one is missing that an earlier one names, only its id is known."""
+        """Name a manifest for messages. Its file's name has its epoch, which is unknown if the manifest is missing."""
         manifest = self.manifests.get(manifest_id)
         if manifest is not None:
             return self.storage.full_location(manifest_path(manifest))
@@ -518,7 +523,7 @@ def _age(path: str) -> tuple[int, tuple[int, int]]:
 
 
 def _is_older(path: str, head: Manifest) -> bool:
-    """Return, by its path, whether an unreadable manifest was written before another one."""
+    """Return whether an unreadable manifest is older than ``head``. Only its path is known."""
     place = fencing.place_in(path)
     if place is not None:
         return place < (head.epoch, head.sequence)

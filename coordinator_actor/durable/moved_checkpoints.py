@@ -1,10 +1,10 @@
 """Binds the state of a moved checkpoint to its new place, or copies the state of a copied checkpoint. This is for state
 that is stored outside its checkpoint.
 
-Both may die anywhere and be run again. ``move_checkpoint`` writes one record. ``fork_checkpoint`` copies all files of
-the state to that of a new query id, and gives the checkpoint that id at the end: until then the checkpoint is rejected,
-because the state of its old id belongs to the original. The new id is derived from the old one and the place, so that a
-second attempt continues where the first one died.
+Both functions can be called again if a process dies in them. ``move_checkpoint`` writes one record. ``fork_checkpoint``
+copies all files of the state to that of a new query id. At the end it gives the checkpoint that id. Until then the
+checkpoint is rejected, because the state of its old id belongs to the original. The new id is derived from the old id
+and the checkpoint's location, so that a second attempt continues the copy of the first one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def fork_checkpoint(
 
 
 class _Opened:
-    """A checkpoint, and the state of its query id, as they are at first."""
+    """A checkpoint, and the state that belongs to the query id in its metadata."""
 
     def __init__(
         self, checkpoint_location: str, state_location: str, options: dict[str, str], open_storage: OpenStorage
@@ -150,8 +150,8 @@ class _Opened:
             )
         if query.query_id != self.query_id:
             raise CheckpointPlaceError(
-                f"The state at {self.state.location} belongs to query {query.query_id}, and {checkpoint_location} is "
-                f"one of query {self.query_id}: this state was not made by it."
+                f"The state at {self.state.location} belongs to query {query.query_id}, and the checkpoint at "
+                f"{checkpoint_location} belongs to query {self.query_id}: another query made this state."
             )
         self.query_file: QueryFile = query
         self.log.refresh()
@@ -162,7 +162,7 @@ class _Opened:
 
 def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], None]) -> None:
     """Copy the remaining files. Raises ``CheckpointPlaceError`` if the original advances during the copy."""
-    source, before = opened.state, _moment(opened.log)
+    source, before = opened.state, _progress_of(opened.log)
 
     def copy(path: str) -> None:
         try:
@@ -179,26 +179,27 @@ def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], 
                 for _ in pool.map(copy, missing):
                     pass
     except MissingFileError as error:
-        raise _goes_on(opened) from error  # only a query that runs removes files
+        raise _still_running(opened) from error  # only a running query removes files
     opened.log.refresh()
-    if _moment(opened.log) != before:
-        raise _goes_on(opened)
+    if _progress_of(opened.log) != before:
+        raise _still_running(opened)
 
 
-def _moment(log: ManifestLog) -> tuple[int, int]:
-    """Return the newest epoch and manifest, which grow with everything that a query does."""
+def _progress_of(log: ManifestLog) -> tuple[int, int]:
+    """Return the newest epoch and the last checkpoint id. A query that runs increases one of them."""
     newest = log.epochs.newest()
     return (0 if newest is None else newest.epoch, log.last_id())
 
 
-def _goes_on(opened: _Opened) -> CheckpointPlaceError:
+def _still_running(opened: _Opened) -> CheckpointPlaceError:
+    """Return the error for an original that runs while its state is copied."""
     return CheckpointPlaceError(
         f"The query of {opened.state.location} advances while its state is copied. Stop it, and run this again."
     )
 
 
 def _check_own_copy(opened: _Opened, copied: ManifestLog) -> None:
-    """Raise ``CheckpointPlaceError`` if the copy is not as this wrote it: a query may run on an earlier fork."""
+    """Raise ``CheckpointPlaceError`` if a query has run on an earlier fork: its newest epoch is not a copy."""
     newest = copied.epochs.newest()
     path = None if newest is None else epoch_path(newest.epoch)
     if path is not None and not (opened.state.exists(path) and opened.state.get(path) == copied.storage.get(path)):
