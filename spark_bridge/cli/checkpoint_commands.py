@@ -171,7 +171,7 @@ def _plain(info: SavepointInfo) -> dict[str, Any]:
 
 checkpoint_app = typer.Typer(
     name="checkpoint",
-    help="Declare what a checkpoint is that was moved or copied while its state is stored elsewhere.",
+    help="Bind state that is stored outside its checkpoint to a moved or copied checkpoint.",
     no_args_is_help=True,
 )
 
@@ -337,9 +337,9 @@ def _verified(versions: StateVersions, version: int | None, rows: bool, as_json:
 
 
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
-    """Report a version that manifests hide, so that scripts find the damage in the usual place.
+    """Report damage of manifests that makes the files of a version unknown. Return the exception that ends the command.
 
-    Return the exception that ends the command.
+    The JSON has the same fields as that of a version that was verified.
     """
     unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
     plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}
@@ -398,12 +398,12 @@ def forget(
     ] = None,
     keys_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A file with a key a line, written as KEY is; - is the standard input."),
+        typer.Option(metavar="FILE", help="A file with one key per line, written like KEY; - reads standard input."),
     ] = None,
     query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
     checkpoint: sources.CheckpointOption = None,
     reference: Annotated[
-        str | None, typer.Option(help="Recorded in the audit log, as the number of a request.")
+        str | None, typer.Option(help="A note for the audit log, such as the number of a request.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
     state_location: sources.StateLocation = None,
@@ -415,8 +415,8 @@ def forget(
 ) -> None:
     """Remove keys of OPERATOR from a query's state, and every trace of them from its checkpoint. They do not come back.
 
-    With --query of one that runs; with --checkpoint of one that does not. A query that runs on its checkpoint in the
-    Ray cluster of this machine, or at --address, forgets as with --query.
+    Name a running query by --query, or give the checkpoint of a stopped one as --checkpoint. If a query runs on that
+    checkpoint in the Ray cluster of this machine, or of --address, it forgets the keys as with --query.
 
     Examples: statestore forget user_totals --keys-file gone.txt --query clicks; statestore forget user_totals
     --keys-file - --checkpoint s3://bucket/ck --reference DSR-1271 --yes < gone.txt
@@ -425,14 +425,14 @@ def forget(
     from spark_bridge.state_surgery.forget_keys import forget_keys
 
     if keys_file == STDIN and not yes:
-        raise typer.BadParameter("--keys-file - reads the keys from stdin, as the confirmation would: give --yes")
+        raise typer.BadParameter("--keys-file - reads stdin, which the confirmation would read as well: give --yes")
     texts = [*(key or []), *_lines(keys_file)]
     if (query is None) == (checkpoint is None):
         raise typer.BadParameter(
             "give --query NAME of a query that runs, or --checkpoint LOCATION of one that does not"
         )
     if not texts:
-        raise typer.BadParameter("give --keys-file with a key a line, or a KEY")
+        raise typer.BadParameter("give a KEY, or --keys-file with one key per line")
     where = query or checkpoint
     assert where is not None
     if not yes:

@@ -61,7 +61,7 @@ def visible(text: str) -> str:
 
     Keys and values come from the events of others, and some characters would control the terminal of the reader.
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def steps_printed(*, as_json: bool) -> Callable[[str], None]:
@@ -107,7 +107,7 @@ def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None =
 
 
 def table_of(items: Iterable[T], columns: Mapping[str, Callable[[T], object]], title: str | None = None) -> Table:
-    """Return a table with a row per item; ``columns`` has the function that returns a cell by its heading."""
+    """Return a table with a row per item. ``columns`` maps each heading to the function that makes the item's cell."""
     return filled(([value_of(item) for value_of in columns.values()] for item in items), *columns, title=title)
 
 
@@ -191,7 +191,7 @@ def cell(value: Any) -> str:
 PricesOption = Annotated[
     str,
     typer.Option(
-        help="Dollars of 1,000 requests by kind, and of a GiB, such as put=0.0054,get=0.00043,received_gib=0.09. "
-        "Others are those of S3 standard in us-east-1."
+        help="Dollars for 1,000 requests of a kind, or for a GiB, such as put=0.0054,get=0.00043,received_gib=0.09. "
+        "All other prices are those of S3 standard in us-east-1."
     ),
 ]

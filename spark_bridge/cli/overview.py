@@ -28,9 +28,9 @@ def status_view(overview: model.Overview) -> RenderableType:
     if overview.source == model.CLUSTER and overview.coordinator is None:
         return Text("No coordinator: no stream with state has run in this namespace of the cluster.")
     parts: list[RenderableType] = []
-    if overview.coordinator is not None:
-        of = overview.coordinator
-        parts.append(Text(f"Coordinator on {of.node_ip}, pid {of.pid}, namespace {of.namespace}"))
+    if (coordinator := overview.coordinator) is not None:
+        where = f"{coordinator.node_ip}, pid {coordinator.pid}, namespace {coordinator.namespace}"
+        parts.append(Text(f"Coordinator on {where}"))
     parts += [queries_view(overview.queries), *_hosts_and_faults(overview)]
     if overview.source == model.STORAGE:
         parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
@@ -120,7 +120,8 @@ def faults_view(faults: Iterable[model.Fault]) -> RenderableType:
     lines: list[RenderableType] = []
     for fault in faults:
         style = "bold red" if fault.severity == model.ERROR else "yellow"
-        what = f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}"  # the error of a query, perhaps
+        # ``visible``, because ``what`` may quote the error that has ended a query.
+        what = f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}"
         lines.append(Text(output.visible(what), style=style))
         lines.append(Text(output.visible(f"    {fault.remedy}")))
     return Group(*lines) if lines else Text("Nothing is wrong.")
@@ -227,7 +228,7 @@ def status(source: Source, as_json: output.AsJson = False) -> None:
     """
     with output.errors_explained():
         overview = source.looked_at()
-    source.damages.clear()  # they are faults
+    source.damages.clear()  # the faults of the overview include them
     output.show(lambda: model.to_plain(overview), lambda: status_view(overview), as_json=as_json)
     _exit_for_errors(overview)
 
@@ -253,7 +254,7 @@ def checkpoints(
     source: Source,
     query: QueryArgument = None,
     most: Annotated[int, typer.Option("--last", min=1, help="This many of the last checkpoints.")] = 20,
-    requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
+    requests: Annotated[bool, typer.Option("--requests", help="Show requests by kind, bytes and cost, not times.")] = (
         False
     ),
     prices: output.PricesOption = "",
@@ -261,23 +262,24 @@ def checkpoints(
 ) -> None:
     """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests, cost.
 
-    Durations: "tasks" until the first task was done, "acknowledge" until the last was, "manifest" until that was
-    durable, "commit" until Spark's commit was seen. "added" are bytes of changelogs, "full" those of all files from
-    which the version is loaded. Requests are those of hosts and coordinator to storage since the version before;
-    "sent" and "received" are the bytes of their files. The history outlives the cluster.
+    A checkpoint has four steps: "tasks" ends with the first task, "acknowledge" with the last one, "manifest" when the
+    manifest is durable, and "commit" when the coordinator sees Spark's commit. "added" is the size of the changelogs,
+    "full" that of all files that a load of the version reads. Requests are those of the hosts and the coordinator to
+    storage since the version before; "sent" and "received" are the bytes of their files. The history outlives the
+    cluster.
 
     Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json; statestore
     checkpoints --requests --prices put=0.0054,get=0.00043
     """
     with output.errors_explained():
-        by = Prices.parse(prices)
+        price_list = Prices.parse(prices)
         query_overview = source.looked_at().query(query)
     output.show(
         lambda: [
-            {**model.to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None}
+            {**model.to_plain(c), "dollars": price_list.dollars(c.storage) if c.storage else None}
             for c in query_overview.checkpoints[-most:]
         ],
-        lambda: (requests_view if requests else checkpoints_view)(query_overview, most, by),
+        lambda: (requests_view if requests else checkpoints_view)(query_overview, most, price_list),
         as_json=as_json,
     )
 
@@ -329,7 +331,7 @@ def hosts(source: Source, as_json: output.AsJson = False) -> None:
 def top(
     source: Source,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, as into a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, as if the output were a pipe.")] = False,
     as_json: output.AsJson = False,
 ) -> None:
     """Show rows a second, freshness, batches, memory, the hottest partition and faults, live until Ctrl-C.
@@ -342,7 +344,7 @@ def top(
     with output.errors_explained(), source.joined():
         if once or as_json or not sys.stdout.isatty():
             overview = source.overview()
-            source.damages.clear()  # they are faults
+            source.damages.clear()  # the faults of the overview include them
             if as_json:
                 plain = {"taken_ms": overview.taken_ms, "queries": model.pace_of(overview), "faults": overview.faults}
                 typer.echo(output.json_line(model.to_plain(plain)))
@@ -355,13 +357,13 @@ def top(
 
 
 def _live(source: Source, interval: float) -> None:
-    """Look again and again; a coordinator that does not answer for a while is said and waited for."""
+    """Refresh the view until Ctrl-C. While the coordinator does not answer, show its error above the last view."""
     shown: RenderableType = Text("Looking ...")
     with Live(shown, console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             try:
                 shown = top_view(source.overview())
-                source.damages.clear()  # they are faults
+                source.damages.clear()  # the faults of the overview include them
             except EnvironmentProblemError as error:
                 shown = Group(Text(str(error), style="yellow"), shown)
             live.update(shown, refresh=True)

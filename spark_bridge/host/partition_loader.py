@@ -99,7 +99,7 @@ class PartitionLoader:
 
     def _load_for_task(self, grant: OpenGrant, operator: str, partition: int, load: Load) -> None:
         def is_abandoned() -> bool:
-            return self._clock() - load.asked > ABANDONED_SECONDS
+            return self._clock() - load.last_asked > ABANDONED_SECONDS
 
         try:
             self.load(grant, operator, partition, is_abandoned=is_abandoned)

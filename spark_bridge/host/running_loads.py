@@ -33,8 +33,9 @@ MAX_READ_LOADS = 8
 MAX_COPY_LOADS = 2
 """Loading copies takes disk and network, which reads and commits need as well."""
 MAX_WAITING_REQUESTS = 16
-"""Concurrent requests that wait for loads, fewer than the limiters of a host admit: else no request would be answered
-from the partitions that are loaded. Further requests are refused at once, and must be retried.
+"""At most this many requests wait for loads; a host refuses further ones at once, and they must be retried.
+
+A host admits more requests than this at a time, so that it still answers requests for loaded partitions.
 """
 
 
@@ -42,13 +43,13 @@ from the partitions that are loaded. Further requests are refused at once, and m
 class Load:
     """One load that callers wait for, or one that has failed.
 
-    ``goal`` is run, epoch, version and head of a load for tasks. ``askers`` were asked to retry: they get the failure
-    of the load, and any later caller starts a new one. ``asked`` is when the load was asked for last, by the host's
-    clock.
+    ``goal`` is run, epoch, version and head of a load for tasks. ``askers`` are the callers that were asked to retry.
+    If the load fails, each of them gets the error, and any other caller starts a new load. ``last_asked`` is when a
+    caller last asked for the load, by the host's clock.
     """
 
     goal: tuple[Hashable, ...]
-    asked: float
+    last_asked: float
     result: Future[Any]
     askers: set[str] = field(default_factory=set)
 
@@ -65,8 +66,8 @@ class _Watched(NamedTuple):
 class Loads:
     """The loads of one host, at most one of each key. Thread-safe; ``_lock`` guards both tables.
 
-    Loads for tasks each have a thread: a load that hangs must not keep another query's waiting, and there are no more
-    of them than tasks. Loads for queries and copies share a pool each.
+    Each load for a task has its own thread, so that a load that hangs does not delay another query. There are at most
+    as many of these threads as tasks. Loads for queries share one pool, and those of copies another one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,7 +91,7 @@ class Loads:
     ) -> Load:
         """Return the load of ``key`` that is under way; start it, in a thread of ``pool`` or its own, if there is none.
 
-        Raises the error of a load that has failed, if ``asker`` was asked to wait for it, for the same goal.
+        If the last load has failed, and ``asker`` was asked to wait for it with the same goal, raises its error.
         """
         with self._lock:
             load = self._loads.get(key)
@@ -101,10 +102,10 @@ class Loads:
                 load = self._loads[key] = Load(goal, self._clock(), Future())
                 try:
                     self._begin(key, load, work, pool)
-                except BaseException:  # such as that of a machine that has no more threads
+                except BaseException:  # for example, the machine allows no more threads
                     del self._loads[key]
                     raise
-            load.asked = self._clock()
+            load.last_asked = self._clock()
             if asker is not None:
                 load.askers.add(asker)
             return load
@@ -121,7 +122,7 @@ class Loads:
     ) -> bool:
         """Start or join a load; return whether it has ended within ``seconds``. If not, the caller asks again.
 
-        Raises the error of the load that ``asker`` was asked to wait for, if that had the same goal.
+        Raises the error of a failed load as ``start`` does.
         """
         load = self.start(key, work, None, goal, asker)
         if not wait([load.result], seconds).done:
@@ -175,7 +176,7 @@ class Loads:
             self._waiting.release()
 
     def unavailable(self, what: str) -> HostUnavailableError:
-        """Return the error for a request that has waited, or may not wait."""
+        """Return the error for a request whose load takes too long, or that may not wait because too many others do."""
         return HostUnavailableError(f"{what} is being loaded, which takes longer; ask again in a moment.")
 
     # -- loads that fetch files ----------------------------------------------------------------
@@ -231,10 +232,14 @@ class Loads:
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
         """Return, for each load under way whose lease is due, the run id and the function that renews the lease.
 
-        A renewal may take long. Files of a load that no caller waits for are released, although storage may block its
-        thread for ever.
+        A renewal may take long. The lease of a load that no caller waits for is not renewed: storage may block its
+        thread for ever, and the files must not stay as long as that.
         """
-        return [(x.lease.run_id, x.lease.renew) for x in self._under_way() if x.lease.is_due and x.watch.is_wanted]
+        return [
+            (load.lease.run_id, load.lease.renew)
+            for load in self._under_way()
+            if load.lease.is_due and load.watch.is_wanted
+        ]
 
     def end_older(self, key: Hashable, grant: OpenGrant) -> None:
         """End the load of a partition for an older run: the run of the grant needs the partition."""
@@ -302,15 +307,14 @@ class FileLease:
     def renew(self) -> None:
         """Renew the lease if that is due: one message in ``FILES_RENEW_SECONDS``.
 
-        A load calls this after each of its steps. A failure is logged, since the load may be
-        through before the lease has run out.
+        A load calls this after each of its steps. A failure is only logged: the load may end before the lease runs out.
         """
         if not self.is_due:
             return
         self._renewed = self._clock()
         try:
             if not self._registration.coordinator.renew_files(*self._partition, self._use):
-                self.lineage()  # a coordinator that was restarted knows of no load
+                self.lineage()  # a restarted coordinator does not know the load
         except STATESTORE_ERRORS as error:
             log.warning(
                 "Could not report to the coordinator that version %d of %s is still being loaded; "
@@ -324,15 +328,15 @@ class FileLease:
     def is_held(self) -> bool:
         """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
 
-        For uploads. While the lease lasts no files are exchanged; without it, they may have been. Raises the errors
-        of the coordinator.
+        An upload checks this before it counts: the coordinator exchanges files only when no lease lasts. Raises the
+        errors of the coordinator.
         """
         if not self.is_due:
             return True
-        asked = self._clock()
+        begun = self._clock()
         is_held = self._registration.coordinator.renew_files(*self._partition, self._use)
         if is_held:
-            self._renewed = asked
+            self._renewed = begun
         return is_held
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """The entries of secondary indexes, which a task changes in the same commit as the rows.
 
-An entry is a stored key after the indexed value: it moves when the value of its row changes. Which columns have an
-index is in the schema of the state.
+The key of an entry is the indexed value, followed by the stored key of the row. So an entry moves when the value of its
+row changes. The schema of the state names the columns that have an index.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def move_entries(
     after: pa.RecordBatch,
     stays: pa.BooleanArray | None = None,
 ) -> None:
-    """Stage the entries of rows whose states were ``before``, where they were there, and are ``after``.
+    """Stage the changes of the entries of rows that a commit changes from ``before`` to ``after``.
 
-    ``stays`` marks the rows that the commit keeps; None for all.
+    ``was_there`` marks the rows that existed, whose ``before`` counts. ``stays`` marks the rows that the commit keeps,
+    whose ``after`` counts; None for all.
     """
     (rows,) = store.schema.variables
     if not rows.indexes:
@@ -59,8 +60,8 @@ def remove_entries(store: StateAccess, keys: pa.BinaryArray, values: pa.BinaryAr
     (rows,) = store.schema.variables
     if rows.indexes and len(keys):
         states = rows.families[DEFAULT_FAMILY].decode_values(values)
-        none = pa.repeat(pa.scalar(False), len(keys))
-        move_entries(store, keys, states, pc.invert(none), states, none)
+        no_row = pa.repeat(pa.scalar(False), len(keys))
+        move_entries(store, keys, states, was_there=pc.invert(no_row), after=states, stays=no_row)
 
 
 # The comparison of all entries with all rows, by ``statestore verify --rows``.

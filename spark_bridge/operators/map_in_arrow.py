@@ -1,7 +1,7 @@
 """Puts stateful operators into a DataFrame's plan: ``mapInArrow``, routing by key, initial state, and ticks.
 
-Spark resolves names, whereas this project has columns. It reads a dot as a field of a struct, and by default it refuses
-a name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
+Here, Spark never gets the name of a user's column, because it would parse the name. It reads a dot as a field of a
+struct, and by default it refuses a name if the DataFrame has another one that differs only in case.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 # Sending each row to the state partition that owns the key group of the row's key.
 #
 # Every partition owns one contiguous range of key groups (Flink's key groups on Spark's shuffle). Spark offers only
-# ``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``. To aim at partition p, an
-# integer is looked up whose hash lands there.
+# ``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``. So the expression returns, for
+# each partition, an integer whose hash leads to it.
 
 
 SPARK_SEED = 42
@@ -171,7 +171,7 @@ InitialEntries: TypeAlias = dict[str, dict[int, PartitionEntry]]
 
 @dataclass(frozen=True)
 class InitialState:
-    """The rows of a batch DataFrame, how they are routed (as the operator's own), and the logic that makes state."""
+    """The rows of a batch DataFrame, and the logic that makes state of them. ``routing`` is the operator's own."""
 
     rows: DataFrame
     routing: KeyRouting
@@ -198,7 +198,7 @@ class InitialStateAccess:
         self.entry: PartitionEntry | None = None
         self._registration = registration
         self._conf = replace(conf, provider=spec.backend)
-        # The base belongs to no version: no reader may take version 0 for changes to an empty state.
+        # No version has this base, so that no reader can take version 0 for changes to the empty state.
         base = f"initial/{registration.query_id}"
         run_id = f"initial-{registration.run_id}"
         from coordinator_actor.savepoints.new_checkpoint import STORE
@@ -311,7 +311,7 @@ FUNCTION_PREFIX = "statestore_"
 
 
 class Lag(Protocol):
-    """How old the state of a mirror may be; the listener has it looked after while the query runs."""
+    """Measures how old the state of a mirror may be. The listener starts it with the query, and closes it."""
 
     def start(self) -> None:
         """Begin to look."""
@@ -325,9 +325,10 @@ class Lag(Protocol):
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver; its initial state, how its rows are aggregated, and the sides of a join, if any.
+    """An operator that this driver has declared.
 
-    ``lag`` is that of a mirror.
+    ``initial`` is its initial state, ``aggregator`` the functions of an aggregate, ``sides`` those of a join, ``lag``
+    that of a mirror.
     """
 
     spec: OperatorSpec
@@ -486,9 +487,7 @@ TICKS = "statestoreTicks"
 
 
 def sources_in_plan(plan: Any) -> list[bool]:
-    """Return the sources of a JVM logical plan in the order in which Spark numbers them: whether each is of
-    ``with_ticks``.
-    """
+    """Return for each source of a JVM logical plan whether ``with_ticks`` has added it, in Spark's order of sources."""
     relations = [node for node in nodes(plan) if node.nodeName().startswith("StreamingRelation")]
     # Sources of Spark's first interface have no such options.
     return [one.nodeName() == "StreamingRelationV2" and one.extraOptions().containsKey(TICKS) for one in relations]

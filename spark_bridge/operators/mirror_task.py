@@ -46,7 +46,7 @@ class MirrorLogic:
         rows = self.schema.families[DEFAULT_FAMILY]
         num_rows = num_updated = num_removed = 0
         if self.is_scan:
-            # Later changes replace earlier ones: keys of the scan stay.
+            # Remove all stored keys first. The rows of the scan are staged later, and later changes count.
             for pairs in scanned(store, all_keys(store.key_groups)):
                 store.stage(pairs.column(0), pa.nulls(pairs.num_rows, pa.binary()))
             timer.step("scan_ms")

@@ -1,8 +1,8 @@
 """The work of ``aggregate`` with session windows in a state task: sessions per key, extended and merged by new rows.
 
-The sessions of a key are one row of state. They never touch, so that in the order of their starts they are in the order
-of their ends too. A second column family has the keys by a time before which no session of the key ends. As most
-sessions continue, this time is not moved with each row: it is corrected when the watermark gets there.
+The sessions of a key are one row of state. They never touch, so that they are in the order of their starts and of their
+ends at once. A second column family has the keys by due time. No session of a key ends before its due time. Most
+sessions grow with each batch, and the due time does not move with them: it is corrected once the watermark reaches it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spark_bridge.task.task_store import StateAccess
 # Sessions of keys as rows: which rows make one session, and sessions to and from their stored form.
 #
 # In a task, a session is a row of its start and end (int64, microseconds since 1970) and the state columns of the
-# aggregator. Stored are all sessions of a key in one array, in order; see ``state_format.layouts.session_schema``.
+# aggregator. The state has all sessions of a key in one array, in order; see ``state_format.layouts.session_schema``.
 
 
 def joined_sessions(
@@ -50,7 +50,8 @@ def joined_sessions(
     same_key = keys[1:] == keys[:-1]
     reached = ended
     if (same_key & (ended[1:] < ended[:-1])).any():
-        # The greatest end so far of the same key, by numbers that order by key and then by end.
+        # ``reached`` is the greatest end among this row and the rows of the same key before it. The number
+        # ``keys * len(distinct) + ranks`` orders by key first, so that a running maximum never comes from another key.
         distinct, ranks = np.unique(ended, return_inverse=True)
         reached = distinct[np.maximum.accumulate(keys * len(distinct) + ranks) - keys * len(distinct)]
     is_new[1:] = ~same_key | (begun[1:] > reached[:-1])
@@ -115,10 +116,10 @@ SESSION_KEYS_PER_STEP = 1 << 14
 class SessionLogic:
     """Running aggregates by key and session.
 
-    ``schema`` is of ``session_schema``. ``window`` names the column of the rows that has the session which each row
-    would be alone, and the column of the output. ``output_mode`` "update" emits the sessions that rows of the batch
-    belong to, "append" the sessions that have ended by the watermark, "complete" all sessions. Sessions that have ended
-    are removed from the state, except in "complete" or without a watermark (``evicts`` False).
+    ``schema`` is of ``session_schema``. ``window`` names the window column of the output, and a column of the input
+    rows, which has the session that each row makes on its own. ``output_mode`` "update" emits the sessions that rows of
+    the batch belong to, "append" the sessions that have ended by the watermark, "complete" all sessions. Sessions that
+    have ended are removed from the state, except in "complete" or without a watermark (``evicts`` False).
     """
 
     schema: OperatorSchema
@@ -233,15 +234,15 @@ class _SessionBatch(GroupedBatch):
         earliest[has_sessions] = sessions.column(1).to_numpy()[offsets[:-1][has_sessions]]
         was_due = np.asarray(due.is_valid())
         old_due = due.cast(pa.int64()).fill_null(0).to_numpy()
-        holds = has_sessions & was_due & (old_due > self._watermark) & (old_due <= earliest)
-        new_due = np.where(holds, old_due, earliest)
+        keeps_due = has_sessions & was_due & (old_due > self._watermark) & (old_due <= earliest)
+        new_due = np.where(keeps_due, old_due, earliest)
 
         values = self._schema.encode_values(self._columns.stored(sessions, offsets, new_due))
         changed = pa.array(has_sessions | present)
-        or_removed = pc.if_else(pa.array(has_sessions), values, pa.scalar(None, pa.binary()))
-        self._store.stage(keys.filter(changed), or_removed.filter(changed))
-        self._stage_due(keys, was_due & ~holds, old_due, ENDS_FAMILY, present=False)
-        self._stage_due(keys, has_sessions & ~holds, new_due, ENDS_FAMILY, present=True)
+        values_or_null = pc.if_else(pa.array(has_sessions), values, pa.scalar(None, pa.binary()))
+        self._store.stage(keys.filter(changed), values_or_null.filter(changed))
+        self._stage_due(keys, was_due & ~keeps_due, old_due, ENDS_FAMILY, present=False)
+        self._stage_due(keys, has_sessions & ~keeps_due, new_due, ENDS_FAMILY, present=True)
 
     def _emit_others(
         self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: keyed_rows.Spool

@@ -42,9 +42,10 @@ class _OfRun:
 
 
 class KnownCheckpoints:
-    """The checkpoints of the last overview: the coordinator is asked only for those that have come or changed since.
+    """The checkpoints of the last overview. The next one asks the coordinator only for those that are new or changed.
 
-    Each query has hundreds. A caller that looks repeatedly passes the same object to each look, one after the other.
+    A query has hundreds of checkpoints. A caller that looks repeatedly passes the same object to each look, one look
+    after the other.
     """
 
     def __init__(self) -> None:
@@ -56,17 +57,18 @@ class KnownCheckpoints:
         return "" if of_run is None else of_run.mark
 
     def of(self, query: Description, stats: Description) -> tuple[model.Checkpoint, ...]:
-        """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
-        ``checkpoint_stats``. {} means no answer in time.
+        """Add the checkpoints of an answer to ``checkpoint_stats`` to the known ones of a run, and return all.
+
+        ``stats`` is {} if the answer has not come in time.
         """
         of_run = self._of_runs.setdefault(query["run_id"], _OfRun())
-        told, first = stats.get("history", ()), stats.get("history_first")
+        records, first = stats.get("history", ()), stats.get("history_first")
         is_all = stats.get("history_is_all", False)
         of_run.mark = stats.get("history_mark", of_run.mark)
         kept = range(query["oldest_version"], query["completed_version"] + 1)
-        if told or is_all or kept != of_run.kept:
+        if records or is_all or kept != of_run.kept:
             by_id = {} if is_all else of_run.by_id
-            by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in told}}
+            by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in records}}
             of_run.by_id = {
                 i: one if one.is_kept == (one.version in kept) else structs.replace(one, is_kept=not one.is_kept)
                 for i, one in sorted(by_id.items())
@@ -92,10 +94,10 @@ def overview_of_cluster(
 ) -> model.Overview:
     """Return the overview.
 
-    ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are those to
-    ``describe_in_columns``, without the hosts that have not answered. ``stats`` are the answers to ``checkpoint_stats``
-    by run id, each asked with the mark that ``known`` has of the run. ``known`` is the result of the last look,
-    ``silent`` Ray's description of the actors of hosts that have not answered.
+    ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are the
+    answers of hosts to ``describe_in_columns``. ``silent`` is Ray's description of the actors of hosts that have not
+    answered. ``stats`` are the answers to ``checkpoint_stats`` by run id; each request passed the mark that ``known``
+    has of the run. ``known`` has the checkpoints of the last look.
     """
     known = known or KnownCheckpoints()
     if coordinator is None:
@@ -155,13 +157,10 @@ def _query(
     now_ms: int,
 ) -> model.Query:
     run_id, completed = query["run_id"], query["completed_version"]
-    status = (
-        model.RETIRED
-        if query["retired_by"] is not None
-        else model.RUNNING
-        if query["ended_at"] is None
-        else model.ENDED
-    )
+    if query["retired_by"] is not None:
+        status = model.RETIRED
+    else:
+        status = model.RUNNING if query["ended_at"] is None else model.ENDED
     # The batch in which a query was stopped is no longer running.
     begun = query.get("batch_begun_ms") if status == model.RUNNING else None
     times = query.get("batch_times") or {}
@@ -344,15 +343,15 @@ def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[m
 def _trouble(process: Description) -> tuple[model.LocationTrouble, ...]:
     return tuple(
         model.LocationTrouble(
-            told["location"],
-            told["failures"],
-            told["error"],
-            int(told["failed_seconds"] * 1000),
-            told["answered_since"],
-            told["waiting"],
-            int(told["waiting_seconds"] * 1000),
+            trouble["location"],
+            trouble["failures"],
+            trouble["error"],
+            int(trouble["failed_seconds"] * 1000),
+            trouble["answered_since"],
+            trouble["waiting"],
+            int(trouble["waiting_seconds"] * 1000),
         )
-        for told in process.get("storage_trouble", ())
+        for trouble in process.get("storage_trouble", ())
     )
 
 
@@ -360,7 +359,7 @@ def _trouble(process: Description) -> tuple[model.LocationTrouble, ...]:
 
 
 HOST_NAME_PREFIX = "StateStoreHost-"
-"""``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
+"""A host's actor is named by this prefix, a session and a number; the id of the host is ``host-`` and the same two."""
 RAY_ANSWER_SECONDS = 10.0
 MAX_SILENT = 50
 """Ray is asked about at most this many hosts that do not answer."""
@@ -385,27 +384,27 @@ def cluster_overview(
     if coordinator_name not in names:
         return overview_of_cluster(None, (), now_ms=_now())
     actor = ray.get_actor(coordinator_name, namespace=namespace)
-    asked = actor.describe.remote()
+    description = actor.describe.remote()
     of_hosts: dict[str, Any] = {}
     for name in sorted(name for name in names if name.startswith(HOST_NAME_PREFIX)):
         with suppress(ValueError):  # it has ended since
             of_hosts[name] = ray.get_actor(name, namespace=namespace).describe_in_columns.remote()
-    coordinator = _answers([asked], deadline).get(asked)
+    coordinator = _answers([description], deadline).get(description)
     if coordinator is None:
         raise EnvironmentProblemError(
             f"The coordinator {coordinator_name!r} (namespace {namespace!r}) did not answer within {timeout:.0f} s; it "
             "may be restarting, so try again."
         )
-    # Asked for before hosts are waited for: one that hangs takes all the time there is.
+    # All requests are sent before any host is waited for: a host that hangs would use up the whole timeout.
     known = known or KnownCheckpoints()
     runs = [q["run_id"] for q in coordinator["queries"]]
     of_runs = {run_id: actor.checkpoint_stats.remote(run_id, known.mark(run_id)) for run_id in runs}
-    told = _answers([*of_runs.values(), *of_hosts.values()], deadline)
-    silent = [name for name, answer in of_hosts.items() if answer not in told]
+    answers = _answers([*of_runs.values(), *of_hosts.values()], deadline)
+    silent = [name for name, request in of_hosts.items() if request not in answers]
     return overview_of_cluster(
         coordinator,
-        [told[answer] for answer in of_hosts.values() if answer in told],
-        {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told},
+        [answers[request] for request in of_hosts.values() if request in answers],
+        {run_id: answers[request] for run_id, request in of_runs.items() if request in answers},
         silent=[_actor(name, namespace) for name in silent[:MAX_SILENT]],
         known=known,
         now_ms=_now(),
@@ -423,17 +422,15 @@ def _actor(name: str, namespace: str) -> dict[str, Any]:
     return description
 
 
-def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
-    """Return the answers that come in time, without those of actors that have died and runs that have ended."""
-    ready, _ = (
-        ray.wait(asked, num_returns=len(asked), timeout=max(0.0, deadline - time.monotonic())) if asked else ([], [])
-    )
+def _answers(requests: list[Any], deadline: float) -> dict[Any, Any]:
+    """Return the answers that come in time, by request. Dead actors and runs that have ended have none."""
+    if not requests:
+        return {}
+    ready, _ = ray.wait(requests, num_returns=len(requests), timeout=max(0.0, deadline - time.monotonic()))
     answers = {}
-    for answer in ready:
-        try:
-            answers[answer] = ray.get(answer)
-        except RayError:
-            continue
+    for request in ready:
+        with suppress(RayError):
+            answers[request] = ray.get(request)
     return answers
 
 

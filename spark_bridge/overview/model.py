@@ -65,14 +65,14 @@ class LoopFailures:
 class HostOverview:
     """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's answer is known.
 
-    Without a heartbeat the coordinator does not know the host. ``actor_state`` is Ray's state of its actor, if the host
-    has not answered: ALIVE, RESTARTING and so on.
+    ``heartbeat_ms`` is None if the coordinator does not know the host. ``actor_state`` is Ray's state of its actor, if
+    the host has not answered: ALIVE, RESTARTING and so on.
 
-    ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
-    ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them. Ray has started its
-    process again ``restarts`` times, and this one ``up_ms`` ago. ``loading`` says
-    what is being loaded, with its progress. ``disk`` counts the partitions that a full local disk
-    made it evict, and their bytes, and has its ``budget`` in bytes (None: the file system's free space).
+    ``memory`` has bytes by kind of memory, and the budget as ``host_memory``. ``counters`` count since the process
+    started, ``up_ms`` ago; Ray has restarted it ``restarts`` times. ``row_cache`` has the number of keys that its row
+    caches were ``asked`` for, and of the ``hits`` among them. ``loading`` has a line for each load under way, with its
+    progress. ``disk`` counts the partitions that the host has evicted because its local disk was full, and their bytes.
+    It also has the ``budget`` of the disk in bytes (None: the file system's free space).
     """
 
     host_id: str
@@ -111,8 +111,9 @@ class HostOverview:
 
 @dataclass(frozen=True)
 class LostDriver:
-    """A query whose driver was given up while it ran, after a last heartbeat at ``lost_ms``, and that has not
-    restarted.
+    """A query that was given up because its driver fell silent, and that has not restarted.
+
+    ``lost_ms`` is the time of the driver's last heartbeat.
     """
 
     query: str
@@ -126,7 +127,8 @@ class LostDriver:
 @dataclass(frozen=True)
 class CoordinatorInfo:
     """The coordinator of a namespace. ``problems`` name hosts that run in the wrong places.
-    ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
+
+    ``restarts`` and ``up_ms`` are those of its process, as for hosts. ``lost`` are the queries that it has given up.
     ``failing_loops`` has the loops of its process, and those that drivers report.
     """
 
@@ -147,8 +149,8 @@ OVERVIEW_FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
 
 RUNNING, ENDED, RETIRED, STORED = "running", "ended", "replaced", "stored"
-"""The status of a query: it runs; it has ended and is read on; a newer run has replaced it; only its storage was looked
-at.
+"""The status of a query. ``ENDED``: hosts still answer from its last version. ``RETIRED``: a newer run has replaced it.
+``STORED``: the overview is of storage, which does not show whether the query runs.
 """
 WARNING, ERROR = "warning", "error"
 CLUSTER, STORAGE = "cluster", "storage"
@@ -316,16 +318,17 @@ class Savepoint:
 class Query:
     """One query. Versions ``oldest_version`` to ``completed_version`` can be read.
 
-    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin. ``given_up`` are
-    the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, with the error
-    ``failure`` if there was one. ``watermark_ms`` and ``batch_time_ms`` are the event time before which the last batch
-    expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
-    knows them if an operator needs times. ``damages`` describes manifests that were skipped when storage was read, and
-    ``readable`` has the first and the last of those consecutive versions that can be read all the same. Its driver sent
-    its last heartbeat ``driver_ms`` ago. ``lag_ms`` is how old the state of a mirror (``is_mirror``) may be, or of a
-    query that is followed from elsewhere and late.
-    ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch. Each
-    partition should have ``standby_replicas`` copies.
+    The running batch began ``batch_ms`` ago, and ``pending_partitions`` have not acknowledged it yet. ``given_up`` are
+    the last checkpoints of this run that were given up. A query that has ended did so at ``ended_ms``, with the error
+    ``failure`` if there was one. ``watermark_ms`` is the event time before which the last batch expects no more rows,
+    and ``batch_time_ms`` its processing time, as Spark has logged them. They are None without a watermark, and if no
+    operator of the query needs times. ``damages`` describes manifests that were skipped when storage was read. Then
+    ``readable`` has the ranges of versions that can still be read, each as its first and its last version.
+
+    The driver sent its last heartbeat ``driver_ms`` ago. ``lag_ms`` is how old the state may be: that of a mirror
+    (``is_mirror``), or of a query that runs elsewhere and that a follower reads late. ``watermark_rose_ms`` is when the
+    watermark last changed; ``input`` is the pace of the input in the last batch. Each partition should have
+    ``standby_replicas`` copies.
     """
 
     query_id: str
@@ -380,7 +383,7 @@ class Overview:
     def query(self, named: str | None) -> Query:
         """Return the query of that name, query id or run id; None means the only one. Raises ``LookupError``.
 
-        If several match, as earlier runs of a query, and one of them runs, it is that one.
+        If several match, such as all runs of a query, the one that runs is returned.
         """
         queries = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
         running = [q for q in queries if q.status == RUNNING]
@@ -432,7 +435,7 @@ def overview_within(overview: Overview, scope: Scope) -> Overview:
 
 
 def to_plain(described: Any) -> Any:
-    """Return any of these as JSON types."""
+    """Return an object of the model as JSON types."""
     return msgspec.to_builtins(described)
 
 
@@ -512,8 +515,8 @@ RECENT_CHECKPOINTS = 20
 IDLE_MS = 10_000
 STANDING_MS = 60_000
 USUAL_INTERVALS = 3
-"""A query without a batch for so many of its usual intervals, and for ``IDLE_MS`` at least, has no new input; a
-watermark that has not risen for so many, and for ``STANDING_MS`` at least, waits for newer input.
+"""A query is idle if it had no batch for this many of its usual intervals, and for at least ``IDLE_MS``. A watermark
+stands still if it has not risen for as many intervals, and for at least ``STANDING_MS``.
 """
 
 
@@ -522,12 +525,12 @@ class QueryPace:
     """One query at one moment. Times are in ms; unknown values are None.
 
     ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
-    ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
-    A query that is idle has no new input, and 0 rows a second. ``backlog_rows`` wait in the sources. The watermark has
-    not risen for ``watermark_stands_ms``, if that is long: results that it closes wait for rows of later times.
-    ``freshness_ms`` is the age of the last completed one, or, if none is known to be completed, of the last prepared
-    one. ``watermark_behind_ms`` is how far the watermark is behind now, ``batch_ms`` how long the running batch has
-    run. ``hottest`` is the partition with the longest work for its last commit, as ``operator/partition``, and
+    ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two. A query that
+    is idle has no new input, and 0 rows a second. ``backlog_rows`` wait in the sources. ``watermark_stands_ms`` is set
+    if the watermark has not risen for long: results that it closes wait for rows of later times. ``freshness_ms`` is
+    the age of the last completed checkpoint, or of the last prepared one if none is known to be completed.
+    ``watermark_behind_ms`` is how far the watermark is behind now, ``batch_ms`` how long the running batch has run.
+    ``hottest`` is the partition with the longest work for its last commit, as ``operator/partition``, and
     ``hottest_ms`` that time.
     """
 
@@ -592,7 +595,7 @@ def query_pace(query: Query, now_ms: int) -> QueryPace:
 
 def _backlog(query: Query, is_idle: bool) -> int | None:
     backlog = None if query.input is None else query.input.backlog_rows
-    # With rows in its sources Spark would have begun a batch.
+    # An idle query has no rows in its sources, or Spark would have begun a batch. So an older backlog is over.
     return backlog if backlog is None or not is_idle else 0
 
 
@@ -604,7 +607,7 @@ def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:
     rows = [c.rows for c in recent[1:] if c.rows is not None]
     if len(moments) < 2 or moments[-1] <= moments[0] or len(rows) < len(recent) - 1:
         return None
-    # The rows of the first checkpoint came before the time that is counted.
+    # The time begins at the first checkpoint, so its rows are left out.
     return sum(rows) * 1000 / (moments[-1] - moments[0])
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from backends.partition.partition_state import PartitionState
 
 DECODE_STEP_ROWS = 1 << 14
-"""Pairs that are decoded at once, at most."""
+"""At most this many pairs are decoded at once."""
 DECODE_STEP_BYTES = 4 << 20
-"""Bytes of pairs that are decoded at once, about; one pair at least."""
+"""Pairs of about this many bytes are decoded at once, and at least one pair."""
 
 
 def scan_partition(rows: stored_rows.VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:

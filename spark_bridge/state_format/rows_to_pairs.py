@@ -1,7 +1,7 @@
 """Stored pairs, made of the rows of a state variable as users see them: the inverse of ``stored_rows``.
 
-Whole keys come at once, with all their rows, whole columns at a time. So a list is cut into its chunks, and timers and
-sessions get their rows by time, as if an operator had written them.
+A batch has all rows of each of its keys. So lists can be cut into chunks, and timers and sessions get their families by
+time, as if an operator had written them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class FamilyPairs(NamedTuple):
 
 @dataclass(frozen=True)
 class PairsOfRows:
-    """Makes the pairs of one variable. ``rows`` are ``raw``, and not ``collect``.
+    """Makes the pairs of one variable from batches of rows.
 
-    ``times`` returns the times of rows of a side of ``join``, in microseconds (``NO_TIME`` for a row without a time).
+    ``rows`` must be ``raw``, and must not ``collect``. ``times`` returns the times of rows of a side of ``join``, in
+    microseconds (``NO_TIME`` for a row without a time).
 
-    Rows are batches of ``columns``: the key's, in the user's order, those that tell the rows of a key apart, and those
-    of the value.
+    A batch has the columns of the key in the user's order, then the inner columns, which distinguish the rows of one
+    key, and then those of the value (``columns``).
     """
 
     rows: VariableRows
@@ -61,24 +62,22 @@ class PairsOfRows:
         """Return the columns of a row. A field that is not nullable must have a value in every row."""
         names = self.rows.output.names
         fields = [*(self.rows.key.field(i) for i in self.rows.key_order), *self.rows.inner, *self.rows.value]
-        # A timer has a time, and a session its bounds.
+        # The time of a timer and the bounds of a session are never null.
         inner = [f.with_nullable(self.rows.kind == layouts.MAP) for f in self.rows.inner]
-        required = [*(self._keys.field(i) for i in self.rows.key_order), *inner, *self._values]
-        nullable = [f.nullable for f in required] + [True] * (len(fields) - len(required))
-        return pa.schema([pa.field(n, f.type, can) for n, f, can in zip(names, fields, nullable, strict=False)])
+        declared = [*(self._keys.field(i) for i in self.rows.key_order), *inner, *self._values]
+        nullable = [f.nullable for f in declared] + [True] * (len(fields) - len(declared))
+        return pa.schema([pa.field(n, f.type, null) for n, f, null in zip(names, fields, nullable, strict=False)])
 
     @property
     def is_by_time_of_program(self) -> bool:
-        """Return whether rows are kept by times that only the program knows, and ``times`` are not given: those of the
-        sides of ``join``.
-        """
+        """Return whether the rows are those of a side of ``join`` without ``times``, which only the program knows."""
         return self.times is None and any(
             family.endswith(layouts.CHUNKS_BY_TIME) for family in self.rows.variable.families
         )
 
     @property
     def has_equal_keys(self) -> bool:
-        """Return whether rows may have equal keys: the elements of a list, and timers, which are the same ones then."""
+        """Return whether several rows may have equal keys: elements of a list, and timers, which are stored once."""
         return self.rows.kind in (layouts.LIST, TIMERS)
 
     @cached_property
@@ -107,9 +106,7 @@ class PairsOfRows:
     # -- keys ----------------------------------------------------------------------------------
 
     def keys(self, batch: pa.RecordBatch, num_groups: int) -> pa.BinaryArray:
-        """Return bytes that define the order of rows: the stored key, and the part that distinguishes the rows of one
-        key.
-        """
+        """Return the sort keys of rows: the stored key, and then the inner columns."""
         columns = self._key_columns(batch)
         keys = encode_keys(columns, key_groups(columns, num_groups))
         if not len(self.rows.inner):
@@ -219,8 +216,8 @@ class PairsOfRows:
         large = are_large(entries, offsets)
         of_large = pa.array(np.repeat(large, np.diff(offsets)))
         yield FamilyPairs(second, SortedPairs(keys.filter(of_large), entry.encode_values(values.filter(of_large))))
-        beside = pick(entries, offsets[:-1], np.where(large, 0, np.diff(offsets)), kind)
-        rows = pa.RecordBatch.from_arrays([pa.array(large), beside], schema=head.value)
+        small_maps = pick(entries, offsets[:-1], np.where(large, 0, np.diff(offsets)), kind)
+        rows = pa.RecordBatch.from_arrays([pa.array(large), small_maps], schema=head.value)
         yield FamilyPairs(self.rows.main, SortedPairs(maps.take(pa.array(firsts)), head.encode_values(rows)))
 
     def _timers(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
@@ -254,7 +251,7 @@ class PairsOfRows:
         yield self._by_time(layouts.ENDS_FAMILY, due, of_keys, key_groups_of(stored))
 
     def without_length(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-        """Return the sessions, by position, that have no bounds, or end no later than they begin."""
+        """Return the positions of the sessions that have no bounds, or do not end after they begin."""
         if self.rows.kind != layouts.SESSIONS:
             return np.zeros(0, np.int64)
         starts, ends = batch.column(len(self._keys)).flatten()
@@ -263,7 +260,7 @@ class PairsOfRows:
         return positions
 
     def overlapping(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """Return the sessions, by position, that begin before the session of the same key before them has ended."""
+        """Return the positions of the sessions that touch the session before them of the same key."""
         if self.rows.kind != layouts.SESSIONS or batch.num_rows < 2:
             return np.zeros(0, np.int64)
         owners = self._grouping_keys(batch, keys)

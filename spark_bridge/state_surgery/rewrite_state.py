@@ -63,7 +63,7 @@ def planned_rewrite(
         lost = [name for name in staying if name not in specs]
         if lost:
             raise InvalidStateStoreArgument(
-                f"The state has the operators {', '.join(map(repr, lost))}, which the program has not: name them in "
+                f"The state has the operators {', '.join(map(repr, lost))}, and the program does not: name them in "
                 "operator=, with None as the function of each of their state variables to leave them out."
             )
         kept = [name for name in specs if name in stored and name not in rewritten]
@@ -99,7 +99,10 @@ def planned_rewrite(
 
 
 def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open_storage: OpenStorage) -> NewOperator:
-    """Return an operator that stays as it is, in its layout: a start of the query changes that."""
+    """Return an operator that stays as it is. It keeps its layout, even if the program has another one.
+
+    The query changes the layout when it starts.
+    """
     reading = versions.reading(name, version)
     if spec is not None:
         try:
@@ -190,7 +193,7 @@ def rewrite_state(
     place = find_state(checkpoint_location, base, options, open_storage=open_storage)
     versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     for what in versions.damages.values():
-        log.warning("Only versions that this does not concern can be rewritten: %s", what)
+        log.warning("Versions that need this file cannot be rewritten: %s", what)
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(
@@ -363,8 +366,9 @@ def _operators(
 
 
 def _function(of_program: declared_operators.OfProgram, target: shuffle.Target) -> shuffle.Function:
-    """Return the function that makes state of input rows. Raises ``InvalidStateStoreArgument`` if the operator is no
-    aggregate.
+    """Return the function that makes state from input rows.
+
+    Raises ``InvalidStateStoreArgument`` if the operator is not an aggregate, or has session windows.
     """
     if of_program.aggregator is None or target.name[1] != DEFAULT_FAMILY or target.pairs.rows.kind == SESSIONS:
         raise InvalidStateStoreArgument(

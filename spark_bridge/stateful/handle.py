@@ -226,7 +226,7 @@ class Timers:
         self.begin()
 
     def _by_expiry(self, timers: list[tuple[int, int]]) -> pa.BinaryArray:
-        """Return the stored keys of timers, given as numbers of keys and expiries, sorted as the store writes them."""
+        """Return the stored keys of timers, sorted. A timer is the position of its key in the step, and its expiry."""
         columns = np.array(timers, np.int64).reshape(-1, 2)
         keys = by_expiry(self._step.keys.take(pa.array(columns[:, 0])), columns[:, 1])
         return keys.take(key_order(keys))
@@ -259,7 +259,7 @@ class Timers:
 State = TypeVar("State", ValueState, ListState, MapState)
 
 NONE, PROCESSING_TIME, EVENT_TIME = TIME_MODES = ("none", "processingtime", "eventtime")
-"""The time modes, as processors are run with them; users may write them in any case."""
+"""The time modes. Users may write them in upper or lower case."""
 _SPELLINGS = {NONE: "NoTime", PROCESSING_TIME: "ProcessingTime", EVENT_TIME: "EventTime"}
 
 
@@ -363,9 +363,9 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         return state
 
     def _kept(self, declared: StateVariable) -> StateVariable:
-        """Return a declared variable as the operator's schema has it, with the history of its schema.
+        """Return the variable of the operator's schema that was declared, with the history of its schema.
 
-        Raises ``StateDeclarationError`` if the operator's schema has it otherwise.
+        Raises ``StateDeclarationError`` if the operator's schema differs from the declaration.
         """
         try:
             kept = self._step.store.schema.variable(declared.name)
@@ -391,7 +391,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
                 ) from error
 
     def _checked_ttl(self, name: str, ttl_ms: int | None) -> int | None:
-        if ttl_ms is None or ttl_ms == 0:  # which means none in Spark as well
+        if ttl_ms is None or ttl_ms == 0:  # in Spark, 0 means no TTL as well
             return None
         if isinstance(ttl_ms, bool) or not hasattr(ttl_ms, "__index__"):
             raise StateDeclarationError(

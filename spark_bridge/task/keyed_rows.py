@@ -34,7 +34,7 @@ ROWS_PER_MERGE = 1 << 20
 KEYED_SCAN_ROWS = 1 << 16
 KEYED_STEP_BYTES = 64 << 20
 REDUCED_ROWS_BYTES = 64 << 20
-"""The memory limit of reduced rows; sorting the rows beyond the limit takes several times as much again."""
+"""The memory limit of reduced rows. Sorting the rows beyond the limit takes several times as much in addition."""
 _ROWS = "__statestore_rows"
 
 

@@ -106,8 +106,8 @@ RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerErro
 RETRY_DELAY = 0.1
 """Seconds before the next search for the owner, at most."""
 SOON_DELAY = 0.02
-"""Seconds before the first search after a call that went well; they double. The coordinator confirms a dead process in
-milliseconds.
+"""Seconds before the first search after a successful call. Each further search waits twice as long. The first one is
+soon, because the coordinator confirms a dead process within milliseconds.
 """
 HELD_DELAY = 0.5
 """Seconds before a retry of a batch that is held for a savepoint, or of a commit that waits for others."""
@@ -175,7 +175,8 @@ class TaskStore:
     def batch_id(self) -> int:
         return self._task.batch_id
 
-    def _told(self) -> protocol.OpenReply:
+    def _open_reply(self) -> protocol.OpenReply:
+        """Return the owner's answer to ``open``; open the store first if that has not happened yet."""
         if self._opened is None:
             # The owner is known from an earlier task of this worker, and has not opened the store of this task yet.
             self._owner = None
@@ -185,7 +186,7 @@ class TaskStore:
 
     @property
     def times(self) -> BatchTimes:
-        times = self._told().times
+        times = self._open_reply().times
         if times is None:
             raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
         return times.behind(self._watermark_lag_ms) if self._watermark_lag_ms else times
@@ -193,7 +194,7 @@ class TaskStore:
     @property
     def schema(self) -> OperatorSchema:
         if self._schema is None:
-            self._schema = OperatorSchema.from_json(self._told().schema)
+            self._schema = OperatorSchema.from_json(self._open_reply().schema)
         return self._schema
 
     @property
@@ -225,9 +226,9 @@ class TaskStore:
             try:
                 asked = time.monotonic()
                 owner = self._with_owner(lambda owner: owner)
-                deadline += time.monotonic() - asked  # it may have loaded the partition for long
+                deadline += time.monotonic() - asked  # a search for the owner has its own deadline
                 for pairs in owner.scan(command, rest):
-                    rest = _behind(rest, pairs.column(0)[-1].as_py())
+                    rest = _ranges_after(rest, pairs.column(0)[-1].as_py())
                     if left is not None:
                         left -= pairs.num_rows
                     yield pairs
@@ -275,8 +276,8 @@ class TaskStore:
                 self._loaded = loading.progress
                 time.sleep(RETRY_DELAY)
             except (BatchHeldError, HostMemoryBusyError):
-                # The query stops with a savepoint, and this task with it; or it continues if that fails. Or the host is
-                # busy with other commits, each of which ends, or fails its task.
+                # The batch is held for a savepoint that stops the query: Spark ends this task, or the savepoint fails
+                # and the batch continues. Or the host has no memory until other commits end.
                 opening = None  # it would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout
@@ -360,7 +361,7 @@ class TaskStore:
         raise failure
 
     def _opening(self) -> protocol.TaskIdentity:
-        """Return what the task tells a host that it asks for its owner."""
+        """Return the request to open the store. It reports the host that has not answered before, if there is one."""
         return replace(self._task, unreachable=self._unreachable) if self._unreachable else self._task
 
     def _give_up(self, address: str, token: str) -> None:
@@ -374,8 +375,8 @@ class TaskStore:
             _owners.pop(key, None)
 
 
-def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
-    """Return the rest of ranges that are read one after the other, after the last key that was read."""
+def _ranges_after(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
+    """Return the ranges that are left when the ranges are read one after the other, and ``key`` was read last."""
     at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
     return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]
 
@@ -418,9 +419,7 @@ class StateAccess(Protocol):
         """Yield pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit: a null value removes its key; if a key is staged several times, the last change
-        counts.
-        """
+        """Add changes to the commit. A null value removes its key. The last change of a key counts."""
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Commit the staged changes durably as the next version. Call it once, before yielding any output."""

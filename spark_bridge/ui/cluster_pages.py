@@ -38,7 +38,7 @@ def overview(call: PageCall) -> Response:
     )
     # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
-    used_bytes = sum(_held(host.memory) for host in of.hosts)
+    used_bytes = sum(_used_bytes(host.memory) for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
     idle = [p.freshness_ms or 0 for _, p in at_work if p.is_idle]
     backlogs = [p.backlog_rows for _, p in at_work if p.backlog_rows is not None]
@@ -94,7 +94,7 @@ def _is_faulty(query: Query, faulty: set[str]) -> bool:
     return not faulty.isdisjoint([f"query {query.title}", *subjects])
 
 
-def _held(memory: dict[str, int]) -> int:
+def _used_bytes(memory: dict[str, int]) -> int:
     return sum(n for name, n in memory.items() if name != BUDGET)
 
 
@@ -162,7 +162,7 @@ def hosts(call: PageCall) -> Response:
 
 def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
-    used_bytes, budget = _held(host.memory), host.memory.get(BUDGET, 0)
+    used_bytes, budget = _used_bytes(host.memory), host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
     return HostRow(host, used_bytes, budget, charts.strip(holders, float(max(budget, used_bytes))), by_size)
 
@@ -224,7 +224,7 @@ def operator(call: PageCall) -> Response:
 
 
 def _order(partition: Partition, by: str) -> tuple[float, int]:
-    """Return the place of a partition: ascending by number, else those with most first."""
+    """Return the sort key of a partition: by its number, or descending by another column."""
     if by == "partition":
         return (0.0, partition.partition)
     value = partition.snapshot_lag if by == "lag" else charts.partition_measure(partition, by)
@@ -332,7 +332,7 @@ def trigger(call: PageCall) -> Response:
 
 
 def _directory(call: PageCall) -> str | None:
-    """Return the directory that is asked for. Only an administrator of all queries may look into any."""
+    """Return the directory that the request names. Raises ``RequestError`` if the caller may not name one."""
     directory = call.given("directory")
     if directory and not call.may_name_places:
         raise RequestError("Another directory than the query's own is shown to an administrator of all queries only.")
@@ -340,7 +340,7 @@ def _directory(call: PageCall) -> str | None:
 
 
 def _described(call: PageCall, *, check_files: bool) -> Response:
-    """Describe the savepoint of that name in the directory that is listed. Raises ``RequestError``."""
+    """Describe the savepoint that the request names, in the directory of the list. Raises ``RequestError``."""
     query, name, directory = call.named_query(), call.given("name"), _directory(call)
     if not name or "/" in name or name in (".", ".."):
         raise RequestError(f"{name[:200]!r} is not a name of a savepoint.")

@@ -102,7 +102,7 @@ NULL_PREFIX = "null."
 
 
 @dataclass(frozen=True)
-class Found:
+class PageRows:
     """Rows of one version. ``is_cut``: there are more. ``at``: the time that rolling aggregates are of, or ""."""
 
     version: int | None
@@ -112,7 +112,7 @@ class Found:
     at: str = ""
 
 
-def time_given(call: PageCall) -> dict[str, Any]:
+def time_argument(call: PageCall) -> dict[str, Any]:
     """Return the time that the request gives for rolling aggregates, for the client. Raises ``RequestError``."""
     text = call.given("at")
     return {"at": at_of_text(text)} if text else {}
@@ -170,21 +170,21 @@ def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[An
     return conditions
 
 
-def take_rows(rows: StateScan, most: int) -> Found:
+def take_rows(rows: StateScan, most: int) -> PageRows:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
         table = pa.Table.from_batches(list(_until(rows, most + 1)), rows.schema)
         version, at = rows.version, rows.at
-    return found_in(table, most, version, [] if at is None else [at])
+    return page_rows(table, most, version, [] if at is None else [at])
 
 
-def found_in(table: pa.Table, most: int, version: int | None = None, times: Collection[dt.datetime] = ()) -> Found:
-    """Return up to ``most`` rows of a table, whose rolling aggregates are of ``times``."""
+def page_rows(table: pa.Table, most: int, version: int | None = None, times: Collection[dt.datetime] = ()) -> PageRows:
+    """Return up to ``most`` rows of a table. ``times`` are the times of its rolling aggregates."""
     shown = table.slice(0, most)
     columns = [python_values(column) for column in shown.columns]
     rows = [list(row) for row in zip(*columns, strict=True)]
     at = " and ".join(sorted({str(to_json(time)) for time in times}))
-    return Found(version, list(table.schema.names), rows, table.num_rows > most, at)
+    return PageRows(version, list(table.schema.names), rows, table.num_rows > most, at)
 
 
 def _until(rows: StateScan, most: int) -> Iterator[pa.RecordBatch]:

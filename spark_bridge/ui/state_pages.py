@@ -134,7 +134,7 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     return [int(part) for part in parts]
 
 
-def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.Found:
+def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.PageRows:
     rows = call.client().key_rows(
         table.operator,
         [key],
@@ -142,12 +142,12 @@ def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: 
         query=table.query,
         version=version,
         timeout=lookups.PAGE_READ_SECONDS,
-        **lookups.time_given(call),
+        **lookups.time_argument(call),
     )
     return lookups.take_rows(rows, MAX_KEY_ROWS)
 
 
-def _compared(answers: list[lookups.Found]) -> list[Compared]:
+def _compared(answers: list[lookups.PageRows]) -> list[Compared]:
     """Return the columns of versions next to one another, if each has at most one row, and one has a row."""
     if len(answers) < 2 or any(len(f.rows) > 1 for f in answers) or not any(f.rows for f in answers):
         return []
@@ -190,7 +190,7 @@ class Chart:
     left_out: int
 
 
-def chart(call: PageCall, answer: lookups.Found | None) -> Chart | None:
+def chart(call: PageCall, answer: lookups.PageRows | None) -> Chart | None:
     """Return the chart of the rows by the columns that the request names; None without a column of numbers."""
     if answer is None or not answer.rows:
         return None
@@ -276,7 +276,7 @@ def scan(call: PageCall) -> Response:
     """Show the form, and the rows."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
-    answer: lookups.Found | None = None
+    answer: lookups.PageRows | None = None
     columns: list[tuple[str, str]] = []
     problem, status = "", 200
     if table is not None:
@@ -326,7 +326,7 @@ def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit
         query=table.query,
         version=version,
         timeout=lookups.PAGE_READ_SECONDS,
-        **lookups.time_given(call),
+        **lookups.time_argument(call),
     )
 
 
@@ -347,13 +347,13 @@ PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
 
 def sql(call: PageCall) -> Response:
     """Show the form, and the rows of the statement that was sent."""
-    result: lookups.Found | None = None
+    result: lookups.PageRows | None = None
     problem, status = "", 200
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
                 rows = _first(answer, MAX_SQL_ROWS + 1)
-                result = lookups.found_in(rows, MAX_SQL_ROWS, times=answer.times.values())
+                result = lookups.page_rows(rows, MAX_SQL_ROWS, times=answer.times.values())
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -383,7 +383,7 @@ def _answered(call: PageCall) -> Iterator[ProcessStatement]:
         answer = ProcessStatement(
             call.client(),
             call.form["statement"],
-            **lookups.time_given(call),
+            **lookups.time_argument(call),
             timeout=lookups.PAGE_READ_SECONDS,
             limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),
         )

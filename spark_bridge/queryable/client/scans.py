@@ -217,7 +217,7 @@ class VersionDiff:
                 lasts = [last for last in (before.last(), after.last()) if last is not None]
                 if not lasts:
                     return
-                batch = self._differing(before.taken(min(lasts)), after.taken(min(lasts)))
+                batch = self._differing(before.take_up_to(min(lasts)), after.take_up_to(min(lasts)))
                 if batch.num_rows:
                     yield batch
         finally:
@@ -251,8 +251,8 @@ class _Side:
         last: bytes = self._held.ids[-1].as_py()
         return last
 
-    def taken(self, last: bytes) -> ComparedRows:
-        """Return the rows up to that id, and hold the others."""
+    def take_up_to(self, last: bytes) -> ComparedRows:
+        """Return the rows up to the id ``last``, and hold the others."""
         if not len(self._held.ids):
             return self._empty
         cut = pc.less_equal(self._held.ids, pa.scalar(last, pa.binary())).true_count
@@ -260,7 +260,7 @@ class _Side:
         return rows
 
     def _ids(self, batch: pa.RecordBatch) -> pa.BinaryArray:
-        """Return bytes that tell rows apart and ascend as the rows do: the stored keys."""
+        """Return the stored keys of rows: they are different for each row, and ascend in the order of the rows."""
         view = self._view
         n = len(view.codec.by)
         keys = pa.RecordBatch.from_arrays(batch.columns[:n], schema=view.codec.columns_schema)
@@ -269,7 +269,7 @@ class _Side:
         if not inner:
             return stored
         by_column = [keys.column(keys.schema.get_field_index(name)) for name in view.codec.stored.names]
-        # Timers are stored by the time when they fire, sessions after one another under their key.
+        # Timers are stored in the order of their times, and sessions in the order of their keys.
         columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
         rows = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
         return encode_keys(rows, stored_rows.key_groups_of(stored))

@@ -93,10 +93,7 @@ class StateView:
 
     @cached_property
     def without_window(self) -> KeyCodec:
-        """The codec of keys without the window, which finds all windows.
-
-        The same as ``codec`` without windows.
-        """
+        """The codec of keys without the window, for requests of all windows of a key; else the same as ``codec``."""
         if self.window is None:
             return self.codec
         at = self.codec.stored.get_field_index(self.window)
@@ -138,14 +135,14 @@ class StateView:
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """Return a row per key: the columns of the key, then those of its value."""
-        known_keys, schema = self._table_schema
-        if keys.schema != known_keys:
+        usual_keys, schema = self._table_schema
+        if keys.schema != usual_keys:
             schema = self._schema_behind(keys.schema)
         return pa.Table.from_arrays([*keys.columns, *self.value_columns(values)], schema=schema)
 
     @cached_property
     def _table_schema(self) -> tuple[pa.Schema, pa.Schema]:
-        """The columns of keys as they mostly are, and of their rows."""
+        """The key columns that a table usually has, and all columns of such a table."""
         keys = self.codec.columns_schema
         return keys, self._schema_behind(keys)
 

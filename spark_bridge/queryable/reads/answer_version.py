@@ -124,7 +124,7 @@ class VersionedReader:
             instance.note_read()
         try:
             return version, [
-                # The head lets the index of windows know the version; it is another one if the copy has followed since.
+                # The head names the version for the index of windows. It is unknown if the copy has advanced since.
                 read(PartitionView(p, i.state.reads, version, i.state.head if version == i.state.version else None, i))
                 for p, i in zip(partitions, instances, strict=True)
             ]
@@ -193,14 +193,14 @@ class VersionedReader:
         return PartitionView(partition, instance.state.reads, completed.version, head, instance)
 
     def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
-        """Bring a partition closer to the last completed version, which it lacks: wait, or load it."""
+        """Wait for a partition that lacks the last completed version, or load it. ``failure`` is that of its read."""
         instance = self._host.cache.instance(plan.run_id, plan.operator, partition)
         if instance is None or isinstance(failure, StoreClosedError):
             time.sleep(_PAUSE_SECONDS)  # the partition is being unloaded
         elif instance.state.version > completed.version:
             self._host.version_requests.completed_version(plan.run_id, completed.version + 1, _PAUSE_SECONDS)
         else:
-            # Another host has made the version: this partition has other changes than those that count, or lacks some.
+            # Another host has made the version, so this partition lacks its changes, or has changes that do not count.
             self._load(plan, partition, again=True)
 
     def _unsettled(self, plan: OperatorPlan, partition: int, failure: Exception) -> NotOwnerError:
@@ -289,7 +289,7 @@ class VersionedReader:
         return self._load(plan, partition) if instance is None else instance
 
     def _load(self, plan: OperatorPlan, partition: int, *, again: bool = False) -> Instance:
-        """Load a partition; with ``again`` also one that is loaded, because its changes are not those that count.
+        """Load a partition. ``again`` replaces one that is loaded, and lacks the changes of the completed version.
 
         Raises ``NotOwnerError`` for another host's partition, ``HostUnavailableError`` if loading takes longer.
         """

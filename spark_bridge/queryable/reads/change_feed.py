@@ -183,8 +183,7 @@ class RunManifests:
                     chain = manifests.log.chain()
                     break
                 except MissingFileError:
-                    # Removed since the manifests were listed; the newer manifest that made it superfluous is there by
-                    # now.
+                    # The manifest was removed after the listing. A newer one made it superfluous: the next look has it.
                     if look + 1 == LOOKS:
                         raise
             manifests.log.forget({m.id for m in chain.values()})
@@ -217,10 +216,10 @@ class RunManifests:
 
 
 def require_same_history(operator: str, versions: StateVersions, after: int, previous_run: str) -> None:
-    """Raise ``StateVersionError`` if a run after ``previous_run`` has made the version ``after``, or may have."""
+    """Raise ``StateVersionError`` unless version ``after`` was made by ``previous_run`` or by an earlier run."""
     manifest = versions.chain.get(after)
     if manifest is None or manifest.run_id == previous_run:
-        return  # the empty version is every run's, and a version that is not kept is refused anyway
+        return  # all runs share the empty version; the caller refuses a version that is not kept
     runs = list(versions.log.epochs.runs())  # the newest run first
     if previous_run in runs and manifest.run_id in runs and runs.index(manifest.run_id) > runs.index(previous_run):
         return
@@ -256,9 +255,9 @@ class ChangeFeed:
     ) -> StateAnswer:
         """Return the rows that the versions after ``after`` up to ``until`` changed, of some or all grouping keys.
 
-        ``previous_run`` is the earlier run that returned the changes before. Raises ``StateVersionError`` if versions
-        are missing, or do not follow from that run's, ``RequestError`` if there can be none, ``RetiredRunError`` if
-        a newer run has begun.
+        ``previous_run`` is the run that returned the changes up to ``after``. Raises ``StateVersionError`` if versions
+        are missing, or if that run's version ``after`` was rolled back, ``RequestError`` if ``until`` is below
+        ``after``, ``RetiredRunError`` if a newer run has begun.
         """
         if after > until:
             raise RequestError(f"Changes after version {after} up to version {until}: there can be none.")

@@ -258,7 +258,7 @@ def test_kept_operators_must_fit_the_program(old: str, tmp_path: Path) -> None:
     other = OperatorSpec("reminders", 2, OperatorSchema.of_rows(by_g).to_json())
     with pytest.raises(InvalidStateStoreArgument, match=r"'reminders' as it is stored.*Rewrite it as well"):
         rewritten(old, "totals", same, tmp_path / "new", program=program_of(old, reminders=other))
-    with pytest.raises(InvalidStateStoreArgument, match="'windows', which the program has not"):
+    with pytest.raises(InvalidStateStoreArgument, match="'windows', and the program does not"):
         program = [spec for spec in program_of(old) if spec.name != "windows"]
         rewritten(old, "totals", same, tmp_path / "new", program=program)
     rewritten(old, ["totals", "windows"], {"totals": same, "windows": None}, tmp_path / "new", program=program)
@@ -464,7 +464,7 @@ def test_a_value_named_as_a_key_keeps_its_name_and_hidden_timers_stay(named: Flo
 
 def test_variables_that_stay_need_a_place_in_the_program(named: Flow, tmp_path: Path) -> None:
     program = [OperatorSpec("other", 1, program_of(Stored("file").checkpoint)[0].schema)]
-    with pytest.raises(InvalidStateStoreArgument, match="'op', which the program has not"):
+    with pytest.raises(InvalidStateStoreArgument, match="'op', and the program does not"):
         rewritten(named.location, "op", {"last": None}, tmp_path / "new", program=program)
 
 
