@@ -127,7 +127,7 @@ class LookupTask:
             moments = batch.column(batch.schema.get_field_index(self.time)).cast(pa.int64())
         with spans.step("lookup.read", num_keys=len(once.dictionary)):
             values, has_state = looked_up.columns(once.dictionary, positions, moments)
-        state = dict(zip([f.name for f in looked_up.view.value_fields], values, strict=True))
+        state = dict(zip([f.name for f in looked_up.view.stored_values.fields], values, strict=True))
         out = [*batch.columns, *(state[name] for name in self.columns)]
         typed = [_as(column, field.type) for column, field in zip(out, self.schema, strict=True)]
         rows = pa.RecordBatch.from_arrays(typed, schema=self.schema)
@@ -287,7 +287,7 @@ def planned_lookup(
             "without windows and value states. Read the others by a query client or by read_state, and join them."
         )
     keys = _keys(df, view, on, by_index)
-    fields = [f for f in view.scan_fields if f.name not in keys] if by_index else view.value_fields
+    fields = [f for f in view.scan_fields if f.name not in keys] if by_index else view.stored_values.fields
     wanted = _columns(df, view, columns, [f.name for f in fields])
     kinds = {f.name: f.type for f in fields}
     added = pa.schema([pa.field(name, kinds[name]) for name in wanted])

@@ -69,15 +69,15 @@ class LookedUpState:
     def columns(
         self, keys: pa.BinaryArray, places: pa.Array, moments: pa.Array | None
     ) -> tuple[list[pa.Array], pa.BooleanArray]:
-        """Return the columns of ``view.value_fields`` of rows, and whether their keys have state.
+        """Return the columns of ``view.stored_values`` of rows, and whether their keys have state.
 
         ``places`` are the places of the rows' keys, null for a row without a key. ``moments`` are the times of the rows
         in microseconds: their rolling aggregates are as of these.
         """
         view = self.view
         if view.kind != ROLLING:
-            values = view.unexpired(self.values(keys, view.family), self.at_ms)
-            columns = [column.take(places) for column in view.value_columns(values, self.at_ms)]
+            values = view.stored_values.unexpired(self.values(keys, view.family), self.at_ms)
+            columns = [column.take(places) for column in view.stored_values.columns(values, self.at_ms)]
             return columns, values.is_valid().take(places).fill_null(False)
         self._require_retained(keys, places, moments)
         recent = self.values(keys, DEFAULT_FAMILY).take(places)

@@ -220,7 +220,7 @@ class QueryableStateClient:
         def ask(target: KnownOperator, deadline: float) -> Any:
             view = target.view(state)
             if view.kind in (VALUE, ROWS):
-                fast = _FastLookup(target, view.family, view.codec.encode_one, view.decode_one)
+                fast = _FastLookup(target, view.family, view.codec.encode_one, view.stored_values.decode_one)
                 self._fast[operator, query, state] = fast
             version_and_time = self._as_of(target, view, asked, deadline)
             return KeyLookups(self._router, target, view, version_and_time, deadline).one(key, window)

@@ -222,7 +222,7 @@ class KeyLookups:
 
     def _value(self, encoded: bytes) -> dict[str, Any] | None:
         _, value = self.router.lookup_one(self.target.location, self.view.family, encoded, self.at, self.deadline)
-        return None if value is None else self.view.decode_one(value)
+        return None if value is None else self.view.stored_values.decode_one(value)
 
     # -- keys of several callers ---------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class KeyLookups:
         return [self._one_or_error(key) for key in keys]
 
     def _values_of_each(self, keys: Sequence[Any]) -> list[Any]:
-        encode, decode = self.view.codec.encode_one, self.view.decode_one
+        encode, decode = self.view.codec.encode_one, self.view.stored_values.decode_one
         answers: list[Any] = [None] * len(keys)
         encoded, places = [], []
         for i, key in enumerate(keys):

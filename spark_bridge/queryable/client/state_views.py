@@ -107,38 +107,12 @@ class StateView:
         """The values of ``family``, for the kinds that have one row per key."""
         return StoredValues(self.schema, self.variable.kind == layouts.ROWS and self.kind != layouts.ROLLING)
 
-    @property
-    def is_aggregate(self) -> bool:
-        """Whether the stored value is the state of aggregate functions, which has results."""
-        return self.stored_values.is_aggregate
-
-    @property
-    def value_fields(self) -> list[pa.Field]:
-        """The columns of a value, for the kinds that have one row per key."""
-        return self.stored_values.fields
-
-    def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
-        """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
-        return self.stored_values.unexpired(values, at_ms)
-
-    def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
-        """Return the columns of ``value_fields`` of stored values; null for values that are absent or expired.
-
-        Expiry is judged at ``at_ms``, in ms since 1970; None means now.
-        """
-        return self.stored_values.columns(values, now_ms() if at_ms is None else at_ms)
-
-    @property
-    def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
-        """The function that returns the columns of one stored value; see ``StoredValues``."""
-        return self.stored_values.decode_one
-
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """Return a row per key: the columns of the key, then those of its value."""
         usual_keys, schema = self._table_schema
         if keys.schema != usual_keys:
             schema = self._schema_behind(keys.schema)
-        return pa.Table.from_arrays([*keys.columns, *self.value_columns(values)], schema=schema)
+        return pa.Table.from_arrays([*keys.columns, *self.stored_values.columns(values, now_ms())], schema=schema)
 
     @cached_property
     def _table_schema(self) -> tuple[pa.Schema, pa.Schema]:
@@ -147,7 +121,7 @@ class StateView:
         return keys, self._schema_behind(keys)
 
     def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
-        return layouts.with_distinct_names([*keys, *self.value_fields])
+        return layouts.with_distinct_names([*keys, *self.stored_values.fields])
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -168,10 +142,10 @@ class StateView:
             entry = self.schema.value.field(layouts.MAP_ENTRIES).type.value_type
             inner = list(entry.field(layouts.ENTRY_KEY).type)
             value = list(entry.field(layouts.ENTRY_VALUE).type)
+        elif self.schema.value.names == layouts.PRESENT.names and not self.stored_values.is_aggregate:
+            value = []
         else:
-            value = (
-                [] if self.schema.value.names == layouts.PRESENT.names and not self.is_aggregate else self.value_fields
-            )
+            value = self.stored_values.fields
         return inner, [f for f in value if f.name != layouts.TTL_COLUMN]
 
     @cached_property

@@ -577,7 +577,8 @@ def test_single_values_are_decoded_as_columns_are() -> None:
     keys = view.codec.columns([1, 2])
     table = view.table(keys, pa.concat_arrays([values.slice(0, 1), pa.nulls(1, pa.binary())]))
     assert table.to_pylist() == [{"user": 1, "n": 3, "user__value": 1.5}, {"user": 2, "n": None, "user__value": None}]
-    assert [view.decode_one(v) for v in values.to_pylist()] == [{"n": 3, "user": 1.5}, {"n": 0, "user": None}]
+    decode_one = view.stored_values.decode_one
+    assert [decode_one(v) for v in values.to_pylist()] == [{"n": 3, "user": 1.5}, {"n": 0, "user": None}]
 
 
 def test_expired_values_are_absent() -> None:
@@ -589,5 +590,5 @@ def test_expired_values_are_absent() -> None:
     values = view.schema.encode_values(rows)
     table = view.table(view.codec.columns([1, 2, 3]), values)
     assert table.to_pydict() == {"user": [1, 2, 3], "v": [None, "new", "for good"]}
-    for decode in (view.decode_one, view.stored_values._one_by_columns):
+    for decode in (view.stored_values.decode_one, view.stored_values._one_by_columns):
         assert [decode(v) for v in values.to_pylist()] == [None, {"v": "new"}, {"v": "for good"}]
