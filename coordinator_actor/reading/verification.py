@@ -1,6 +1,4 @@
-"""Reads every file that a version can be loaded from.
-
-Reports damaged files, and whether the version can still be loaded.
+"""Reads every file that a version can be loaded from, and reports damaged files and whether it can still be loaded.
 
 Nothing is written or locked. A version has more files than its newest snapshots need: an older snapshot and the
 changelogs after it can replace a damaged newer one.
@@ -109,6 +107,21 @@ class _Part:
     snapshots: set[str] = field(default_factory=set)
 
 
+@dataclass
+class _ReadFiles:
+    """The bytes of the files that were read, their damages by path, and the files that snapshots share, by path."""
+
+    nbytes: int = 0
+    damages: dict[str, Damage] = field(default_factory=dict)
+    parts: dict[str, _Part] = field(default_factory=dict)
+
+    def note(self, path: str, stored_in: str, of: _File, nbytes: int, what: str | None) -> None:
+        """Count a file that was read; ``what`` is its damage, None for a sound file."""
+        self.nbytes += nbytes
+        if what is not None:
+            self.damages[path] = Damage(stored_in, of.operator, of.partition, version_in(path), what)
+
+
 def verify_version(
     versions: StateVersions,
     version: int | None = None,
@@ -137,35 +150,8 @@ def verify_version(
         for piece in versions.pieces(operator, entry, at)
     }
     files = {f.path: f for (operator, p), piece in pieces.items() for f in _files(versions, operator, p, piece.lineage)}
-    damages = _damaged_schemas(versions, operators)
-    nbytes = 0
-    parts: dict[str, _Part] = {}
-
-    def note(path: str, where: str, of: _File, read: tuple[int, str | None]) -> None:
-        nonlocal nbytes
-        nbytes += read[0]
-        if read[1] is not None:
-            damages[path] = Damage(where, of.operator, of.partition, version_in(path), read[1])
-
-    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="statestore-verify") as pool:
-        first = pool.map(lambda f: _check(storage, f), files.values())
-        for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), first, strict=True), 1):
-            note(file.path, file.stored_in, file, (size, what))
-            for named in () if descriptor is None else descriptor.files:
-                if named.file is not None:
-                    parts.setdefault(named.file.path, _Part(named.file, file)).snapshots.add(file.path)
-            progress(done, len(files) + len(parts))
-        second = pool.map(lambda part: _check_part(storage, part), parts.values())
-        for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
-            note(path, part.ref.stored_in, part.of, read)
-            progress(done, len(files) + len(parts))
-        # A damaged index does not prevent a load: it is only for a version without a manifest.
-        groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
-        sizes = dict(storage.list(GROUPS_DIRECTORY)) if groups else {}
-        for path, of, what in zip(
-            groups, groups.values(), pool.map(lambda at: _check_index(storage, at, sizes), groups), strict=True
-        ):
-            note(path, path, of, (0, what))
+    read = _read_files(storage, files, progress)
+    damages, parts = {**_damaged_schemas(versions, operators), **read.damages}, read.parts
     bad = {*damages, *(path for part in damages if part in parts for path in parts[part].snapshots)}
     lost = [f"{o}/{p}" for (o, p), piece in pieces.items() if not _is_loadable(versions, piece.lineage, bad)]
     rows, differences = None, list[Damage]()
@@ -185,7 +171,35 @@ def verify_version(
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
     all_damages = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
     of_rows = tuple(differences)
-    return Verification(at, len(files) + len(parts), nbytes, all_damages, tuple(lost), rows, of_rows)
+    return Verification(at, len(files) + len(parts), read.nbytes, all_damages, tuple(lost), rows, of_rows)
+
+
+def _read_files(
+    storage: CheckpointStorage, files: Mapping[str, _File], progress: Callable[[int, int], None]
+) -> _ReadFiles:
+    """Read the files of a version: changelogs and descriptors, the files of snapshots, and the indexes of objects."""
+    read = _ReadFiles()
+    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="statestore-verify") as pool:
+        checked_files = pool.map(lambda f: _check(storage, f), files.values())
+        for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), checked_files, strict=True), 1):
+            read.note(file.path, file.stored_in, file, size, what)
+            for named in () if descriptor is None else descriptor.files:
+                if named.file is not None:
+                    read.parts.setdefault(named.file.path, _Part(named.file, file)).snapshots.add(file.path)
+            progress(done, len(files) + len(read.parts))
+        checked_parts = pool.map(lambda part: _check_part(storage, part), read.parts.values())
+        for done, (part, (size, what)) in enumerate(
+            zip(read.parts.values(), checked_parts, strict=True), len(files) + 1
+        ):
+            read.note(part.ref.path, part.ref.stored_in, part.of, size, what)
+            progress(done, len(files) + len(read.parts))
+        # A damaged index does not prevent a load: it is only for a version without a manifest.
+        groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
+        sizes = dict(storage.list(GROUPS_DIRECTORY)) if groups else {}
+        checked_indexes = pool.map(lambda path: _check_index(storage, path, sizes), groups)
+        for path, what in zip(groups, checked_indexes, strict=True):
+            read.note(path, path, groups[path], 0, what)
+    return read
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
