@@ -127,10 +127,14 @@ def segments(chain: Chain, operator: str, version: int | None = None) -> list[Se
     return segments_of_chain
 
 
+def _operator_entry(chain: Chain, version: int, operator: str) -> OperatorEntry | None:
+    manifest = chain.get(version)
+    return None if manifest is None else manifest.operators.get(operator)
+
+
 def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
     """Return the entry of a partition in a version, in the layout of that version; None if there is none."""
-    manifest = chain.get(version)
-    operator_entry = manifest.operators.get(operator) if manifest else None
+    operator_entry = _operator_entry(chain, version, operator)
     return operator_entry.partitions.get(partition) if operator_entry else None
 
 
@@ -158,8 +162,7 @@ def snapshots(
 
 
 def _head(chain: Chain, version: int, operator: str, partition: int) -> str | None:
-    manifest = chain.get(version)
-    entry = manifest.operators.get(operator) if manifest else None
+    entry = _operator_entry(chain, version, operator)
     return entry.partitions.head(partition) if entry and partition in entry.partitions else None
 
 
@@ -170,12 +173,11 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
     name derived from the changelogs of the earlier layout. Return None for the empty version 0, and for a version that
     is not on the chain.
     """
-    manifest = chain.get(version)
-    entry = manifest.operators.get(layout.operator) if manifest else None
+    entry = _operator_entry(chain, version, layout.operator)
     if entry is None:
         return None
     if layout_of(layout.operator, entry) == layout:
-        return entry.partitions.head(partition) if partition in entry.partitions else None
+        return _head(chain, version, layout.operator, partition)
     return _rescaled_head(entry, version, layout, partition, key_groups)
 
 
