@@ -42,17 +42,17 @@ from spark_bridge.transport.tls import refusal
 FrameBody: TypeAlias = bytes | bytearray | memoryview | pa.Buffer
 REPLY_BUFFER_BYTES = 64 << 10
 SMALL_BODY = 16 << 10
-"""A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
+"""A request of at most this size is sent by one system call, so that it takes few packets."""
 MAX_REPLY_BYTES = 1 << 31
 ALIGNMENT = 64
 MAX_ABANDONED = 16
-"""At most this many connections are kept for answers that are of no use any more, so that they can be used again."""
+"""At most this many connections wait for an answer that no caller wants any more, to be used again after it."""
 CONNECT_SECONDS = 1.5
-"""A dead node does not even refuse a connection. The first packet is sent again after 1 s."""
+"""A dead node never answers. The limit leaves time for the kernel to send the first packet twice, 1 s apart."""
 _OPTIONS = {
     "TCP_NODELAY": 1,
-    # With these a client notices within 4 s that a node has vanished, which is when the coordinator gives its
-    # partitions to others. The kernel of a suspended process answers.
+    # With these a client notices within 4 s that a node has vanished. By then the coordinator gives its partitions to
+    # other hosts. A suspended process is not noticed, because its kernel answers.
     "TCP_KEEPIDLE": 2,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": 2,
@@ -60,7 +60,7 @@ _OPTIONS = {
 }
 
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
-"""The kernel closes a connection with these if a machine does not answer."""
+"""The errors of a connection whose machine does not answer."""
 
 
 class ClosedByPeerError(ConnectionClosedError):
@@ -132,7 +132,7 @@ class ClientConnection:
             self._broken(error, begun=False)
 
     def receive(self, deadline: float) -> tuple[Reply, memoryview]:
-        """Wait for the next frame, and return its header and body. The body is memory of the caller's own."""
+        """Wait for the next frame, and return its header and body. The caller owns the memory of the body."""
         if self._end == self._start or not self._armed:
             self._arm(deadline)
         received = self._receive(deadline)
@@ -140,7 +140,7 @@ class ClientConnection:
         return received
 
     def receive_available(self) -> tuple[Reply, memoryview] | None:
-        """Return the next frame if all of it has come. Else keep what has come, and return None without a wait."""
+        """Return the next frame if all of it has arrived. Otherwise keep its first part, and return None at once."""
         self._sock.settimeout(0.0)
         self._armed = 0.0
         return self._receive(None)
@@ -231,8 +231,8 @@ class ClientConnection:
     def _arm(self, deadline: float) -> None:
         """Set the socket's timeout to about the time until ``deadline``.
 
-        Setting it is a system call. So a timeout that ends a little before the deadline is left as it is; the wait is
-        repeated then.
+        Setting it is a system call. So a timeout that ends a little before the deadline is left as it is: a wait that
+        ends too early is repeated.
         """
         left = deadline - time.monotonic()
         if left <= 0:
@@ -248,7 +248,7 @@ class ClientConnection:
         return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
 
     def has_more(self) -> bool:
-        """Return whether bytes came after the last answer: then the connection is out of step."""
+        """Return whether the host has sent bytes after the last answer, which makes the connection unusable."""
         return self._end > self._start or self._rest is not None
 
     def fileno(self) -> int:
@@ -256,7 +256,7 @@ class ClientConnection:
         return self._sock.fileno()
 
     def _broken(self, error: OSError, *, begun: bool) -> NoReturn:
-        if error.errno in _SILENT:  # so that the request is not sent again on a new connection to this host
+        if error.errno in _SILENT:  # not ``ClosedByPeerError``, which would send the request to this host again
             self._fail(HostUnavailableError(f"The machine of {self.address} does not answer any more: {error}"))
         refused = refusal(self.address, error) if isinstance(error, ssl.SSLError) else None
         kind = ConnectionClosedError if begun else ClosedByPeerError
@@ -467,7 +467,7 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             self._connections.keep_abandoned(self)
 
     def drain(self) -> bool:
-        """Throw away what has come of an abandoned answer. Return whether the exchange is over."""
+        """Drop the frames of an abandoned answer that have arrived. Return whether the exchange is over."""
         is_whole = self.has_answer()
         self._frames.clear()
         if is_whole and not self._is_over:
@@ -520,7 +520,7 @@ class _Pool:
             return None
 
     def forget_one(self) -> None:
-        """Count one open connection less."""
+        """Subtract one from the number of open connections."""
         with self.free:
             self.num_open -= 1
             self.free.notify()
@@ -540,7 +540,7 @@ class KvConnections:
     ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
     ``time.monotonic``. ``lag_ms`` is the lag in the last answer, 0 for none, and ``version`` its version.
     ``clock_offset_us`` is how far the clock of the host that was connected last is ahead of this process.
-    ``unreachable`` is the address that took no connection last, until ``take_unreachable``. Every method
+    ``unreachable`` is the last address that took no connection, until ``take_unreachable`` forgets it. Every method
     raises the host's own error, ``HostUnavailableError`` if no host answers in time, ``ConnectionClosedError`` if the
     connection breaks, and ``AccessDeniedError``.
     """
@@ -612,7 +612,7 @@ class KvConnections:
         if connection is not None:
             return connection, True
         with pool.free:
-            # Counted before the look at ``idle``: ``release`` appends to ``idle`` first, and looks at the count then.
+            # This comes before the look at ``idle``. ``release`` first appends to ``idle``, and then reads the number.
             pool.num_waiting += 1
             try:
                 while True:
@@ -634,7 +634,7 @@ class KvConnections:
 
     def _pool(self, address: str) -> _Pool:
         if self._pid != os.getpid():
-            # After a fork: the sockets belong to the parent process, and threads that are not here may hold its locks.
+            # This process was forked. The sockets belong to the parent, and a thread of the parent may hold a lock.
             self._pools, self._abandoned, self._pid = {}, deque(), os.getpid()
         pool = self._pools.get(address)
         if pool is None:
@@ -659,8 +659,8 @@ class KvConnections:
     def _close_unused(self) -> None:
         """Close the connections of all addresses that have been idle for too long.
 
-        Connections to a host that is not asked any more, as its partitions have moved, are never given back again. A
-        host that comes in its place needs new connections, so opening one is the time to look.
+        ``release`` closes those of the address that it is called for. A host whose partitions have moved gets no more
+        requests, and so no more releases. Another host then needs a new connection, so this is called when one opens.
         """
         now = time.monotonic()
         for pool in list(self._pools.values()):
@@ -668,10 +668,7 @@ class KvConnections:
                 pass
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection instead of one that the host has closed.
-
-        Close the idle ones too, which the host has closed as well.
-        """
+        """Return a new connection in place of one that the host has closed. The host has closed idle ones as well."""
         stale.close()
         while (connection := stale.pool.pop_idle()) is not None:
             connection.close()
@@ -692,7 +689,7 @@ class KvConnections:
             pool.close()
 
     def keep_abandoned(self, exchange: KvExchange) -> None:
-        """Keep an exchange whose answer is of no use, until the answer has come and its connection is free again."""
+        """Keep an exchange that its caller has given up, until its answer has come and the connection is free again."""
         self._abandoned.append(exchange)
         self._drain_abandoned()
         while len(self._abandoned) > MAX_ABANDONED or self._is_closed:
