@@ -280,11 +280,8 @@ class BufferedEngine:
         return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        for run in reversed(self._changes(column_family).runs):
-            is_there, value = run.get(key)
-            if is_there:
-                return value
-        return self._below.get_one(key, column_family)
+        is_changed, value = self._changes(column_family).find(key)
+        return value if is_changed else self._below.get_one(key, column_family)
 
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY

@@ -205,13 +205,13 @@ class SortedMap:
         back[order] = np.arange(len(order))
         return values.take(pa.array(back))
 
-    def get(self, key: bytes) -> bytes | None:
-        """Return the value of one key; None if the key has none."""
+    def find(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Return whether a run has a key, and its value (None: removed)."""
         for run in reversed(self.runs):
             is_there, value = run.get(key)
             if is_there:
-                return value
-        return None
+                return True, value
+        return False, None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
         return self._merged(lambda run: run.between(start, end))
@@ -310,13 +310,13 @@ class SortedMapEngine:
         if family_map is None:
             return pa.nulls(len(keys), pa.binary())
         if len(keys) <= _FEW_ROWS:
-            return pa.array([family_map.get(key) for key in keys.to_pylist()], pa.binary())
+            return pa.array([family_map.find(key)[1] for key in keys.to_pylist()], pa.binary())
         return family_map.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         self._check_open()
         family_map = self._maps.get(column_family)
-        return None if family_map is None else family_map.get(key)
+        return None if family_map is None else family_map.find(key)[1]
 
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY

@@ -18,6 +18,7 @@ from backends.conf import DEFAULT_FAMILY, StateStoreId, check_name
 from backends.encoding import values as lists
 from backends.encoding.keys import first_key_after
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary, merged_scan
+from backends.engines.sorted_map_engine import SortedMap
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import Changes, read_changelog
 from backends.formats.manifest import Lineage
@@ -31,14 +32,11 @@ _LONGEST_DICT = 1 << 16
 
 
 class WriteBuffer:
-    """Uncommitted changes of one column family: single changes in a dict, over bulk changes in sorted runs.
-
-    Runs grow geometrically, as in a log-structured merge tree, so that a look-up visits only a few.
-    """
+    """Uncommitted changes of one column family: the newest single ones in a dict, over a sorted map of the others."""
 
     def __init__(self) -> None:
         self._singles: dict[bytes, bytes | None] = {}
-        self._runs: list[SortedPairs] = []
+        self._map = SortedMap(keeps_removed=True)
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Set one value; None removes the key."""
@@ -49,38 +47,28 @@ class WriteBuffer:
     def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
         """Set many values; null removes a key. Of equal keys, the last one wins."""
         self._flush()
-        self._push(SortedPairs.last_wins(keys, values))
+        self._map = self._map.with_changes(SortedPairs.last_wins(keys, values))
 
     def _flush(self) -> None:
         if self._singles:
-            run = SortedPairs.from_dict(self._singles)
+            self._map = self._map.with_changes(SortedPairs.from_dict(self._singles))
             self._singles = {}
-            self._push(run)
-
-    def _push(self, run: SortedPairs) -> None:
-        while self._runs and len(self._runs[-1]) < 2 * len(run):
-            run = self._runs.pop().under(run)
-        if len(run):
-            self._runs.append(run)
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a key was changed, and its new value (None: removed)."""
         if key in self._singles:
             return True, self._singles[key]
-        for run in reversed(self._runs):
-            is_present, value = run.get(key)
-            if is_present:
-                return True, value
-        return False, None
+        return self._map.find(key)
 
-    def merged(self) -> SortedPairs:
-        """Return all changes; the buffer holds them as one run afterwards."""
+    def get_many(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
+        """Return the values of ``keys`` with these changes; ``below`` are their values without them."""
         self._flush()
-        merged = SortedPairs.empty()
-        for run in reversed(self._runs):  # the small ones first
-            merged = run.under(merged)
-        self._runs = [merged] if len(merged) else []
-        return merged
+        return self._map.get_many(keys, below)
+
+    def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
+        """Return the changes of keys from ``start`` (included) to ``end`` (not included)."""
+        self._flush()
+        return self._map.between(start, end)
 
 
 class VersionReader(Protocol):
@@ -166,11 +154,11 @@ class OverlayStateStore(StateStore):
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
         if buffer is not None:
-            changed, value = buffer.get(key)
-            if changed:
+            is_changed, value = buffer.get(key)
+            if is_changed:
                 return value
-        is_present: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
-        return is_present
+        value_below: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
+        return value_below
 
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
         self._check_key(key)
@@ -199,7 +187,7 @@ class OverlayStateStore(StateStore):
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
         values = self._get_below(keys, column_family)
-        return values if buffer is None else buffer.merged().overlay(keys, values)
+        return values if buffer is None else buffer.get_many(keys, values)
 
     def put_many(
         self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
@@ -273,7 +261,7 @@ class OverlayStateStore(StateStore):
         buffer = self._buffers.get(stored)
         if start is not None and end is not None and start >= end:
             return iter(())
-        changes = SortedPairs.empty() if buffer is None else buffer.merged().between(start, end)
+        changes = SortedPairs.empty() if buffer is None else buffer.between(start, end)
         below: Iterator[pa.RecordBatch] = iter(())
         if stored in self._families_below:
             below = self._reader.scan(start, end, stored)
@@ -314,7 +302,7 @@ class OverlayStateStore(StateStore):
         self._check_writable()
         assert self._commit_changes is not None
         with self._timed("commit_ms"):
-            changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
+            changes = Changes({name: buffer.between(None, None) for name, buffer in self._buffers.items()})
             version, figures = self._commit_changes(changes)
         self._has_committed = True
         self._last_metrics = replace(figures, custom={**figures.custom, **self._times})
