@@ -245,8 +245,52 @@ _SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python object
 _PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 
 
-class RocksDBScan(Iterator[pa.RecordBatch]):
-    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
+class PairScan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since.
+
+    A subclass reads them from ``_source``, an iterator or a cursor of RocksDB, which is None once the scan is closed.
+    """
+
+    def __init__(self, source: Any, failure: OnFailure) -> None:
+        self._source = source
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # another thread may close the store
+            if self._source is None:
+                raise StoreClosedError("The store was closed while it was scanned.")
+            parts: list[pa.StructArray] = []
+            while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
+                rows = self._rows()
+                if rows:
+                    parts.append(pa.array(rows, _PAIR))
+                if len(rows) < _SCAN_STEP:
+                    break
+            if not parts:
+                raise StopIteration
+            keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+            return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
+
+    def _rows(self) -> list[tuple[bytes, bytes]]:
+        """Return the next pairs, ``_SCAN_STEP`` unless there are fewer left."""
+        raise NotImplementedError
+
+    def _check_end(self, cursor: Any) -> None:
+        """Raise if a cursor is at a damaged block, where rocksdict says that nothing comes after it."""
+        try:
+            cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Release RocksDB's iterator or cursor: RocksDB cannot close while one lives."""
+        with self._reading:
+            self._source = None
+
+
+class RocksDBScan(PairScan):
+    """The pairs from ``start`` (included) to ``end`` (not included)."""
 
     def __init__(self, db: rocksdict.Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
         # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
@@ -255,59 +299,33 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
             self._options.set_iterate_upper_bound(end)
         if start is None and end is None:
             self._options.fill_cache(False)  # keep frequently read blocks in the cache
-        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
+        super().__init__(db.items(from_key=start, read_opt=self._options), failure)
         self._db = db
         self._last = start
-        self._failure = failure
-        self._reading = threading.Lock()
 
-    def __next__(self) -> pa.RecordBatch:
-        with self._reading:  # another thread may close the store
-            return self._next()
-
-    def _next(self) -> pa.RecordBatch:
-        items = self._items
-        if items is None:
-            raise StoreClosedError("The store was closed while it was scanned.")
-        parts: list[pa.StructArray] = []
-        while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
-            rows = list(islice(items, _SCAN_STEP))
-            if rows:
-                self._last = rows[-1][0]
-                parts.append(pa.array(rows, _PAIR))
-            if len(rows) < _SCAN_STEP:
-                self._check_end()
-                break
-        if not parts:
-            raise StopIteration
-        return _batch(parts)
-
-    def _check_end(self) -> None:
-        """Raise if the scan has ended at a damaged block.
-
-        rocksdict ends an iteration there as if nothing came after it. So seek the last key again, and ask for the
-        status.
-        """
-        cursor = self._db.iter(self._options)
-        try:
+    def _rows(self) -> list[tuple[bytes, bytes]]:
+        rows = list(islice(self._source, _SCAN_STEP))
+        if rows:
+            self._last = rows[-1][0]
+        if len(rows) < _SCAN_STEP:
+            # The iterator has no status. So a cursor goes to the place where it has ended.
+            cursor = self._db.iter(self._options)
             if self._last is None:
                 cursor.seek_to_first()
             else:
                 cursor.seek(self._last)
                 if cursor.valid():
                     cursor.next()
-            cursor.status()
-        except Exception as error:  # rocksdict raises plain Exception
-            raise self._failure("read", error) from error
+            self._check_end(cursor)
+        return rows
 
     def close(self) -> None:
-        """Release the iterator: RocksDB cannot close while one lives."""
-        with self._reading:
-            self._items = self._db = None
+        super().close()
+        self._db = None
 
 
-class RocksDBRangesScan(Iterator[pa.RecordBatch]):
-    """Sorted pairs of ascending ranges of a column family, as they were when the scan began.
+class RocksDBRangesScan(PairScan):
+    """The pairs of ascending ranges that do not overlap.
 
     One cursor goes through all of them. From a key after a range it goes to the first range that ends after the key,
     so that ranges without pairs cost nothing each.
@@ -320,30 +338,14 @@ class RocksDBRangesScan(Iterator[pa.RecordBatch]):
         self._options = rocksdict.ReadOptions()
         if len(self._ends) == len(ranges):
             self._options.set_iterate_upper_bound(self._ends[-1])
-        self._cursor = db.iter(self._options)
+        super().__init__(db.iter(self._options), failure)
         self._at = 0
+        """The range that is read next."""
         self._is_inside = False
-        self._failure = failure
-        self._reading = threading.Lock()
-
-    def __next__(self) -> pa.RecordBatch:
-        with self._reading:  # another thread may close the store
-            if self._cursor is None:
-                raise StoreClosedError("The store was closed while it was scanned.")
-            parts: list[pa.StructArray] = []
-            while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
-                rows = self._rows()
-                if rows:
-                    parts.append(pa.array(rows, _PAIR))
-                if len(rows) < _SCAN_STEP:
-                    break
-            if not parts:
-                raise StopIteration
-            return _batch(parts)
+        """Whether the cursor is at a key of that range, or at the end of what it has read of the range."""
 
     def _rows(self) -> list[tuple[bytes, bytes]]:
-        """Return the next pairs, ``_SCAN_STEP`` unless there are fewer left."""
-        cursor, rows = self._cursor, list[tuple[bytes, bytes]]()
+        cursor, rows = self._source, list[tuple[bytes, bytes]]()
         while self._at < len(self._ranges):
             start, end = self._ranges[self._at]
             if not self._is_inside:
@@ -358,30 +360,13 @@ class RocksDBRangesScan(Iterator[pa.RecordBatch]):
                 cursor.next()
                 if len(rows) == _SCAN_STEP:
                     return rows
-            else:
-                self._check_end()
+            else:  # the cursor is behind all pairs
+                self._check_end(cursor)
                 self._at = len(self._ranges)
                 break
             self._at = bisect_right(self._ends, key)
             self._is_inside = self._at < len(self._ranges) and key >= self._ranges[self._at][0]
         return rows
-
-    def _check_end(self) -> None:
-        """Raise if the cursor has ended at a damaged block, where rocksdict says that nothing comes after it."""
-        try:
-            self._cursor.status()
-        except Exception as error:  # rocksdict raises plain Exception
-            raise self._failure("read", error) from error
-
-    def close(self) -> None:
-        """Release the cursor: RocksDB cannot close while one lives."""
-        with self._reading:
-            self._cursor = None
-
-
-def _batch(parts: list[pa.StructArray]) -> pa.RecordBatch:
-    keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
-    return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
 
 
 # Sorted pairs as files of RocksDB, which a database ingests unchanged.

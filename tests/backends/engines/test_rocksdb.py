@@ -209,12 +209,12 @@ def test_closing_waits_for_the_batch_that_is_being_read(
     one = kind is rocksdb_files.RocksDBScan
     scan: Any = engine.scan(None, None) if one else engine.scan_ranges([(b"", None)], "default")
     reading, go_on = threading.Event(), threading.Event()
-    check: Callable[[Any], None] = kind._check_end
+    check: Callable[[Any, Any], None] = kind._check_end
 
-    def slow(self: Any) -> None:
+    def slow(self: Any, cursor: Any) -> None:
         reading.set()
         assert go_on.wait(HANG)
-        check(self)
+        check(self, cursor)
 
     monkeypatch.setattr(kind, "_check_end", slow)
     batches: list[Any] = []
