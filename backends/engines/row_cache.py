@@ -186,43 +186,56 @@ class RowCache:
         If that exceeds the cache's share of memory, only the newest live rows move. Return None if there is no room for
         the other pairs alone.
         """
-        live = rows.live()
-        more, widths = len(more_keys), row_cache_table.widths_of(more_keys, more_values)
-        if len(live):
-            widths = row_cache_table.common_widths(rows.widths_of(live), widths)
-        if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
-            num_absent = np.count_nonzero(live & row_cache_table.ABSENT) + more_values.null_count
-            if 2 * num_absent > len(live) + more:
-                widths = None  # every record has room for a value, also that of a key without one
+        live, num_more = rows.live(), len(more_keys)
+        widths = _widths_of_all(rows, live, more_keys, more_values)
         key_sizes, value_sizes = _sizes(live, rows, widths)
         if widths is None:
             key_bytes, value_bytes = content_bytes(more_keys), content_bytes(more_values)
         else:
-            key_bytes, value_bytes = more * widths[0], more * (widths[1] or 0)
+            key_bytes, value_bytes = num_more * widths[0], num_more * (widths[1] or 0)
         allowed = min(self._memory.row_allowance(self.claim), MAX_BYTES)
-        left = allowed // 2 - key_bytes - value_bytes - ROW_BYTES * more
-        if left < 0:
+        bytes_for_live = allowed // 2 - key_bytes - value_bytes - ROW_BYTES * num_more
+        if bytes_for_live < 0:
             return None
         from_newest = np.cumsum((key_sizes + value_sizes + ROW_BYTES)[::-1])
-        kept = int(np.searchsorted(from_newest, left, side="right"))
-        dropped = len(live) - kept
-        live, key_sizes, value_sizes = (a[dropped:] for a in (live, key_sizes, value_sizes))
+        num_moved = int(np.searchsorted(from_newest, bytes_for_live, side="right"))
+        num_dropped = len(live) - num_moved
+        live, key_sizes, value_sizes = (a[num_dropped:] for a in (live, key_sizes, value_sizes))
         moved_rows: CachedRows
         if widths is None:
             key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
-            moved_rows = row_cache_table.VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
+            moved_rows = row_cache_table.VaryingRows(2 * (num_moved + num_more), 2 * key_bytes, 2 * value_bytes)
         else:
-            moved_rows = row_cache_table.EvenRows(2 * (kept + more), widths)
-        if kept:
-            keys, values = rows.pairs(live)
-            moved_rows.append(keys, values)
-            if moved_rows.buckets.shape == rows.buckets.shape:
-                moved_rows.place_as(rows, live & row_cache_table.ROW)
-            else:
-                hashes, is_absent = row_cache_table.hash_keys(keys), (live & row_cache_table.ABSENT) != 0
-                for at in range(0, kept, CACHE_STEP_ROWS):
-                    moved_rows.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
+            moved_rows = row_cache_table.EvenRows(2 * (num_moved + num_more), widths)
+        if num_moved:
+            _move(rows, live, moved_rows)
         return moved_rows
+
+
+def _widths_of_all(
+    rows: CachedRows, live: row_cache_table.Ints, more_keys: pa.BinaryArray, more_values: pa.BinaryArray
+) -> row_cache_table.Widths | None:
+    """Return the widths of records that can hold the live rows and more pairs; None if their sizes must vary."""
+    widths = row_cache_table.widths_of(more_keys, more_values)
+    if len(live):
+        widths = row_cache_table.common_widths(rows.widths_of(live), widths)
+    if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
+        num_absent = np.count_nonzero(live & row_cache_table.ABSENT) + more_values.null_count
+        if 2 * num_absent > len(live) + len(more_keys):
+            return None  # each record would have room for a value, although most keys have none
+    return widths
+
+
+def _move(rows: CachedRows, live: row_cache_table.Ints, target: CachedRows) -> None:
+    """Copy the live rows of ``rows`` into ``target``, which is empty, and enter them in its table."""
+    keys, values = rows.pairs(live)
+    target.append(keys, values)
+    if target.buckets.shape == rows.buckets.shape:
+        target.place_as(rows, live & row_cache_table.ROW)
+        return
+    hashes, is_absent = row_cache_table.hash_keys(keys), (live & row_cache_table.ABSENT) != 0
+    for at in range(0, len(live), CACHE_STEP_ROWS):
+        target.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
 
 
 def _sizes(
