@@ -123,7 +123,7 @@ def test_more_than_a_little_is_written_at_once(
     assert opened == []
     write(restored, 3, {KEYS[1]: b"y" * 200})
     write(restored, 4, {KEYS[2]: None})
-    assert opened == [WRITE] and not restored._held.families
+    assert opened == [WRITE] and not restored._buffer.families
     assert read(restored, KEYS[:4]) == [b"x" * 900, b"y" * 200, None, b"old"] and restored.state.version == 4
 
 
