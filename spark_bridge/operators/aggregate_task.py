@@ -27,9 +27,9 @@ from spark_bridge.state_format.layouts import DUE, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, parts_of, scanned
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
 from spark_bridge.task.state_task import OUTPUT_ROWS, EventTime, all_keys, between, late_rows_removed
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 FIXED_KEYS_PER_STEP = 1 << 18
 LIST_KEYS_PER_STEP = 1 << 8

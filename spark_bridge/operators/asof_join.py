@@ -20,9 +20,9 @@ from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, RIGHT_ROW, S
 from spark_bridge.operators.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
 from spark_bridge.state_format.layouts import LEFT, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
-from spark_bridge.task.keyed_rows import KeyedRows, Spool
+from spark_bridge.task.keyed_rows import KeyedRows
 from spark_bridge.task.state_task import Times
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # Finds the row of the other side that is nearest in time, as pandas' ``merge_asof`` chooses it. No loop per row.
 #

@@ -32,9 +32,9 @@ from spark_bridge.state_format.layouts import EXPIRES_AT, EXPIRY_FAMILY, dedupli
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, parts_of, scanned
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
 from spark_bridge.task.state_task import EventTime, StateTask, late_rows_removed
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # The work of ``deduplicate`` in a state task: of the rows with one key, only the first row of all goes through.
 

@@ -27,9 +27,9 @@ from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
 from spark_bridge.state_format.layouts import LEFT, MATCHED, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, Spool, StepSize, empty, one_batch, parts_of
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
 from spark_bridge.task.state_task import Times
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # The output of a join: matching rows of both sides, and rows of one side that have no match.
 

@@ -35,7 +35,8 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError, PartitionMismatchError, other_key_groups
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.state_task import Logic, end_rows, partitions_of
-from spark_bridge.task.task_store import StagedChanges
+from spark_bridge.task.task_store import Spool
+from spark_bridge.transport import protocol
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -204,7 +205,7 @@ class InitialStateAccess:
         from coordinator_actor.savepoints.new_checkpoint import STORE
 
         self._meta = ChangelogMeta(run_id, spec.name, partition, spec.num_partitions, 0, attempt, base, STORE)
-        self._staged = StagedChanges()
+        self._staged = Spool(protocol.COMMIT_SCHEMA, compression=None)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Return nulls: the state does not exist yet."""
@@ -217,7 +218,7 @@ class InitialStateAccess:
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        self._staged.add(column_family, keys, values)
+        self._staged.add(pa.RecordBatch.from_arrays([keys, values], schema=protocol.COMMIT_SCHEMA), column_family)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Write the state durably; it counts from the moment that the manifest of version 0 names it."""
@@ -227,7 +228,7 @@ class InitialStateAccess:
 
         location, options = self._registration.state_location, self._registration.storage_options
         storage = CheckpointStorage.open(location, options, fsync=self._conf.fsync)
-        pairs = ((family, SortedPairs.last_wins(b.column(0), b.column(1))) for family, b in self._staged)
+        pairs = ((family, SortedPairs.last_wins(b.column(0), b.column(1))) for family, b in self._staged.labelled())
         families = {DEFAULT_FAMILY, *self.schema.families}
         self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
 

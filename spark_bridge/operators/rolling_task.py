@@ -32,7 +32,7 @@ from spark_bridge.state_format.stored_rows import key_groups_of
 from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 ROLLING_KEYS_PER_STEP = 1 << 14
 """Keys whose pieces are read and written at once, to begin with."""
@@ -198,13 +198,13 @@ class _RollingBatch(GroupedBatch):
 
     # -- pieces into state ---------------------------------------------------------------------
 
-    def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
+    def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
         """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
         size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
         self._in_steps(reducer, size, lambda step: self._merge_step(step, spool), None)
         self._record_lost()
 
-    def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
+    def _merge_step(self, new: keyed_rows.KeyedRows, spool: Spool) -> int:
         """Merge the new pieces of some keys; return the bytes that they and the stored values take."""
         num_keys, rolling = len(new.keys), self._rolling
         self._timer.step("merge_ms")
@@ -350,7 +350,7 @@ class _RollingBatch(GroupedBatch):
         merged: _OlderStates,
         starts: Integers,
         newest: Integers,
-        spool: keyed_rows.Spool,
+        spool: Spool,
     ) -> None:
         """Put the results of the chosen keys as of their newest rows into the spool."""
         if not chosen.any():

@@ -28,7 +28,7 @@ from spark_bridge.task import keyed_rows
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import EventTime, Times, all_keys, between
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # Sessions of keys as rows: which rows make one session, and sessions to and from their stored form.
 #
@@ -184,7 +184,7 @@ class _SessionBatch(GroupedBatch):
             return  # the last batch has removed the sessions that this watermark ends
         self._add_due(ENDS_FAMILY, keyed_rows.empty(self._columns.schema), reducer)
 
-    def merge(self, reducer: keyed_rows.RowReducer, spool: keyed_rows.Spool) -> None:
+    def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
         self._in_steps(
             reducer,
             keyed_rows.StepSize(SESSION_KEYS_PER_STEP),
@@ -192,7 +192,7 @@ class _SessionBatch(GroupedBatch):
             partial(self._emit_others, spool=spool) if self._logic.output_mode == "complete" else None,
         )
 
-    def _merge_step(self, new: keyed_rows.KeyedRows, spool: keyed_rows.Spool) -> int:
+    def _merge_step(self, new: keyed_rows.KeyedRows, spool: Spool) -> int:
         """Merge the new sessions of some keys; return the bytes that they and the stored values take."""
         logic, store = self._logic, self._store
         self._timer.step("merge_ms")
@@ -244,9 +244,7 @@ class _SessionBatch(GroupedBatch):
         self._stage_due(keys, was_due & ~keeps_due, old_due, ENDS_FAMILY, present=False)
         self._stage_due(keys, has_sessions & ~keeps_due, new_due, ENDS_FAMILY, present=True)
 
-    def _emit_others(
-        self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: keyed_rows.Spool
-    ) -> None:
+    def _emit_others(self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: Spool) -> None:
         """Emit the sessions of the stored keys in a range that are not among ``touched``."""
         for pairs in keyed_rows.scanned(self._store, between(all_keys(self._store.key_groups), behind, up_to)):
             others = pairs.filter(pc.invert(pc.is_in(pairs.column(0), touched)))

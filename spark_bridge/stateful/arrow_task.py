@@ -22,9 +22,8 @@ from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.stateful.ttl import alive_at, expiry_at
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.keyed_rows import Spool
 from spark_bridge.task.state_task import EventTime
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys.
 

@@ -38,9 +38,8 @@ from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, TimerValu
 from spark_bridge.stateful.ttl import stage_expired
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.keyed_rows import Spool
 from spark_bridge.task.state_task import EventTime, late_rows_removed
-from spark_bridge.task.task_store import StateAccess
+from spark_bridge.task.task_store import Spool, StateAccess
 
 # The output of a processor: checked against the declared schema, and made into Arrow batches.
 

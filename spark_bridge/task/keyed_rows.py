@@ -7,7 +7,6 @@ usually little more than a row per key is held. Rows beyond the memory limit go 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -19,7 +18,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.keys import KeyRange, decode_keys
 from spark_bridge.aggregates.row_groups import merge_keys
 from spark_bridge.exceptions import StateTooLargeError
-from spark_bridge.task.executor import StepTimer, temporary_file
+from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter
 from spark_bridge.task.task_store import StateAccess
 
@@ -234,59 +233,3 @@ def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
 def empty(schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch without rows."""
     return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
-
-
-# The output that a task holds back until its state is committed: in memory, and beyond a limit on the local disk.
-
-
-SPOOL_MEMORY_BYTES = 64 << 20
-
-
-class Spool:
-    """Takes batches of one schema and returns them in order. Use it in a ``with`` statement.
-
-    ``memory`` is the limit in bytes. The file has no name: it is gone at the end, and if the process dies.
-    """
-
-    def __init__(self, schema: pa.Schema, memory: int = SPOOL_MEMORY_BYTES) -> None:
-        self.schema = schema
-        self.num_rows = 0
-        self.is_on_disk = False
-        self._memory = memory
-        self._held: list[pa.RecordBatch] = []
-        self._held_bytes = 0
-        self._open = ExitStack()
-
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        if not batch.num_rows:
-            return
-        self.num_rows += batch.num_rows
-        self._held.append(batch)
-        self._held_bytes += batch.nbytes
-        if self._held_bytes > self._memory:
-            self._write()
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all batches, once; nothing can be added afterwards."""
-        if self.is_on_disk:
-            self._writer.close()
-            self._file.seek(0)
-            yield from pa.ipc.open_stream(pa.PythonFile(self._file, "r"))
-        yield from self._held
-
-    def _write(self) -> None:
-        if not self.is_on_disk:
-            file = temporary_file()
-            self._file = self._open.enter_context(file)
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, "w"), self.schema, options=options)
-            self.is_on_disk = True
-        for batch in self._held:
-            self._writer.write_batch(batch)
-        self._held, self._held_bytes = [], 0

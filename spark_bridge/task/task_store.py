@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Protocol, TypeVar
+from typing import IO, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 from msgspec.structs import replace
@@ -33,52 +33,71 @@ from spark_bridge.task.executor import Endpoints, temporary_file
 from spark_bridge.transport import protocol
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
 
-# The changes that a task has staged and not committed yet: in memory, and beyond a budget on local disk.
+# Batches that a task keeps until its commit, in memory and beyond a limit on the local disk: changes and output rows.
 
 
-BUDGET_BYTES = 64 << 20
-_FAMILY = b"column_family"
+SPOOL_MEMORY_BYTES = 64 << 20
+_LABEL = b"label"
 
 
-class StagedChanges:
-    """Batches of changes by column family, in the order of their addition. Every attempt to commit reads them all.
+class Spool:
+    """Keeps batches of one schema, in the order of their addition. Use it in a ``with`` statement, or ``close`` it.
 
-    ``budget`` is in bytes.
+    The batches can be read several times. ``memory`` is the limit in bytes; beyond it, batches go to a file, compressed
+    by ``compression``. The file has no name: it is gone at the end, and if the process dies.
     """
 
-    def __init__(self, budget: int = BUDGET_BYTES) -> None:
-        self._budget = budget
+    def __init__(
+        self, schema: pa.Schema, memory: int = SPOOL_MEMORY_BYTES, compression: Literal["lz4"] | None = "lz4"
+    ) -> None:
+        self.schema = schema
+        self.num_rows = 0
+        self.nbytes = 0
+        """The bytes of all batches as they are in memory."""
+        self._memory = memory
+        self._compression = compression
         self._held: list[tuple[str, pa.RecordBatch]] = []
         self._held_bytes = 0
-        self._spilled_bytes = 0
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
 
-    def add(self, column_family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
-        """Add changes; a null value removes its key."""
-        if not len(keys):
-            return
-        batch = pa.RecordBatch.from_arrays([keys, values], schema=protocol.COMMIT_SCHEMA)
-        self._held.append((column_family, batch))
-        self._held_bytes += batch.nbytes
-        if self._held_bytes > self._budget:
-            self._spill()
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether some batches are in the file."""
+        return self._file is not None
 
-    def _spill(self) -> None:
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, batch: pa.RecordBatch, label: str = "") -> None:
+        """Add a batch with a label; a batch without rows is left out."""
+        if not batch.num_rows:
+            return
+        self._held.append((label, batch))
+        self.num_rows += batch.num_rows
+        self.nbytes += batch.nbytes
+        self._held_bytes += batch.nbytes
+        if self._held_bytes > self._memory:
+            self._write()
+
+    def _write(self) -> None:
         if self._writer is None:
             self._file = temporary_file()
-            self._writer = pa.ipc.new_stream(self._file, protocol.COMMIT_SCHEMA)
-        for family, batch in self._held:
-            self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
-        self._spilled_bytes += self._held_bytes
+            options = pa.ipc.IpcWriteOptions(compression=self._compression)
+            self._writer = pa.ipc.new_stream(self._file, self.schema, options=options)
+        for label, batch in self._held:
+            self._writer.write_batch(batch, custom_metadata={_LABEL: label.encode()})
         self._held, self._held_bytes = [], 0
 
-    @property
-    def nbytes(self) -> int:
-        """Return how many bytes all changes have in memory."""
-        return self._spilled_bytes + self._held_bytes
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield all batches."""
+        return (batch for _, batch in self.labelled())
 
-    def __iter__(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+    def labelled(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield all batches with their labels."""
         if self._file is not None:
             self._file.flush()
             # The stream's end is not written yet, so the file is read up to its length.
@@ -88,13 +107,14 @@ class StagedChanges:
                 with pa.ipc.open_stream(self._file) as reader:
                     while self._file.tell() < end:
                         read = reader.read_next_batch_with_custom_metadata()
-                        yield read.custom_metadata[_FAMILY].decode(), read.batch
+                        yield read.custom_metadata[_LABEL].decode(), read.batch
             finally:
-                self._file.seek(end)
+                if self._file is not None:
+                    self._file.seek(end)
         yield from self._held
 
     def close(self) -> None:
-        """Drop all changes, and the file."""
+        """Drop all batches, and the file."""
         self._held = []
         if self._file is not None:
             self._file.close()
@@ -156,7 +176,8 @@ class TaskStore:
         self._owner_token = endpoints.token
         self._opened: protocol.OpenReply | None = None
         self._schema: OperatorSchema | None = None
-        self._staged = StagedChanges()
+        self._staged = Spool(protocol.COMMIT_SCHEMA, compression=None)
+        """The changes, labelled with their column families."""
         self._loaded = LoadProgress()
         self._unreachable = ""
         """The address of the host that did not answer last; the next host that is asked reports it."""
@@ -241,12 +262,12 @@ class TaskStore:
                 time.sleep(RETRY_DELAY)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        self._staged.add(column_family, keys, values)
+        self._staged.add(pa.RecordBatch.from_arrays([keys, values], schema=protocol.COMMIT_SCHEMA), column_family)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         command = protocol.CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
         with spans.step("task.commit", nbytes=self._staged.nbytes):
-            self._with_owner(lambda owner: owner.commit(command, self._staged))
+            self._with_owner(lambda owner: owner.commit(command, self._staged.labelled()))
         self._staged.close()
 
     def close(self) -> None:

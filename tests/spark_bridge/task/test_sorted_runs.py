@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.keyed_rows import Spool
+from spark_bridge.task.task_store import Spool
 from tests.effort import examples
 
 KEYS = pa.schema([("k", pa.string())])

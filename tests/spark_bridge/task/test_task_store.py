@@ -34,7 +34,7 @@ from spark_bridge.flight_server import HostFlightServer, changes_of
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.state_task import StateTask, partitions_of
-from spark_bridge.task.task_store import StagedChanges, TaskStore
+from spark_bridge.task.task_store import Spool, TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
@@ -502,13 +502,17 @@ def test_scan_resumes_where_a_host_has_died(
 
 
 def test_changes_beyond_the_budget_can_be_sent_repeatedly() -> None:
-    staged = StagedChanges(budget=200)
+    staged = Spool(PAIRS_SCHEMA, 200, None)
+
+    def add(family: str, key: pa.BinaryArray, value: pa.BinaryArray) -> None:
+        staged.add(pa.RecordBatch.from_arrays([key, value], schema=PAIRS_SCHEMA), family)
+
     for i in range(20):
-        staged.add("a" if i % 2 else "b", binary(b"k%02d" % i), binary(b"x" * i if i % 3 else None))
-    once, twice = ([(f, *b.to_pylist()[0].values()) for f, b in staged] for _ in range(2))
+        add("a" if i % 2 else "b", binary(b"k%02d" % i), binary(b"x" * i if i % 3 else None))
+    once, twice = ([(f, *b.to_pylist()[0].values()) for f, b in staged.labelled()] for _ in range(2))
     assert once == twice == [("a" if i % 2 else "b", b"k%02d" % i, b"x" * i if i % 3 else None) for i in range(20)]
-    staged.add("c", binary(b"later"), binary(b""))
-    assert [f for f, _ in staged][-1] == "c" and len(list(staged)) == 21
+    add("c", binary(b"later"), binary(b""))
+    assert [f for f, _ in staged.labelled()][-1] == "c" and len(list(staged.labelled())) == 21
     staged.close()
 
 
