@@ -190,6 +190,6 @@ def test_keys_are_forgotten_and_recorded_in_the_audit_log(tmp_path: Path) -> Non
     assert "give --yes" in run("forget", "op", "--keys-file", "-", *where, code=2).output
     assert "Done: no version" in run("forget", "op", "--keys-file", "-", "--yes", *where, text="d,0\n").stdout
     assert state_table(flow.location, "op", "total").num_rows == 0
-    assert "give --keys-file" in run("forget", "op", "--yes", *where, code=2).output
+    assert "give a KEY, or --keys-file" in run("forget", "op", "--yes", *where, code=2).output
     assert "give --query NAME" in run("forget", "op", "a,0", "--yes", code=2).output
     assert "'x' is no int32" in run("forget", "op", '["a", "x"]', "--yes", *where, code=2).output
