@@ -152,7 +152,8 @@ def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionLoader, "warm_version", lambda self, registration, operator, partition: None)
+    report: Callable[..., Any] = HandOvers.report
+    monkeypatch.setattr(HandOvers, "report", lambda self: msgspec.structs.replace(report(self), warm={}))
 
 
 def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
