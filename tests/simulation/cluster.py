@@ -275,9 +275,9 @@ class HostSlot:
         world = self.session.world
         return bool(world.faults.disk_full) and world.scheduler.random.random() < NEARLY_FULL * world.faults.disk_full
 
-    def _evict(self, evict: Callable[[Instance], bool], instance: Instance) -> bool:
+    def _evict(self, evict: Callable[..., bool], instance: Instance, **how: bool) -> bool:
         has_changes = bool(instance.acknowledged)
-        is_evicted = evict(instance)
+        is_evicted = evict(instance, **how)
         if is_evicted:
             sometimes(f"a partition is evicted, {'after a commit of a running batch' if has_changes else 'unchanged'}")
         return is_evicted

@@ -235,8 +235,8 @@ def boastful_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def forgetful_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     evict: Callable[..., bool] = PartitionCache.evict
 
-    def forgetful(self: PartitionCache, instance: Any) -> bool:
-        is_evicted = evict(self, instance)
+    def forgetful(self: PartitionCache, instance: Any, **how: bool) -> bool:
+        is_evicted = evict(self, instance, **how)
         self._evicted.pop(instance.key, None)
         return is_evicted
 
