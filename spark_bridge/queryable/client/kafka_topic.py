@@ -223,15 +223,17 @@ class SinkTopic:
         headers: Sequence[list[tuple[str, bytes]]],
         partition: int = BY_KEY,
     ) -> None:
-        """Append records to the transaction. Waits while the producer's buffer is full."""
+        """Append records to the transaction. Waits while the producer's buffer is full, at most for the timeout."""
         produce, name = self._producer.produce, self.name
         for key, value, headers_of_record in zip(keys, values, headers, strict=True):
+            deadline: float | None = None
             while True:
                 try:
                     produce(name, value, key, partition, headers=headers_of_record)
                     break
                 except BufferError:
-                    if self._closed.is_set():
+                    deadline = deadline or self._deadline()
+                    if self._is_over(deadline):
                         raise self._away() from None
                     self._producer.poll(0.01)
         self._producer.poll(0)
@@ -323,16 +325,23 @@ class SinkTopic:
 
     def _num_partitions(self, deadline: float) -> int:
         try:
-            metadata = self._repeated(lambda seconds: self._producer.list_topics(self.name, seconds), deadline)
+            described = self._repeated(self._described, deadline)
         except self._kafka.KafkaException as error:
             raise self._problem(error.args[0]) from error
-        described = metadata.topics[self.name]
         if described.error is not None:
             raise RequestError(
                 f"Topic {self.name!r} cannot be written to: {described.error.str()} Create it, with "
                 "cleanup.policy=compact so that it keeps the last record of each key."
             )
         return len(described.partitions)
+
+    def _described(self, seconds: float) -> Any:
+        """Return the topic's metadata. Raises an error in it that passes, such as that a leader is being elected."""
+        described = self._producer.list_topics(self.name, seconds).topics[self.name]
+        if described.error is not None and self._is_transient(described.error):
+            self._last_error = described.error.str()
+            raise self._kafka.KafkaException(described.error)
+        return described
 
     def _repeated(self, call: Callable[[float], T], deadline: float) -> T:
         """Return the result of a call that waits for the broker; repeat it as long as it may succeed."""
