@@ -491,7 +491,7 @@ def _columns_by_operator(options: list[str]) -> dict[str, dict[str, str | int]]:
     columns: dict[str, dict[str, str | int]] = {}
     for option in options:
         target, _, source = option.partition("=")
-        operator, _, column = target.partition(".")
+        operator, _, column = target.rpartition(".")  # names of operators may have dots
         if not (operator and column and source):
             raise RequestError(f"--column {option} must be OPERATOR.COLUMN=SOURCE, as in user_totals.spent=2.")
         columns.setdefault(operator, {})[column] = int(source) if source.isdigit() else source

@@ -22,7 +22,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.spark_commits import write_query_id
 from coordinator_actor.feature_views import Feature
 from coordinator_actor.messages import RunningView
-from spark_bridge.cli import cluster_commands, sources
+from spark_bridge.cli import cluster_commands, sources, state_commands
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import bound_of, condition_of, key_of_words
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
@@ -266,6 +266,16 @@ def test_feature_views_are_listed_and_described(tmp_path: Path) -> None:
     assert as_json("features", "risk", at=at)["features"][0]["default"] == 0
     assert "There is no feature view 'none'" in run("features", "none", at=at, code=2).stderr
     assert "--drop needs the VIEW of a running query" in run("features", "risk", "--drop", at=at, code=2).stderr
+
+
+def test_columns_of_take_over_name_operators_with_dots() -> None:
+    options = ["user_totals.spent=2", "fraud.cards.spent=amount", "fraud.cards.n=0"]
+    assert state_commands._columns_by_operator(options) == {
+        "user_totals": {"spent": 2},
+        "fraud.cards": {"spent": "amount", "n": 0},
+    }
+    with pytest.raises(RequestError, match=r"--column spent=2 must be OPERATOR\.COLUMN=SOURCE"):
+        state_commands._columns_by_operator(["spent=2"])
 
 
 def test_a_feature_view_is_dropped_by_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
