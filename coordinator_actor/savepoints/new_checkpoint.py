@@ -15,9 +15,11 @@ file in the checkpoint, because then each caller has a separate state.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +41,8 @@ from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile, is_inside
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import SavepointError
+
+log = logging.getLogger(__name__)
 
 # Makes a version of one partition only from its pairs: for restored savepoints and initial states.
 
@@ -206,19 +210,41 @@ class NewCheckpoint:
                 "call that failed."
             )
 
+    @contextmanager
+    def made(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Claim the place for a block that writes the checkpoint, and finish it. Leave nothing there if anything fails.
+
+        Raises ``SavepointError`` if another process has claimed the place.
+        """
+        self.claim()
+        try:
+            if not self._has_state_inside:
+                self.state.put_new(QUERY_FILE, self._query)
+            yield
+            self.finish()
+        except BaseException:
+            say(f"removing the files written to {self.checkpoint.location}")
+            try:
+                self.remove()
+            except Exception:
+                places = dict.fromkeys((self.checkpoint.location, self.state.location))
+                log.warning("%s could not be removed; remove it manually", " and ".join(places), exc_info=True)
+            raise
+
     def claim(self) -> None:
         """Claim the place. If another process has just claimed it, raise ``SavepointError`` and write nothing."""
         storage, path = (self.state, QUERY_FILE) if self._has_state_inside else (self.checkpoint, CLAIM)
-        query = seal(QueryFile(self.query_id, self.key_groups))
         try:
-            storage.put_new(path, query)
+            storage.put_new(path, self._query)
         except FileExistsInStorageError as error:
             raise SavepointError(f"Another process is making a checkpoint at {storage.location} now.") from error
-        if not self._has_state_inside:
-            if self.checkpoint.exists(METADATA):  # another process has finished in between and released its claim
-                self.checkpoint.delete(CLAIM)
-                raise SavepointError(f"Another process has just made a checkpoint at {self.checkpoint.location}.")
-            self.state.put_new(QUERY_FILE, query)
+        if not self._has_state_inside and self.checkpoint.exists(METADATA):
+            self.checkpoint.delete(CLAIM)  # another process has finished in between and released its claim
+            raise SavepointError(f"Another process has just made a checkpoint at {self.checkpoint.location}.")
+
+    @property
+    def _query(self) -> bytes:
+        return seal(QueryFile(self.query_id, self.key_groups))
 
     @property
     def _has_state_inside(self) -> bool:
@@ -263,10 +289,7 @@ class NewCheckpoint:
             self.checkpoint.delete(CLAIM)
 
     def remove(self) -> None:
-        """Remove everything that was written here.
-
-        Only for the process that has claimed the place: it was empty before.
-        """
+        """Remove everything that was written here, by the process that has claimed the place: it was empty before."""
         self.checkpoint.delete(METADATA)  # first of all: a failed write may have succeeded
         self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])
         for directory in ("offsets", "commits", "sources"):

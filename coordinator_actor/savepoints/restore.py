@@ -187,7 +187,7 @@ def restore_into_checkpoint(
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
     ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
-    ``InvalidStateStoreArgument``. Raises ``StorageError`` during writes; then remove the directory.
+    ``InvalidStateStoreArgument``. Raises ``StorageError`` during writes, and leaves nothing there either.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
@@ -214,10 +214,10 @@ def restore_into_checkpoint(
         say = progress or log.info
         say(f"checking {len(needed)} files of {savepoint.location}")
         local = savepoint_format.check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
-        restore = _Restore(metadata, new, Path(directory), local, say)
-        rows = restore.write_state(targets, threads, round(clock() * 1000))
-        _write_spark(new.checkpoint, () if state_only else metadata.spark_files, local)
-        new.finish()
+        with new.made(say):
+            restore = _Restore(metadata, new, Path(directory), local, say)
+            rows = restore.write_state(targets, threads, round(clock() * 1000))
+            _write_spark(new.checkpoint, () if state_only else metadata.spark_files, local)
     log.info("Restored savepoint %s to %s as query %s", savepoint.location, new.checkpoint.location, new.query_id)
     return RestoredSavepoint(
         new.checkpoint.location,
@@ -288,7 +288,6 @@ class _Restore:
 
     def write_state(self, targets: Sequence[_Target], threads: int, now_ms: int) -> dict[str, int]:
         """Write everything below ``statestore/``, the manifest last. Return the number of rows per operator."""
-        self._new.claim()
         self._new.write_schemas(t.operator.schema for t in targets)
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -347,9 +348,7 @@ class NewState:
             backend_of(_with(conf, operator.backend))  # raises before anything is written if the backend does not exist
         if self.spark_files is not None:
             self.spark_files.check()  # raises as well
-        if not dry_run:
-            new.claim()
-        try:
+        with nullcontext() if dry_run else new.made(say):
             if not dry_run:
                 new.write_schemas(o.schema for o in self.operators)
                 if self.spark_files is not None:
@@ -380,11 +379,6 @@ class NewState:
             now_ms = round(clock() * 1000)
             self._note(report, now_ms)
             new.append(entries, now_ms)
-            new.finish()
-        except BaseException:
-            if not dry_run:
-                self._remove(say)
-            raise
         log.info("Wrote state to %s as query %s", new.checkpoint.location, new.query_id)
         return report
 
@@ -429,14 +423,6 @@ class NewState:
             self.what, "done", now_ms, caller(), names, self.new.version, counts, self.reference, dict(self.details)
         )
         AuditLog(self.new.state).append(record)
-
-    def _remove(self, say: Callable[[str], None]) -> None:
-        """Remove the files that this call has written: the location was empty, and it has no other writer."""
-        say(f"removing the files written to {self.new.checkpoint.location}")
-        try:
-            self.new.remove()
-        except Exception:
-            log.warning("%s could not be removed; remove it manually", self.new.state.location, exc_info=True)
 
 
 def new_query_id() -> str:

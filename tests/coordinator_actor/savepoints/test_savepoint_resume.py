@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,17 @@ def test_state_alone_is_version_0_of_a_new_query(made: Savepoint, tmp_path: Path
         assert c.open_for_read("run1", "op", p).head == lineage.head
 
 
-class Dying(CheckpointStorage):
-    """Dies at the n-th write of all, whatever storage it is of."""
+class Failing(CheckpointStorage):
+    """Fails from the n-th write of all on, whatever storage it is of."""
 
     left = 0
     paths: list[str] = []
 
     def _count(self, path: str) -> None:
-        if Dying.left == 0:
+        if Failing.left == 0:
             raise OSError("dead")
-        Dying.left -= 1
-        Dying.paths.append(path)
+        Failing.left -= 1
+        Failing.paths.append(path)
 
     def put_new(self, path: str, data: bytes) -> FileRef:
         self._count(path)
@@ -111,10 +112,23 @@ class Dying(CheckpointStorage):
         return super().put_file(path, source)
 
 
+class Dying(Failing):
+    """Removes nothing either after that write, as a process that is dead."""
+
+    def delete(self, path: str) -> None:
+        if not Failing.left:
+            raise OSError("dead")
+        super().delete(path)
+
+    def delete_all(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self.delete(path)
+
+
 @pytest.mark.parametrize("state_only", [False, True])
 def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_path: Path, state_only: bool) -> None:
     def run(target: Path, left: int) -> RestoredSavepoint:
-        Dying.left, Dying.paths = left, []
+        Failing.left, Failing.paths = left, []
         return restore_into_checkpoint(
             str(made.path),
             str(target),
@@ -126,7 +140,7 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         )
 
     run(tmp_path / "whole", 1000)
-    paths = list(Dying.paths)
+    paths = list(Failing.paths)
     assert paths[0] == "query.json" and paths[-1] == "metadata"
     spark = [p for p in paths if p.partition("/")[0] in ("sources", "offsets", "commits", "metadata")]
     assert paths[-len(spark) :] == spark and paths[-len(spark) - 1].startswith("manifests/")
@@ -154,7 +168,7 @@ def test_the_remains_of_a_failed_restore_are_removed_where_the_state_is_elsewher
     restore_into_checkpoint(str(made.path), str(tmp_path / "whole"), state_location=f"{base}-2", open_storage=storage)
     writes = len(tree(tmp_path / "whole")) + len(tree(tmp_path / "base-2"))
     for left in range(1, writes):
-        Dying.left, Dying.paths = left, []
+        Failing.left, Failing.paths = left, []
         with pytest.raises(OSError, match="dead"):
             restore_into_checkpoint(
                 str(made.path), str(target), state_location=base, threads=1, open_storage=Dying.open
@@ -170,6 +184,19 @@ def test_the_remains_of_a_failed_restore_are_removed_where_the_state_is_elsewher
         there = registration(target, restored.query_id, state_location=f"{base}/{restored.query_id}")
         assert coordinator().register_query(there).refusal is None
         shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("base", [None, "base"])
+def test_a_restore_that_fails_leaves_nothing(made: Savepoint, tmp_path: Path, base: str | None) -> None:
+    where = {"state_location": None if base is None else str(tmp_path / base), "num_partitions": 2, "threads": 1}
+    Failing.left, Failing.paths = 1000, []
+    restore_into_checkpoint(str(made.path), str(tmp_path / "whole"), **where, open_storage=Failing.open)
+    held, paths = tree(tmp_path), list(Failing.paths)
+    for left in range(len(paths)):
+        Failing.left, Failing.paths = left, []
+        with pytest.raises(OSError, match="dead"):
+            restore_into_checkpoint(str(made.path), str(tmp_path / "new"), **where, open_storage=Failing.open)
+        assert tree(tmp_path) == held, f"after a failure to write {paths[left]}"
 
 
 def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:
