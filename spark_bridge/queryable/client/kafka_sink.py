@@ -127,7 +127,10 @@ class KafkaSink:
             log.info("Topic %s: closed while the writer waited for the brokers.", self._topic.name)
 
     def close(self) -> None:
-        """End ``run``, within some seconds. The topic then has whole versions only."""
+        """End ``run``, within some seconds. If it is writing or comparing the whole state, it completes that first.
+
+        The topic then has whole versions only.
+        """
         self._closed.set()
         if self._watch is not None:
             self._watch.close()
