@@ -78,7 +78,7 @@ class CallUnderWay:
 
 
 class SilentHosts:
-    """Watches the calls of this process. Thread-safe without a lock: calls come and go in single steps.
+    """Watches the calls of this process. Thread-safe: calls come and go in single steps, and one loop watches them all.
 
     The work of a look grows with the calls under way and, for slow ones, with their hosts, which are probed side by
     side. While no call is slow, nothing is sent.
@@ -90,10 +90,12 @@ class SilentHosts:
         """When each host has answered last. As many as there were hosts."""
         self._failed: dict[tuple[str, int], int] = {}
         self._loop: BackgroundLoop | None = None
+        self._starting = threading.Lock()
 
     def begin_anew(self) -> None:
         """Forget calls and loop: this process is the child of a fork, which has neither."""
         self._calls, self._answered, self._failed, self._loop = {}, {}, {}, None
+        self._starting = threading.Lock()  # another thread of the parent may have held it
 
     def answers(self, place: tuple[str, int]) -> bool:
         """Return False if a host has answered no call for ``MAX_UNANSWERED_SECONDS`` and takes no connection now."""
@@ -111,19 +113,26 @@ class SilentHosts:
         call = CallUnderWay(place)
         self._calls[id(call)] = call
         if self._loop is None:
-            self._loop = BackgroundLoop(
-                self.look,
-                CALL_WATCH_SECONDS,
-                name="statestore-silent-hosts",
-                what="probe the hosts of slow calls: calls to a dead machine end only when TCP gives up",
-                remedy="Look at the log of this process.",
-                most_seconds=8 * CALL_WATCH_SECONDS,
-            ).start()
+            self._start_loop()
         try:
             yield call
         finally:
             self._calls.pop(id(call), None)  # not there after a fork in the midst of the call
         self._answered[place] = time.monotonic()
+
+    def _start_loop(self) -> None:
+        with self._starting:  # two loops would take two probes at once for consecutive ones
+            self._loop = (
+                self._loop
+                or BackgroundLoop(
+                    self.look,
+                    CALL_WATCH_SECONDS,
+                    name="statestore-silent-hosts",
+                    what="probe the hosts of slow calls: calls to a dead machine end only when TCP gives up",
+                    remedy="Look at the log of this process.",
+                    most_seconds=8 * CALL_WATCH_SECONDS,
+                ).start()
+            )
 
     def look(self) -> None:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""

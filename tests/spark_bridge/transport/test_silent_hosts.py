@@ -173,6 +173,44 @@ def test_one_unanswered_probe_does_not_end_calls(monkeypatch: pytest.MonkeyPatch
         assert given_up == [place]
 
 
+def test_calls_that_begin_at_once_are_watched_by_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two loops, two probes at once would count as consecutive ones."""
+    hosts, loops, second_came = SilentHosts(), list[object](), threading.Event()
+    place = ("127.0.0.1", 1)
+
+    class Lock:
+        def __enter__(self) -> None:
+            if loops:
+                second_came.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    class Loop:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            loops.append(self)
+            if len(loops) > 1:
+                second_came.set()
+                return
+            second.start()
+            assert second_came.wait(HANG)
+
+        def start(self) -> Loop:
+            return self
+
+    def call() -> None:
+        with hosts.watched(place):
+            pass
+
+    lock, second = threading.Lock(), threading.Thread(target=call)
+    monkeypatch.setattr(hosts, "_starting", Lock(), raising=False)
+    monkeypatch.setattr(flight_client, "BackgroundLoop", Loop)
+    call()
+    second.join(HANG)
+    assert len(loops) == 1
+
+
 def test_a_host_that_was_quiet_is_called_only_if_it_takes_a_connection(
     server: Server, cable: Cable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
