@@ -267,11 +267,6 @@ class ViewQuery(Struct, frozen=True):
     version: int
     age_ms: int | None = None
 
-    @property
-    def title(self) -> str:
-        """Return the name of the query, else its id."""
-        return self.query_name or self.query_id
-
 
 class ViewLocation(Struct, frozen=True):
     """A feature view as clients need it: its queries, and no more of its operators than the key.
@@ -292,6 +287,12 @@ class ViewLocation(Struct, frozen=True):
     addresses: tuple[str, ...] = ()
     is_rolling: bool = False
     problem: str = ""
+
+    @property
+    def titles(self) -> list[str]:
+        """Return the name of each query, or its id if it has no name, or one that another query of the view has."""
+        names = [query.query_name for query in self.queries]
+        return [q.query_name if q.query_name and names.count(q.query_name) == 1 else q.query_id for q in self.queries]
 
 
 class LocateReply(Struct, frozen=True, array_like=True, tag="located"):

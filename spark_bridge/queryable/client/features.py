@@ -50,9 +50,8 @@ class FeatureRows:
 
     @cached_property
     def versions(self) -> dict[str, int]:
-        """The version that was read of each query, by its name or else its id."""
-        queries = self._target.location.queries
-        return {query.title: version for query, version in zip(queries, self._answer.versions, strict=True)}
+        """The version that was read of each query, by its name; by its id if no name is its own."""
+        return dict(zip(self._target.location.titles, self._answer.versions, strict=True))
 
     @cached_property
     def ages(self) -> dict[str, float | None]:
@@ -289,7 +288,7 @@ def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) 
 
     Raises ``RequestError`` for other queries than it has.
     """
-    titles = [query.title for query in location.queries]
+    titles = location.titles
     wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
     if sorted(versions) != sorted(titles) or wrong:
         raise exceptions.RequestError(
@@ -316,8 +315,8 @@ def at_one_version(
     for i, rows in enumerate(answers):
         wanted = [newest[query.run_id] for query in rows._target.location.queries]
         if [version for version, _ in wanted] != rows._answer.versions:
-            queries = rows._target.location.queries
-            same[i] = read_again(i, {q.title: version for q, (version, _) in zip(queries, wanted, strict=True)})
+            titles = rows._target.location.titles
+            same[i] = read_again(i, {title: version for title, (version, _) in zip(titles, wanted, strict=True)})
             same[i]._answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, age_ms in wanted])
     return same
 

@@ -30,6 +30,8 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.client.async_client import GATHERED_KEYS, AsyncQueryableStateClient
 from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.features import versions_of
+from spark_bridge.queryable.protocol import At, ViewLocation, ViewQuery
 from spark_bridge.queryable.routing import feature_reads
 from spark_bridge.queryable.routing.feature_reads import ResolvedView
 from spark_bridge.session.feature_views import check_declaration
@@ -145,6 +147,16 @@ def test_an_earlier_version_can_be_read_again(client: QueryableStateClient) -> N
             client.features("risk", [7], versions=wrong)
     with pytest.raises(StateVersionError, match="Version 9 "):
         client.features("risk", [7], versions={"name": 9})
+
+
+def test_queries_of_one_name_are_told_apart_by_their_ids() -> None:
+    names = {"id-a": "same", "id-b": "same", "id-c": "other", "id-d": None}
+    queries = tuple(ViewQuery(query_id, name, f"run of {query_id}", 1) for query_id, name in names.items())
+    location = ViewLocation(VIEW, queries=queries)
+    versions = {"id-a": 1, "id-b": 2, "other": 3, "id-d": 4}
+    assert [at.version for at in versions_of(location, versions, At())] == [1, 2, 3, 4]
+    with pytest.raises(RequestError, match="'id-a', 'id-b', 'other', 'id-d'"):
+        versions_of(location, {"same": 1, "other": 3, "id-d": 4}, At())
 
 
 def test_a_moment_is_for_rolling_aggregates(client: QueryableStateClient) -> None:
