@@ -41,7 +41,9 @@ SPARED = (BEFORE_IMAGES, LAST_READS)
 ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
 
 KEPT_OF_COMMIT = 2
-"""A commit keeps its changes, and the write that is prepared for the engine, which is about as large."""
+"""A commit keeps this many times its changes: the changes, and the write that is prepared for the engine, which is
+about as large.
+"""
 PEAK_OF_COPY = 3
 """Peak memory of a copy's changes while they are merged, as a multiple of the changes."""
 PEAK_OF_COMMIT = 3
@@ -357,7 +359,7 @@ class HostMemory:
             if claim is not None and claim.drop is not None:
                 over -= claim.nbytes
                 drop = claim.drop
-                claim = None  # the last reference: its end subtracts the bytes
+                claim = None  # so that no reference is left after ``drop``: the end of the claim subtracts its bytes
                 drop()
             if is_end:
                 break

@@ -293,7 +293,7 @@ class translated_errors:
             error = RequestError(f"The request was malformed: {error}")
         if not isinstance(error, STATESTORE_ERRORS):
             log.error("Unexpected error while answering a request", exc_info=error)
-        name, text = type(error).__name__, str(error)
+        name, text = type(error).__name__, str(error).encode(errors="replace").decode()  # it may name any bytes
         extra, most = ENCODE(protocol.ErrorInfo(name, text)), LONGEST_ERROR_BYTES
         while len(extra) > LONGEST_ERROR_BYTES:
             most = most * 3 // 4  # JSON may take more bytes than the text
@@ -304,7 +304,7 @@ class translated_errors:
 
 def _shortened(text: str, most: int) -> str:
     """Return a text of at most ``most`` bytes of UTF-8; a longer one loses its middle, as its end may be a remedy."""
-    encoded = text.encode(errors="replace")
+    encoded = text.encode()
     if len(encoded) <= most:
         return text
     half = (most - 5) // 2

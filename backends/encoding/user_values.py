@@ -223,8 +223,8 @@ def _plain_struct(value: Any, kind: pa.StructType, lossless: bool) -> dict[str, 
 def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     """Return a column's values as ``to_pylist`` does, also where Python's datetime or text cannot hold one of them.
 
-    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC. Spark takes
-    any bytes for a string: of those that are not UTF-8, each is written as ``\\xff``.
+    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC. Spark allows
+    any bytes in a string: each byte that is not UTF-8 is written as an escape, such as ``\\xff``.
     """
     try:
         values: list[Any] = column.to_pylist()
@@ -242,8 +242,10 @@ def python_value(scalar: pa.Scalar) -> Any:
         return {kind.field(i).name: python_value(scalar[i]) for i in range(kind.num_fields)}
     if pa.types.is_map(kind):
         return [(python_value(entry[0]), python_value(entry[1])) for entry in scalar.values]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return python_values(scalar.values)
+    if pa.types.is_dictionary(kind):
+        return python_value(scalar.value)
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -267,7 +269,8 @@ def python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
 def cast_without_loss(array: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     """Return an array of a state column's type, if no value changes by the cast. Numbers are not read from strings.
 
-    A double becomes the nearest float, as a Python number does. Raises one of ``CAST_ERRORS``.
+    A double becomes the nearest float, as a Python number does, and a decimal of any scale; inside of structs and
+    arrays a decimal must be exactly that double. Raises one of ``CAST_ERRORS``.
     """
     array = one_array(array)
     if pa.types.is_dictionary(array.type):

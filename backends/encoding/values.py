@@ -305,7 +305,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
-    # All lengths of one row are adjacent, and so are all its elements. So only the offsets change: one value per row
+    # All lengths of one row are adjacent, and so are all its elements. So only the offsets change: one offset per row
     # instead of one per element.
     return columns.join_columns(
         [

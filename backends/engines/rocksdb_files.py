@@ -342,7 +342,7 @@ class RocksDBRangesScan(PairScan):
         self._at = 0
         """The range that is read next."""
         self._is_inside = False
-        """Whether the cursor is at a key of that range, or at the end of what it has read of the range."""
+        """Whether the cursor needs no seek: it is at the first unread key from the start of that range on."""
 
     def _rows(self) -> list[tuple[bytes, bytes]]:
         cursor, rows = self._source, list[tuple[bytes, bytes]]()
@@ -360,7 +360,7 @@ class RocksDBRangesScan(PairScan):
                 cursor.next()
                 if len(rows) == _SCAN_STEP:
                     return rows
-            else:  # the cursor is behind all pairs
+            else:  # the cursor is behind all pairs, or at a damaged block
                 self._check_end(cursor)
                 self._at = len(self._ranges)
                 break

@@ -219,7 +219,7 @@ class _Entries:
         for i in range(self._num_words):
             at = begins + _WORD.itemsize * i
             if 8 * i > len(_PAD) - 8:
-                at = np.minimum(at, last)  # such a word is after the end of the key, so that its content does not count
+                at = np.minimum(at, last)  # a position that this changes is after the key's end
             own: Words = gather_fixed(self._data, at, _WORD)
             if before:
                 shared = _FIRST_BYTES[np.clip(step.shared - _WORD.itemsize * i, 0, _WORD.itemsize)]

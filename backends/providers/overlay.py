@@ -32,10 +32,15 @@ _LONGEST_DICT = 1 << 16
 
 
 class WriteBuffer:
-    """Uncommitted changes of one column family: the newest single ones in a dict, over a sorted map of the others."""
+    """Uncommitted changes of one column family.
+
+    The newest single changes are in a dict. Others are sorted, and join a sorted map once something is read: a commit
+    that follows one bulk change takes it as it is.
+    """
 
     def __init__(self) -> None:
         self._singles: dict[bytes, bytes | None] = {}
+        self._unread: list[SortedPairs] = []
         self._map = SortedMap(keeps_removed=True)
 
     def put(self, key: bytes, value: bytes | None) -> None:
@@ -47,28 +52,45 @@ class WriteBuffer:
     def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
         """Set many values; null removes a key. Of equal keys, the last one wins."""
         self._flush()
-        self._map = self._map.with_changes(SortedPairs.last_wins(keys, values))
+        self._unread.append(SortedPairs.last_wins(keys, values))
 
     def _flush(self) -> None:
         if self._singles:
-            self._map = self._map.with_changes(SortedPairs.from_dict(self._singles))
+            self._unread.append(SortedPairs.from_dict(self._singles))
             self._singles = {}
+
+    def _merged(self) -> SortedMap:
+        """Return all changes but the newest single ones."""
+        for pairs in self._unread:
+            self._map = self._map.with_changes(pairs)
+        self._unread = []
+        return self._map
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a key was changed, and its new value (None: removed)."""
         if key in self._singles:
             return True, self._singles[key]
-        return self._map.find(key)
+        return self._merged().find(key)
 
     def get_many(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
         """Return the values of ``keys`` with these changes; ``below`` are their values without them."""
         self._flush()
-        return self._map.get_many(keys, below)
+        return self._merged().get_many(keys, below)
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
         """Return the changes of keys from ``start`` (included) to ``end`` (not included)."""
+        if start is None and end is None:
+            return self.all()
         self._flush()
-        return self._map.between(start, end)
+        return self._merged().between(start, end)
+
+    def all(self) -> SortedPairs:
+        """Return all changes."""
+        self._flush()
+        if self._map.runs or len(self._unread) > 1:
+            self._unread = [self._merged().between(None, None)]
+            self._map = SortedMap(keeps_removed=True)
+        return self._unread[0] if self._unread else SortedPairs.empty()
 
 
 class VersionReader(Protocol):
@@ -302,7 +324,7 @@ class OverlayStateStore(StateStore):
         self._check_writable()
         assert self._commit_changes is not None
         with self._timed("commit_ms"):
-            changes = Changes({name: buffer.between(None, None) for name, buffer in self._buffers.items()})
+            changes = Changes({name: buffer.all() for name, buffer in self._buffers.items()})
             version, figures = self._commit_changes(changes)
         self._has_committed = True
         self._last_metrics = replace(figures, custom={**figures.custom, **self._times})

@@ -253,8 +253,9 @@ class ManifestLog:
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``folds`` copies of manifests.
     ``manifests`` has the manifests that were read, by id, as they were written. ``rewritten`` are the paths of the
     records of rewritten files that the newest manifest names; ``chain`` applies these records. ``damages`` has an error
-    message by path: for each damaged manifest that ``refresh`` has skipped, and for the first gap if ``chain`` has gaps
-    (``has_gaps``) without any. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
+    message by path: for each damaged manifest that ``refresh`` has skipped, or, if no manifest was skipped, for the
+    first gap of ``chain`` (``has_gaps``). ``_sequence`` is that of the last manifest of the claimed epoch that is known
+    to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:

@@ -1,7 +1,7 @@
-"""Reads every file that a version can be loaded from, and reports damaged files and whether it can still be loaded.
+"""Reads every file that a version can be loaded from, and reports damage.
 
-Nothing is written or locked. A version has more files than its newest snapshots need: an older snapshot and the
-changelogs after it can replace a damaged newer one.
+The report says whether the version can still be loaded. Nothing is written or locked. A version has more files than
+its newest snapshots need: an older snapshot and the changelogs after it can replace a damaged newer one.
 """
 
 from __future__ import annotations

@@ -205,9 +205,9 @@ def _check_unfinished(storage: CheckpointStorage) -> None:
     """
     if storage.exists(METADATA_FILE):
         raise SavepointError(
-            f"{storage.location} is a finished savepoint already, with other content: a query with the same id has "
-            "made it, whose checkpoint is a copy of this one, or the original. Make the savepoint again, which gives "
-            "it another number, or choose another directory."
+            f"{storage.location} is a finished savepoint already, with other content. Another query with the same id "
+            "has made it: its checkpoint is a copy of this query's, or the original. Make the savepoint again, which "
+            "gives it another number, or choose another directory."
         )
 
 

@@ -19,7 +19,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,8 +212,9 @@ class NewCheckpoint:
 
     @contextmanager
     def made(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Claim the place for a block that writes the checkpoint, and finish it. Leave nothing there if anything fails.
+        """Claim the place for a block that writes the checkpoint, and finish it.
 
+        If anything fails, remove all files again; if that fails too, log which places to remove.
         Raises ``SavepointError`` if another process has claimed the place.
         """
         self.claim()
@@ -223,7 +224,8 @@ class NewCheckpoint:
             yield
             self.finish()
         except BaseException:
-            say(f"removing the files written to {self.checkpoint.location}")
+            with suppress(Exception):  # the files must go, and the first error must come out
+                say(f"removing the files written to {self.checkpoint.location}")
             try:
                 self.remove()
             except Exception:
@@ -289,7 +291,10 @@ class NewCheckpoint:
             self.checkpoint.delete(CLAIM)
 
     def remove(self) -> None:
-        """Remove everything that was written here, by the process that has claimed the place: it was empty before."""
+        """Remove all files of this place.
+
+        Only for the process that has claimed it: the place was empty before, so all are its own.
+        """
         self.checkpoint.delete(METADATA)  # first of all: a failed write may have succeeded
         self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])
         for directory in ("offsets", "commits", "sources"):

@@ -187,7 +187,7 @@ def restore_into_checkpoint(
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
     ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
-    ``InvalidStateStoreArgument``. Raises ``StorageError`` during writes, and leaves nothing there either.
+    ``InvalidStateStoreArgument``. Raises ``StorageError`` during writes, after it has removed what it wrote.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)

@@ -339,7 +339,7 @@ def _verified(versions: StateVersions, version: int | None, rows: bool, as_json:
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
     """Report damage of manifests that makes the files of a version unknown. Return the exception that ends the command.
 
-    The JSON has the same fields as that of a version that was verified.
+    The JSON has ``version`` (null), ``damages`` and ``is_sound``, where a verified version has them too, and ``error``.
     """
     unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
     plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}

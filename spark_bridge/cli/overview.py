@@ -358,14 +358,14 @@ def top(
 
 def _live(source: Source, interval: float) -> None:
     """Refresh the view until Ctrl-C. While the coordinator does not answer, show its error above the last view."""
-    shown: RenderableType = Text("Looking ...")
-    with Live(shown, console=Console(), screen=True, auto_refresh=False) as live:
+    view: RenderableType = Text("Looking ...")
+    with Live(view, console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             try:
-                shown = top_view(source.overview())
+                shown = view = top_view(source.overview())
                 source.damages.clear()  # the faults of the overview include them
             except EnvironmentProblemError as error:
-                shown = Group(Text(str(error), style="yellow"), shown)
+                shown = Group(Text(str(error), style="yellow"), view)
             live.update(shown, refresh=True)
             time.sleep(interval)
 

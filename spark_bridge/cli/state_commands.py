@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import Enum
 from importlib import import_module
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
+from coordinator_actor.exceptions import listed_names
 from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import QueryEndedError, RequestError
 from spark_bridge.queryable.client.json_values import at_of_text, bound_of_json, rows_to_json, to_json, window_of_text
@@ -433,11 +434,12 @@ def take_over_query(
     import ray
     from pyspark.sql import SparkSession
 
+    from spark_bridge.state_surgery.declared_operators import declared
     from spark_bridge.state_surgery.take_over import take_over
 
     with output.errors_explained():
         numbers = _operator_numbers(operator or [])
-        columns = _columns_by_operator(column or [])
+        pairs = _columns_of_options(column or [])
         make_stream = _function_at(program)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers of a local Spark import this package too
     quiet = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false", "spark.ui.enabled": "false"}
@@ -448,10 +450,12 @@ def take_over_query(
     if not ray.is_initialized():
         ray.init(logging_level="ERROR", log_to_driver=False)
     with output.errors_explained():
+        stream = make_stream(spark)
+        columns = _columns_by_operator(pairs, declared(stream))
         report = take_over(
             spark_checkpoint,
             checkpoint,
-            make_stream(spark),
+            stream,
             operators=numbers or None,
             columns=columns,
             file_sink=file_sink,
@@ -486,14 +490,31 @@ def _operator_numbers(pairs: list[str]) -> dict[str, int]:
     return numbers
 
 
-def _columns_by_operator(options: list[str]) -> dict[str, dict[str, str | int]]:
-    """Return what ``--column`` says, by operator and column. Raises ``RequestError`` for an option of another form."""
-    columns: dict[str, dict[str, str | int]] = {}
+def _columns_of_options(options: list[str]) -> list[tuple[str, str]]:
+    """Return operator and column, and the source, of each ``--column``. Raises ``RequestError`` for another form."""
+    pairs = []
     for option in options:
         target, _, source = option.partition("=")
-        operator, _, column = target.rpartition(".")  # names of operators may have dots
-        if not (operator and column and source):
+        if not (all(target.partition(".")) and source):
             raise RequestError(f"--column {option} must be OPERATOR.COLUMN=SOURCE, as in user_totals.spent=2.")
+        pairs.append((target, source))
+    return pairs
+
+
+def _columns_by_operator(pairs: list[tuple[str, str]], operators: Collection[str]) -> dict[str, dict[str, str | int]]:
+    """Return what ``--column`` says, by operator and column: the names of both may have dots.
+
+    Raises ``RequestError`` for a target that begins with no operator of the program.
+    """
+    columns: dict[str, dict[str, str | int]] = {}
+    for target, source in pairs:
+        operator = max((name for name in operators if target.startswith(f"{name}.")), key=len, default=None)
+        if operator is None:
+            raise RequestError(
+                f"--column {target}={source} begins with no operator of the program. Its operators: "
+                f"{listed_names(target.partition('.')[0], operators)}"
+            )
+        column = target[len(operator) + 1 :]
         columns.setdefault(operator, {})[column] = int(source) if source.isdigit() else source
     return columns
 

@@ -197,7 +197,7 @@ class HandOvers:
             return  # the coordinator repeats the order
         try:
             unable = self._loader.follow(order, lambda *task: not self._is_unwanted(run_id, *task))
-        except Exception as error:  # an error that is not ours, such as of the local disk, must wait as well
+        except Exception as error:  # also errors that are not ours, such as of the local disk: the next try waits
             with self._lock:
                 wait, is_first = self._backoff.note_failure(run_id)
             log.warning(
@@ -225,7 +225,7 @@ class HandOvers:
             self._loader.warm_up(grant, operator, partition, partial(self._is_unwanted, run_id, operator, partition))
         except (LoadEndedError, RetiredRunError) as error:
             log.info("Partition %d of %r of run %s is not loaded ahead: %s", partition, operator, run_id, error)
-        except Exception as error:  # as above
+        except Exception as error:  # see ``_follow``
             with self._lock:
                 wait, is_first = self._backoff.note_failure(copy)
             log.warning(

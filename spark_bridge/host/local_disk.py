@@ -33,7 +33,9 @@ bytes.
 REPEAT_STEP_SECONDS, REPEAT_TURN_SECONDS = 1.0, 20.0
 """A load that waits for its turn reports progress after the first number of seconds, and continues after the second."""
 MAX_EVICTED = 100_000
-"""The evicted partitions that are remembered, for the figures: those of queries that ended are not loaded again."""
+"""At most this many evicted partitions are remembered, for the figures. Those of ended queries are never loaded again,
+and would stay for ever.
+"""
 _MIB = 1 << 20
 _REMEDY = (
     "Set local_disk_bytes higher, make room, or keep local copies on a larger disk (those of a host are in Ray's "

@@ -328,8 +328,8 @@ class FileLease:
     def is_held(self) -> bool:
         """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
 
-        An upload checks this before it counts: the coordinator exchanges files only when no lease lasts. Raises the
-        errors of the coordinator.
+        An upload calls this before its snapshot counts: while the lease lasts, the coordinator exchanges no files; once
+        it has run out, it may have exchanged them. Raises the errors of the coordinator.
         """
         if not self.is_due:
             return True

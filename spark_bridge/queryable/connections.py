@@ -668,7 +668,10 @@ class KvConnections:
                 pass
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection in place of one that the host has closed. The host has closed idle ones as well."""
+        """Return a new connection in place of one that the host has closed.
+
+        Close the idle ones too: the host has closed them as well.
+        """
         stale.close()
         while (connection := stale.pool.pop_idle()) is not None:
             connection.close()

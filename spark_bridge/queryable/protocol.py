@@ -290,7 +290,7 @@ class ViewLocation(Struct, frozen=True):
 
     @property
     def titles(self) -> list[str]:
-        """Return the name of each query, or its id if it has no name, or one that another query of the view has."""
+        """Return the name of each query; its id if it has no name or shares it with another query of the view."""
         names = [query.query_name for query in self.queries]
         return [q.query_name if q.query_name and names.count(q.query_name) == 1 else q.query_id for q in self.queries]
 

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -396,24 +396,23 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             is_registered = run_id in self._registrations
         if is_registered and not self._stopping.is_set():
-            progress = progress_json()
-            # Before the metrics: clients see the version once the hosts know it.
-            is_reported = self._report(run_id, batch_id, self._complete)
-            self._report(run_id, batch_id, lambda run_id, _: self._metrics.batch(run_id, progress))
-            self._report(run_id, batch_id, lambda run_id, batch_id: self._traces.batch(run_id, batch_id, progress))
+            of, progress = f"batch {batch_id} of run {run_id}", cache(progress_json)
+            # Before the metrics: clients see the version once the hosts know it. If this fails, the first task of the
+            # next batch completes the version.
+            is_reported = self._report(f"The end of {of}", lambda: self._complete(run_id, batch_id))
+            self._report(f"The metrics of {of}", lambda: self._metrics.batch(run_id, progress()))
+            self._report(f"The spans of {of}", lambda: self._traces.batch(run_id, batch_id, progress()))
             if is_reported and has_listeners():
-                self._report(run_id, batch_id, self._tell_listeners)
+                self._report(f"The progress of {of}", lambda: self._tell_listeners(run_id, batch_id))
 
-    def _report(self, run_id: str, batch_id: int, report: Callable[[str, int], None]) -> bool:
+    def _report(self, what: str, report: Callable[[], None]) -> bool:
         """Call ``report`` and return whether it succeeded; log its error, whatever it is: the next reports follow."""
         try:
-            report(run_id, batch_id)
+            report()
             return True
-        except Exception as error:  # Spark would log it, and leave out what comes after it
-            # The first task of the next batch completes the version anyway.
+        except Exception as error:  # Spark would only log it, and leave out the next reports
             is_unexpected = not isinstance(error, STATESTORE_ERRORS)
-            message = "Batch %d of run %s was not reported: %s"
-            log.log(self._level(), message, batch_id, run_id, error, exc_info=is_unexpected)
+            log.log(self._level(), "%s could not be reported: %s", what, error, exc_info=is_unexpected)
             return False
 
     def _complete(self, run_id: str, batch_id: int) -> None:
@@ -444,13 +443,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._metrics.remove(run_id)
         self._traces.end(run_id, event.exception)
         if registration is not None and not self._stopping.is_set():
-            try:
-                self._ended.ended(registration, failure_text(event.exception))
-            except Exception as error:  # Spark has nobody to tell it to
-                # The lease of the run ends by itself.
-                is_unexpected = not isinstance(error, STATESTORE_ERRORS)
-                message = "The end of run %s was not reported: %s"
-                log.log(self._level(), message, run_id, error, exc_info=is_unexpected)
+            # If this fails, the lease of the run ends by itself.
+            self._report(
+                f"The end of run {run_id}", lambda: self._ended.ended(registration, failure_text(event.exception))
+            )
 
     def _level(self) -> int:
         """Return the log level for a failed report: after ``stop()``, Spark reports the end of a query late."""

@@ -129,6 +129,8 @@ def tell_listeners(
     if any(isinstance(listener, CheckpointListener) for listener in listeners):
         try:
             progress_now = checkpoint()
+        except STATESTORE_ERRORS as error:
+            log.info("The newest checkpoint of run %s is unknown: %s", run_id, error)
         except Exception:  # the listeners must still get the operators of the batch
             log.exception("The newest checkpoint of run %s is unknown", run_id)
     for listener in listeners:
@@ -479,8 +481,9 @@ class StreamMetrics:
                 self._publish_operators(run_id, title)
             except STATESTORE_ERRORS as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
-            except Exception as error:  # noqa: BLE001 - raised below
-                unexpected = unexpected or error
+            except Exception as error:  # the other runs have figures
+                log.warning("The operators of run %s have no figures now", run_id, exc_info=True)
+                unexpected = error
         if unexpected is not None:
             raise unexpected
 

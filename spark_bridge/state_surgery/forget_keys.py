@@ -148,7 +148,7 @@ def _is_running(port: CoordinatorPort | None, text: str) -> bool:
     if port is None:
         return False
     queries = port.describe()["queries"]
-    return any(query["name"] == text and query["ended_at"] is None for query in queries)
+    return any(q["name"] == text and q["ended_at"] is None and q["retired_by"] is None for q in queries)
 
 
 def _is_location(text: str) -> bool:

@@ -6,6 +6,7 @@ session directory for newer ones. ``spark_bridge.host.commits`` describes what a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Literal, Protocol, TypeVar
@@ -43,8 +44,9 @@ _LABEL = b"label"
 class Spool:
     """Keeps batches of one schema, in the order of their addition. Use it in a ``with`` statement, or ``close`` it.
 
-    The batches can be read several times. ``memory`` is the limit in bytes; beyond it, batches go to a file, compressed
-    by ``compression``. The file has no name: it is gone at the end, and if the process dies.
+    The batches can be read several times, one read after the other. ``memory`` is the limit in bytes; beyond it,
+    batches go to a file, compressed by ``compression``. The file has no name: it is gone at the end, and if the process
+    dies.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Spool:
         self._held_bytes = 0
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
+        self._read: object = None
+        """The last read, if nothing was added since."""
 
     @property
     def is_on_disk(self) -> bool:
@@ -76,6 +80,7 @@ class Spool:
         """Add a batch with a label; a batch without rows is left out."""
         if not batch.num_rows:
             return
+        self._read = None
         self._held.append((label, batch))
         self.num_rows += batch.num_rows
         self.nbytes += batch.nbytes
@@ -88,6 +93,8 @@ class Spool:
             self._file = temporary_file()
             options = pa.ipc.IpcWriteOptions(compression=self._compression)
             self._writer = pa.ipc.new_stream(self._file, self.schema, options=options)
+        assert self._file is not None
+        self._file.seek(0, os.SEEK_END)  # a read has moved it
         for label, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_LABEL: label.encode()})
         self._held, self._held_bytes = [], 0
@@ -97,20 +104,25 @@ class Spool:
         return (batch for _, batch in self.labelled())
 
     def labelled(self) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield all batches with their labels."""
+        """Yield all batches with their labels.
+
+        Raises ``RuntimeError`` if another read begins, or a batch is added, before this read has ended.
+        """
+        read = self._read = object()
+        for labelled in self._stored():
+            yield labelled
+            if self._read is not read:
+                raise RuntimeError("Batches that a task keeps were added, or read again, while they were being read.")
+
+    def _stored(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         if self._file is not None:
-            self._file.flush()
             # The stream's end is not written yet, so the file is read up to its length.
-            end = self._file.tell()
+            end = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
-            try:
-                with pa.ipc.open_stream(self._file) as reader:
-                    while self._file.tell() < end:
-                        read = reader.read_next_batch_with_custom_metadata()
-                        yield read.custom_metadata[_LABEL].decode(), read.batch
-            finally:
-                if self._file is not None:
-                    self._file.seek(end)
+            with pa.ipc.open_stream(self._file) as reader:
+                while self._file.tell() < end:
+                    stored = reader.read_next_batch_with_custom_metadata()
+                    yield stored.custom_metadata[_LABEL].decode(), stored.batch
         yield from self._held
 
     def close(self) -> None:

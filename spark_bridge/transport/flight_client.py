@@ -122,9 +122,8 @@ class SilentHosts:
 
     def _start_loop(self) -> None:
         with self._starting:  # two loops would take two probes at once for consecutive ones
-            self._loop = (
-                self._loop
-                or BackgroundLoop(
+            if self._loop is None:
+                self._loop = BackgroundLoop(
                     self.look,
                     CALL_WATCH_SECONDS,
                     name="statestore-silent-hosts",
@@ -132,7 +131,6 @@ class SilentHosts:
                     remedy="Look at the log of this process.",
                     most_seconds=8 * CALL_WATCH_SECONDS,
                 ).start()
-            )
 
     def look(self) -> None:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""

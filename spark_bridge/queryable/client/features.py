@@ -50,7 +50,10 @@ class FeatureRows:
 
     @cached_property
     def versions(self) -> dict[str, int]:
-        """The version that was read of each query, by its name; by its id if no name is its own."""
+        """The version that was read of each query, by its name.
+
+        A query that has no name, or shares it with another query of the view, is named by its id.
+        """
         return dict(zip(self._target.location.titles, self._answer.versions, strict=True))
 
     @cached_property

@@ -127,9 +127,11 @@ class KafkaSink:
             log.info("Topic %s: closed while the writer waited for the brokers.", self._topic.name)
 
     def close(self) -> None:
-        """End ``run``, within some seconds. If it is writing or comparing the whole state, it completes that first.
+        """End ``run``, within some seconds.
 
-        The topic then has whole versions only.
+        If it is writing or comparing the whole state, it goes on until that is done or it would have to wait for the
+        brokers; in the latter case the next ``run`` writes the whole state again. The changes of a version are in the
+        topic completely or not at all.
         """
         self._closed.set()
         if self._watch is not None:

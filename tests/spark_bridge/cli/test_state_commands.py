@@ -268,14 +268,17 @@ def test_feature_views_are_listed_and_described(tmp_path: Path) -> None:
     assert "--drop needs the VIEW of a running query" in run("features", "risk", "--drop", at=at, code=2).stderr
 
 
-def test_columns_of_take_over_name_operators_with_dots() -> None:
-    options = ["user_totals.spent=2", "fraud.cards.spent=amount", "fraud.cards.n=0"]
-    assert state_commands._columns_by_operator(options) == {
-        "user_totals": {"spent": 2},
+def test_operators_and_columns_of_take_over_may_have_dots() -> None:
+    options = ["totals.spent=2", "totals.address.city=city", "fraud.cards.spent=amount", "fraud.cards.n=0"]
+    pairs = state_commands._columns_of_options(options)
+    assert state_commands._columns_by_operator(pairs, ("totals", "fraud", "fraud.cards")) == {
+        "totals": {"spent": 2, "address.city": "city"},
         "fraud.cards": {"spent": "amount", "n": 0},
     }
     with pytest.raises(RequestError, match=r"--column spent=2 must be OPERATOR\.COLUMN=SOURCE"):
-        state_commands._columns_by_operator(["spent=2"])
+        state_commands._columns_of_options(["spent=2"])
+    with pytest.raises(RequestError, match=r"total\.n=1 begins with no operator .*: 'totals'\. Did you"):
+        state_commands._columns_by_operator([("total.n", "1")], ("totals",))
 
 
 def test_a_feature_view_is_dropped_by_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -82,10 +83,13 @@ def test_unknown_checkpoint_does_not_keep_the_operators_from_listeners(listening
     assert [listener.told for listener in listening] == [[("run",)]] * 2
 
 
-@pytest.mark.parametrize("failing", ["complete", "metrics", "traces"])
+@pytest.mark.parametrize(
+    ("failing", "what"), [("complete", "end"), ("metrics", "metrics"), ("traces", "spans"), ("listeners", "progress")]
+)
 def test_a_report_that_fails_unexpectedly_keeps_spark_from_no_other_report(
-    monkeypatch: pytest.MonkeyPatch, failing: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str, what: str
 ) -> None:
+    caplog.set_level(logging.INFO)
     made: list[str] = []
 
     def reported(name: str) -> Callable[..., None]:
@@ -105,3 +109,4 @@ def test_a_report_that_fails_unexpectedly_keeps_spark_from_no_other_report(
     monkeypatch.setattr("spark_bridge.session.listener.has_listeners", lambda: True)
     listener.batch_committed("run", 3, lambda: "{}")
     assert made == ["complete", "metrics", "traces", *(["listeners"] if failing != "complete" else [])]
+    assert caplog.messages == [f"The {what} of batch 3 of run run could not be reported: Ray is gone"]

@@ -516,6 +516,25 @@ def test_changes_beyond_the_budget_can_be_sent_repeatedly() -> None:
     staged.close()
 
 
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_a_read_of_changes_that_is_overtaken_fails_and_loses_none(memory: int) -> None:
+    batches = [pa.RecordBatch.from_arrays([binary(b"k%d" % i)] * 2, schema=PAIRS_SCHEMA) for i in range(5)]
+    with Spool(PAIRS_SCHEMA, memory, None) as staged:
+        for batch in batches[:4]:
+            staged.add(batch)
+        overtaken, complete = staged.batches(), staged.batches()
+        assert [next(overtaken), next(complete)] == [batches[0]] * 2
+        with pytest.raises(RuntimeError, match="while they were being read"):
+            next(overtaken)
+        assert list(complete) == batches[1:4]
+        begun = staged.batches()
+        next(begun)
+        staged.add(batches[4])
+        with pytest.raises(RuntimeError, match="while they were being read"):
+            next(begun)
+        assert list(staged.batches()) == batches
+
+
 def test_a_scan_that_is_left_early_is_not_read_to_its_end(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,8 +235,8 @@ def test_a_producer_whose_buffer_stays_full_ends_after_the_timeout() -> None:
     def produce(*_: Any, **__: Any) -> None:
         raise BufferError
 
-    topic = topic_at(SimpleNamespace(produce=produce, poll=lambda _: None), 0.05)
-    with pytest.raises(KafkaSinkError, match=r"have not answered for 0\.05 s"):
+    topic = topic_at(SimpleNamespace(produce=produce, poll=lambda _: None), 0.0)
+    with pytest.raises(KafkaSinkError, match=r"have not answered for 0 s"):
         topic.produce([b"key"], [b"value"], [[]])
 
 
