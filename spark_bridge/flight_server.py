@@ -303,7 +303,7 @@ class translated_errors:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return a text of at most ``most`` bytes of UTF-8; a longer one loses its middle, as its end may be a remedy."""
+    """Shorten a message to ``most`` bytes of UTF-8. It loses its middle, because its end may be the remedy."""
     encoded = text.encode()
     if len(encoded) <= most:
         return text

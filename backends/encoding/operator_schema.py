@@ -191,7 +191,9 @@ def _from_json(text: str) -> OperatorSchema:
         case {"variables": list(variables), "key_columns": list(key_columns)}:
             written = content.get("settings", {})
             if not isinstance(written, dict):
-                raise InvalidStateStoreArgument(f"{written!r} is no settings as OperatorSchema.to_json() writes them.")
+                raise InvalidStateStoreArgument(
+                    f"The settings of an operator's schema must be an object, not {written!r}."
+                )
             settings = {str(name): str(value) for name, value in written.items()}
             return OperatorSchema(tuple(_variable(v) for v in variables), tuple(key_columns), settings)
     return OperatorSchema.of_rows(StateSchema.from_json(text))

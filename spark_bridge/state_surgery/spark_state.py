@@ -66,7 +66,7 @@ MAX_JOIN_FORMAT = 3
 """The newest format of a join's state whose rows Spark's reader gives as they are; 4.3 may write a newer one."""
 CHECKPOINT_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 UNIQUE_IDS = b'"stateUniqueIds":{'
-"""What a commit has if the files of its state have ids in their names: from format 2 on."""
+"""A field of Spark's commits from format 2 on, whose state files have ids in their names."""
 PLACEHOLDER = "present"
 """The column of a side of a join that keeps only keys."""
 SINK_LOG = "_spark_metadata"

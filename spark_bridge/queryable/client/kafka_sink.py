@@ -129,9 +129,8 @@ class KafkaSink:
     def close(self) -> None:
         """End ``run``, within some seconds.
 
-        If it is writing or comparing the whole state, it goes on until that is done or it would have to wait for the
-        brokers; in the latter case the next ``run`` writes the whole state again. The changes of a version are in the
-        topic completely or not at all.
+        A ``run`` that writes or compares the whole state first completes that, unless it would have to wait for the
+        brokers. Then the next ``run`` writes the whole state again. The topic has all changes of a version, or none.
         """
         self._closed.set()
         if self._watch is not None:
