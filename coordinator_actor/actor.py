@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from msgspec import to_builtins
+from msgspec.structs import replace
 from ray.experimental import internal_kv
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -24,6 +25,7 @@ from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator, LeaseWatch
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
+from coordinator_actor.direct_calls import CallServer
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.handlers.suspicions import probe_address
 from coordinator_actor.messages import Acknowledged, Refused
@@ -212,6 +214,7 @@ class StateStoreCoordinator:
             probe=probe_address,
         )
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
+        self._calls = CallServer(self._node_ip, tokens.token(), self._coordinator.submit)
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
         # Apart from the leases, since removing files may take long.
         BackgroundLoop(
@@ -235,6 +238,8 @@ class StateStoreCoordinator:
         answer = future.result() if future.done() else await asyncio.wrap_future(future)
         if method == "acknowledge_many":
             self._acknowledged(answer, time.perf_counter() - started)
+        elif method == "heartbeat_host":
+            answer = replace(answer, calls=self._calls.address)
         elif method == "describe":
             answer = {**answer, **self._own_description()}
         return answer
@@ -247,6 +252,7 @@ class StateStoreCoordinator:
             "pid": os.getpid(),
             "restarts": self._restarts,
             "up_seconds": round(time.monotonic() - self._began, 1),
+            "direct": {"address": self._calls.address, "messages": self._calls.num_messages},
             "storage_requests": self._requests.read(),
             "storage_trouble": self._requests.trouble.read(),
             "failing_loops": to_builtins(failing_loops.now()),

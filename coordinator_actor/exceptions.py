@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+
+from backends import exceptions as backend_errors
 
 
 class CoordinatorError(Exception):
@@ -143,6 +145,23 @@ class SavepointMismatchError(CoordinatorError):
 
 class CheckpointPlaceError(CoordinatorError):
     """A checkpoint cannot be moved or forked as it is. No relevant file was changed."""
+
+
+def error_of_class(
+    name: str, message: str, unknown: type[Exception] = SparkBridgeError, others: Mapping[str, object] | None = None
+) -> Exception:
+    """Return the error of a class name and a message, as which it has crossed the network.
+
+    The class is one of ``others``, of this module or of ``backends``, or else ``unknown``, whose message has the name.
+    """
+    for errors in (others or {}, globals(), vars(backend_errors)):
+        kind = errors.get(name)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            # Not by its constructor, which may take other arguments than a message.
+            rebuilt = kind.__new__(kind)
+            rebuilt.args = (message,)
+            return rebuilt
+    return unknown(f"{name}: {message}")
 
 
 MAX_LISTED = 10

@@ -252,14 +252,14 @@ class Acknowledge(Struct, frozen=True):
     figures: CommitFigures | None = None
 
 
-class Acknowledged(Struct, frozen=True):
+class Acknowledged(Struct, frozen=True, tag=True):
     """An acknowledgement was accepted. ``manifest_id``: a manifest names it, so the version is prepared."""
 
     version: int
     manifest_id: int | None
 
 
-class Refused(Struct, frozen=True):
+class Refused(Struct, frozen=True, tag=True):
     """One of several messages was rejected: the name of the error's class, and its message."""
 
     error: str
@@ -446,6 +446,7 @@ class HostOrders(Struct, frozen=True):
     its partitions are unknown. ``giving`` has the runs with partitions of the host that may move, each with its
     completed version. ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can
     still be read. ``lags`` has, in seconds, how old the state of mirrors and of late followers in its session may be.
+    ``calls`` is the coordinator's address for messages without Ray, ``ip:port``; empty if there is none.
     """
 
     known: bool
@@ -461,6 +462,7 @@ class HostOrders(Struct, frozen=True):
     ended_runs: tuple[str, ...] = ()
     lags: dict[str, float] = field(default_factory=dict)
     standbys: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    calls: str = ""
 
 
 class RunningOperator(Struct, frozen=True):

@@ -22,6 +22,7 @@ from backends.conf import StateStoreProviderId
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.direct_calls import DirectCalls, NotDirectError
 from coordinator_actor.exceptions import CoordinatorError, CoordinatorStoppedError, HostUnavailableError
 
 log = logging.getLogger(__name__)
@@ -194,21 +195,32 @@ class RayCoordinatorPort(CoordinatorPort):
     """Sends messages to the coordinator of that Ray namespace and name. Waits for an actor that is being restarted.
 
     ``timeout``, in seconds, is for one message. A message without an answer by then raises ``HostUnavailableError``.
+    With the ``secret`` of the cluster, some messages go over a connection to the coordinator (``direct_calls.py``).
     """
 
-    def __init__(self, namespace: str, name: str, timeout: float) -> None:
+    def __init__(self, namespace: str, name: str, timeout: float, secret: str | None = None) -> None:
         self._namespace = namespace
         self._name = name
         self._timeout = timeout
         self._actor: Any = None
         self._closed = threading.Event()
+        self._direct = None if secret is None else DirectCalls(secret, timeout)
 
     def close(self) -> None:
         """Stop waiting for the coordinator: the session is over."""
         self._closed.set()
+        if self._direct is not None:
+            self._direct.follow("")
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Send one message and return the answer. A message without an answer is sent again."""
+        if self._direct is not None and self._direct.takes(method):
+            try:
+                return self._direct.call(method, args, kwargs)
+            except NotDirectError as error:
+                log.debug("A message goes through Ray: %s", error)
+            except TimeoutError as error:
+                raise self._unanswered(method, error) from error
         deadline = time.monotonic() + self._timeout
         while True:
             if not ray.is_initialized():  # another call would start a cluster
@@ -216,14 +228,23 @@ class RayCoordinatorPort(CoordinatorPort):
             try:
                 if self._actor is None:
                     self._actor = ray.get_actor(self._name, namespace=self._namespace)
-                return ask(self._actor, method, *args, timeout=self._timeout, **kwargs)
+                answer = ask(self._actor, method, *args, timeout=self._timeout, **kwargs)
             except (RayTaskError, CoordinatorError, StateStoreError):
                 raise  # the coordinator has answered; some of these errors are ValueErrors
             except (RayError, ValueError) as error:
                 # ``get_actor`` raises ValueError for a name that no actor has.
                 self._actor = None
+                if self._direct is not None:
+                    self._direct.follow("")  # Ray may replace the coordinator that the connections lead to
                 if self._closed.wait(CALL_RETRY_SECONDS) or time.monotonic() > deadline:
-                    raise HostUnavailableError(
-                        f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
-                        f"{method} within {self._timeout:.0f} s: {error}"
-                    ) from error
+                    raise self._unanswered(method, error) from error
+            else:
+                if self._direct is not None and method == "heartbeat_host":
+                    self._direct.follow(answer.calls)
+                return answer
+
+    def _unanswered(self, method: str, error: Exception) -> HostUnavailableError:
+        return HostUnavailableError(
+            f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
+            f"{method} within {self._timeout:.0f} s: {error}"
+        )

@@ -209,11 +209,4 @@ def rebuilt_error(name: str, message: str, unknown: type[Exception] = SparkBridg
 
     A name that none of them has becomes an error of the class ``unknown`` whose message names it.
     """
-    for errors in (globals(), vars(coordinator_errors), vars(backend_errors)):
-        kind = errors.get(name)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            # Not by its constructor, which may take other arguments than a message.
-            rebuilt = kind.__new__(kind)
-            rebuilt.args = (message,)
-            return rebuilt
-    return unknown(f"{name}: {message}")
+    return coordinator_errors.error_of_class(name, message, unknown, globals())

@@ -210,7 +210,12 @@ class StateStoreHost:
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self._host_file = host_files_dir(session_dir, options) / f"{host_id}.json"
         self._local_dir = session_dir / "statestore" / namespace / options.session_id / "data" / host_id
-        self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
+        self._coordinator = RayCoordinatorPort(
+            namespace,
+            options.coordinator_name,
+            options.recovery_timeout,
+            secret=token if tls is None else None,  # with TLS all messages go through Ray, which has its own
+        )
         # The first heartbeat is due at once: its answer names the tokens that have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
         self._server = HostFlightServer(

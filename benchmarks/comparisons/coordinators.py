@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,15 @@ from suite.model import Case, Comparison, Contestant, Measured, Size, Target
 from suite.runner import Steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from played_queries import PlayedQuery
+
+    from coordinator_actor.messages import HostOrders
 
 INTERVAL, MAINTENANCE_SECONDS = 1.0, 60.0
 RETAINED, THREADS = 100, 4
-OURS, EMPTY = "coordinator", "empty actor"
+OURS, DIRECT, EMPTY = "coordinator", "connection", "empty actor"
 MIB = 1 << 20
 CPU, MEMORY, LOCATE = "CPU of the coordinator", "its memory, at most", "locating all instances in one call"
 RECORDS = "answers to the messages of a checkpoint"
@@ -28,10 +33,11 @@ def run(size: Size, steps: Steps) -> Measured:
     measured = Measured(
         {
             OURS: Contestant("the coordinator's actor: a host's heartbeat", {}, True),
+            DIRECT: Contestant("the same heartbeat over connections, as hosts send it", {"connections": "8"}, True),
             EMPTY: Contestant("a Ray actor whose method takes the same and returns nothing", {"max_concurrency": "64"}),
         }
     )
-    steps.expect(len(size["callers"]) * size["turns"] * 2 + size["rounds"])
+    steps.expect(sum(len(_names(c)) for c in size["callers"]) * size["turns"] + size["rounds"])
     with own_ray(1):
         for callers, turns in _messages(size, steps).items():
             name = f"messages, {callers} caller{'s' if callers > 1 else ''}"
@@ -64,6 +70,9 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     import ray
     from played_queries import actor, memory_directory
 
+    from coordinator_actor.actor import ClusterStore
+    from coordinator_actor.coordinator_conf import COORDINATOR_NAME
+    from coordinator_actor.direct_calls import DirectCalls
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
@@ -77,25 +86,49 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     found: dict[int, dict[str, list[list[float]]]] = {}
     with memory_directory() as root, actor("messages") as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
+        direct = DirectCalls(ClusterStore("messages", COORDINATOR_NAME).secret(""), 60.0)
+        direct.follow(link.call("heartbeat_host", *hosts[0], {}).calls)
 
         def ours(i: int) -> None:
-            order = link.call("heartbeat_host", *hosts[i % len(hosts)], {})
-            if not order.known:
+            check(i, link.call("heartbeat_host", *hosts[i % len(hosts)], {}))
+
+        def over_connection(i: int) -> None:
+            check(i, direct.call("heartbeat_host", (*hosts[i % len(hosts)], {}), {}))
+
+        def check(i: int, orders: HostOrders) -> None:
+            if not orders.known:
                 raise RuntimeError(f"The coordinator has forgotten host {hosts[i % len(hosts)]}.")
 
         def theirs(i: int) -> None:
             ray.get(empty.heartbeat_host.remote(*hosts[i % len(hosts)], {}))
 
-        contestants = {OURS: ours, EMPTY: theirs}
+        contestants = {OURS: ours, DIRECT: over_connection, EMPTY: theirs}
         for callers in size["callers"]:
-            found[callers] = {name: [] for name in contestants}
+            found[callers] = {name: [] for name in _names(callers)}
             with ThreadPoolExecutor(callers) as pool:
-                for name in steps.turns(f"{callers} callers", contestants, size["turns"]):
+                for name in steps.turns(f"{callers} callers", found[callers], size["turns"]):
                     for i in range(len(hosts)):
                         ours(i)  # none is forgotten while the others have their turn
+                    while name == DIRECT and direct.num_connections < callers:
+                        _calls(pool, callers, lambda i: _try(lambda: over_connection(i)), 0.05)
                     _calls(pool, callers, contestants[name], 0.2)
                     found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
     return found
+
+
+def _names(callers: int) -> list[str]:
+    """Return the contestants: a host has a few connections, and its other messages go through Ray."""
+    from coordinator_actor.direct_calls import MAX_DIRECT_CONNECTIONS
+
+    return [name for name in (OURS, DIRECT, EMPTY) if name != DIRECT or callers <= MAX_DIRECT_CONNECTIONS]
+
+
+def _try(message: Callable[[], None]) -> None:
+    """Send a message, which makes another connection if none is free."""
+    from coordinator_actor.direct_calls import NotDirectError
+
+    with suppress(NotDirectError):
+        message()
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:

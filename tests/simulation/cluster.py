@@ -149,9 +149,10 @@ class Cluster:
         made = None if self.coordinator is None else self.coordinator.memory.get("coordinator")
         return [] if made is None else list(made.registries.runs.by_id.values())
 
-    def port(self) -> SimulatedPort:
-        """A way to the coordinator."""
-        return SimulatedPort(self.world.network, lambda: self.coordinator, self.world.constants.recovery_timeout)
+    def port(self, *, is_direct: bool = False) -> SimulatedPort:
+        """A way to the coordinator; those of hosts are direct."""
+        timeout = self.world.constants.recovery_timeout
+        return SimulatedPort(self.world.network, lambda: self.coordinator, timeout, is_direct=is_direct)
 
 
 def assign_owners_observed(registries: Registries, run: QueryState, **how: Any) -> Assignment:
@@ -251,7 +252,7 @@ class HostSlot:
         )
         made = Host(
             info,
-            self.session.cluster.port(),  # type: ignore[arg-type]
+            self.session.cluster.port(is_direct=True),  # type: ignore[arg-type]
             self.local_dir,
             conf=conf,
             open_storage=world.disk.open,  # type: ignore[arg-type]

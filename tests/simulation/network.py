@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.direct_calls import goes_direct
 from coordinator_actor.exceptions import FencedError, HostUnavailableError
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from tests.simulation import scheduler as scheduling
@@ -121,12 +122,20 @@ class Network:
 
 
 class SimulatedPort(CoordinatorPort):
-    """Sends the coordinator's messages as ``RayCoordinatorPort`` does: again, until a deadline."""
+    """Sends the coordinator's messages as ``RayCoordinatorPort`` does: again, until a deadline.
 
-    def __init__(self, network: Network, find: Callable[[], Process | None], timeout: float) -> None:
+    ``is_direct``: some messages go over a connection to the coordinator that Ray found last, even if it was replaced.
+    """
+
+    def __init__(
+        self, network: Network, find: Callable[[], Process | None], timeout: float, *, is_direct: bool = False
+    ) -> None:
         self._network = network
         self._find = find
         self._timeout = timeout
+        self._is_direct = is_direct
+        self._connected: Process | None = None
+        self._followed = 0.0
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """One message."""
@@ -142,7 +151,10 @@ class SimulatedPort(CoordinatorPort):
         deadline = s.now + self._timeout
         caller = s.current.process.memory
         while True:
-            target = self._find()
+            connected = self._connected if goes_direct(method, s.now - self._followed) else None
+            target = self._find() if connected is None else connected
+            if connected is not None and connected.is_cut_off and connected.is_alive:
+                sometimes("a direct message reaches a coordinator that was replaced")
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
@@ -156,8 +168,13 @@ class SimulatedPort(CoordinatorPort):
                 return answer
 
             try:
-                return self._network.call(target, method, carry_out, self._timeout, through_ray=True)
+                through_ray = connected is None
+                answer = self._network.call(target, method, carry_out, self._timeout, through_ray=through_ray)
+                if self._is_direct and through_ray and method == "heartbeat_host":
+                    self._connected, self._followed = target, s.now
+                return answer
             except UnreachableError as error:
+                self._connected = None
                 if s.now > deadline:
                     raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
                 s.sleep(0.1)

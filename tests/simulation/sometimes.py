@@ -44,6 +44,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
     "recovery": (
         "a host begins with the files of its predecessor",
         "a coordinator meets a fence",
+        "a direct message reaches a coordinator that was replaced",
         "a host reports a run again that its coordinator does not know",
         "Spark commits a batch that no manifest names",
         "a version that was prepared is made again by another run",

@@ -169,6 +169,28 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
     totals.check(client)
 
 
+def test_hosts_send_the_messages_of_a_batch_without_ray_also_to_the_next_coordinator(
+    totals: Totals, client: QueryableStateClient
+) -> None:
+    def direct() -> dict[str, Any]:
+        described: dict[str, Any] = current_cluster().coordinator.call("describe")["direct"]
+        return described
+
+    query = start_totals(totals.frame(), totals.stream)
+    addresses = set()
+    for _ in range(2):
+        wait_until(lambda: direct()["messages"] > 0)  # heartbeats have found the coordinator
+        before = direct()
+        totals.add(2)
+        settle(query)
+        totals.check(client)
+        assert direct()["messages"] >= before["messages"] + 2 * 2  # of two batches a grant and an acknowledgement each
+        addresses.add(before["address"])
+        os.kill(coordinator_pid(), signal.SIGKILL)
+    wait_until(lambda: direct()["messages"] > 0)
+    assert len({*addresses, direct()["address"]}) == 3
+
+
 def test_other_queries_go_on_when_a_storage_refuses_a_restarted_coordinator(
     make_stream: Callable[..., Stream], client: QueryableStateClient, spark: SparkSession, s3: FaultProxy
 ) -> None:
