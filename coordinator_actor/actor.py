@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -28,7 +29,7 @@ from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort
 from coordinator_actor.direct_calls import CallServer
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.handlers.suspicions import probe_address
-from coordinator_actor.messages import Acknowledged, Refused
+from coordinator_actor.messages import Acknowledged
 from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
 from coordinator_actor.threads import QueryThreads
@@ -213,8 +214,9 @@ class StateStoreCoordinator:
             dead_nodes=lambda: nodes.dead,
             probe=probe_address,
         )
-        self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
-        self._calls = CallServer(self._node_ip, tokens.token(), self._coordinator.submit)
+        self._acknowledgements = RayMetrics({"namespace": namespace})
+        self._acknowledging = threading.Lock()
+        self._calls = CallServer(self._node_ip, tokens.token(), self._coordinator.submit, self._answered)
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
         # Apart from the leases, since removing files may take long.
         BackgroundLoop(
@@ -236,9 +238,8 @@ class StateStoreCoordinator:
         started = time.perf_counter()
         future = self._coordinator.submit(method, args, kwargs)
         answer = future.result() if future.done() else await asyncio.wrap_future(future)
-        if method == "acknowledge_many":
-            self._acknowledged(answer, time.perf_counter() - started)
-        elif method == "heartbeat_host":
+        self._answered(method, answer, time.perf_counter() - started)
+        if method == "heartbeat_host":
             answer = replace(answer, calls=self._calls.address)
         elif method == "describe":
             answer = {**answer, **self._own_description()}
@@ -252,17 +253,20 @@ class StateStoreCoordinator:
             "pid": os.getpid(),
             "restarts": self._restarts,
             "up_seconds": round(time.monotonic() - self._began, 1),
-            "direct": {"address": self._calls.address, "messages": self._calls.num_messages},
+            "direct": {"address": self._calls.address, "messages": dict(self._calls.num_messages)},
             "storage_requests": self._requests.read(),
             "storage_trouble": self._requests.trouble.read(),
             "failing_loops": to_builtins(failing_loops.now()),
         }
 
-    def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:
-        """Publish how long a message took, including its time in the queue, and whether a version is prepared."""
-        self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
-        if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
-            self._acknowledgements.increase("statestore_prepared_versions_total", 1)
+    def _answered(self, method: str, answer: Any, seconds: float) -> None:
+        """Publish how long acknowledgements took, with their time in the queue, and whether a version is prepared."""
+        if method != "acknowledge_many":
+            return
+        with self._acknowledging:  # the actor's own thread, and that of the connections
+            self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
+            if any(isinstance(one, Acknowledged) and one.manifest_id is not None for one in answer):
+                self._acknowledgements.increase("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_namespace"):  # Ray shows it with the error of a failed start

@@ -176,6 +176,8 @@ def _refuse_stop() -> None:
 
 
 CALL_RETRY_SECONDS = 0.1
+MIN_ASK_SECONDS = 0.1
+"""The least time for one attempt to send a message, also right before the deadline."""
 
 
 def ask(actor: Any, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
@@ -204,7 +206,7 @@ class RayCoordinatorPort(CoordinatorPort):
         self._timeout = timeout
         self._actor: Any = None
         self._closed = threading.Event()
-        self._direct = None if secret is None else DirectCalls(secret, timeout)
+        self._direct = None if secret is None else DirectCalls(secret)
 
     def close(self) -> None:
         """Stop waiting for the coordinator: the session is over."""
@@ -214,21 +216,22 @@ class RayCoordinatorPort(CoordinatorPort):
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Send one message and return the answer. A message without an answer is sent again."""
+        deadline = time.monotonic() + self._timeout
         if self._direct is not None and self._direct.takes(method):
             try:
-                return self._direct.call(method, args, kwargs)
+                return self._direct.call(method, args, kwargs, self._timeout)
             except NotDirectError as error:
                 log.debug("A message goes through Ray: %s", error)
             except TimeoutError as error:
                 raise self._unanswered(method, error) from error
-        deadline = time.monotonic() + self._timeout
         while True:
             if not ray.is_initialized():  # another call would start a cluster
                 raise HostUnavailableError(f"Ray has been shut down in this process: {method} is not sent.")
             try:
                 if self._actor is None:
                     self._actor = ray.get_actor(self._name, namespace=self._namespace)
-                answer = ask(self._actor, method, *args, timeout=self._timeout, **kwargs)
+                left = max(MIN_ASK_SECONDS, deadline - time.monotonic())
+                answer = ask(self._actor, method, *args, timeout=left, **kwargs)
             except (RayTaskError, CoordinatorError, StateStoreError):
                 raise  # the coordinator has answered; some of these errors are ValueErrors
             except (RayError, ValueError) as error:
@@ -239,7 +242,7 @@ class RayCoordinatorPort(CoordinatorPort):
                 if self._closed.wait(CALL_RETRY_SECONDS) or time.monotonic() > deadline:
                     raise self._unanswered(method, error) from error
             else:
-                if self._direct is not None and method == "heartbeat_host":
+                if self._direct is not None and method == "heartbeat_host" and not self._closed.is_set():
                     self._direct.follow(answer.calls)
                 return answer
 

@@ -366,6 +366,7 @@ class StateStoreHost:
         self._queries.shutdown()
         self._server.shutdown()
         self._host.close()
+        self._coordinator.close()
         self._clean_up()
 
     def _clean_up(self) -> None:

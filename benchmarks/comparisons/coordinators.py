@@ -86,14 +86,14 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     found: dict[int, dict[str, list[list[float]]]] = {}
     with memory_directory() as root, actor("messages") as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
-        direct = DirectCalls(ClusterStore("messages", COORDINATOR_NAME).secret(""), 60.0)
+        direct = DirectCalls(ClusterStore("messages", COORDINATOR_NAME).secret(""))
         direct.follow(link.call("heartbeat_host", *hosts[0], {}).calls)
 
         def ours(i: int) -> None:
             check(i, link.call("heartbeat_host", *hosts[i % len(hosts)], {}))
 
         def over_connection(i: int) -> None:
-            check(i, direct.call("heartbeat_host", (*hosts[i % len(hosts)], {}), {}))
+            check(i, direct.call("heartbeat_host", (*hosts[i % len(hosts)], {}), {}, 60.0))
 
         def check(i: int, orders: HostOrders) -> None:
             if not orders.known:

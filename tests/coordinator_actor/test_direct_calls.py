@@ -19,7 +19,7 @@ from coordinator_actor.direct_calls import DIRECT, CallServer, DirectCalls, NotD
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import Completed, HandOver, OpenBatch, Refused
 from tests.coordinator_actor.coordinator_world import World, begin
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 SECRET = "secret"
 DONE = Completed("run", 3, {})
@@ -47,8 +47,8 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 def connect() -> Iterator[Callable[[str], DirectCalls]]:
     made: list[DirectCalls] = []
 
-    def to(address: str, timeout: float = PATIENCE, secret: str = SECRET) -> DirectCalls:
-        calls = DirectCalls(secret, timeout)
+    def to(address: str, secret: str = SECRET) -> DirectCalls:
+        calls = DirectCalls(secret)
         made.append(calls)
         calls.follow(address)
         eventually(lambda: len(calls._idle) == 1, "there is a connection")
@@ -59,9 +59,27 @@ def connect() -> Iterator[Callable[[str], DirectCalls]]:
         calls.follow("")
 
 
-def serve(submit: Callable[..., Future[Any]]) -> str:
+def serve(submit: Callable[..., Future[Any]], answered: Callable[..., None] = lambda *_: None) -> str:
     """Serve messages, and return the address."""
-    return CallServer("127.0.0.1", SECRET, submit).address
+    return CallServer("127.0.0.1", SECRET, submit, answered).address
+
+
+_unanswered: list[Future[Any]] = []
+
+
+def hanging() -> Future[Any]:
+    """The answer of a message that gets none before the end of its test."""
+    _unanswered.append(Future())
+    return _unanswered[-1]
+
+
+@pytest.fixture(autouse=True)
+def end_what_hangs() -> Iterator[None]:
+    yield
+    while _unanswered:
+        future = _unanswered.pop()
+        if not future.done():
+            future.set_result(DONE)
 
 
 def done(answer: Any) -> Future[Any]:
@@ -78,7 +96,7 @@ def test_each_message_has_the_answer_that_it_has_without_a_connection(
 
     def both(method: str, *args: Any, **kwargs: Any) -> Any:
         sent.add(method)
-        answer = calls.call(method, args, kwargs)
+        answer = calls.call(method, args, kwargs, PATIENCE)
         assert answer == coordinator.call(method, *args, **kwargs)
         return answer
 
@@ -107,8 +125,8 @@ def test_an_error_of_the_coordinator_is_raised_as_it_is(
 ) -> None:
     calls = connect(serve(coordinator.submit))
     with pytest.raises(UnknownRunError, match="nobody"):
-        calls.call("completed", ("nobody", "h0"), {})
-    assert calls.call("completed", ("run", "h0"), {}).version == 0  # the connection is still usable
+        calls.call("completed", ("nobody", "h0"), {}, PATIENCE)
+    assert calls.call("completed", ("run", "h0"), {}, PATIENCE).version == 0  # the connection is still usable
 
 
 def test_an_unexpected_error_and_an_answer_that_is_too_long_go_through_ray(
@@ -118,13 +136,13 @@ def test_an_unexpected_error_and_an_answer_that_is_too_long_go_through_ray(
         raise RuntimeError("unexpected")
 
     with pytest.raises(NotDirectError, match="through Ray only"):
-        connect(serve(fail)).call("completed", ("run", "h0"), {})
+        connect(serve(fail)).call("completed", ("run", "h0"), {}, PATIENCE)
     calls = connect(serve(lambda *_: done(replace(DONE, run_id="x" * 1000))))
     monkeypatch.setattr(direct_calls, "MAX_DIRECT_BYTES", 500)
     with pytest.raises(NotDirectError, match="through Ray only"):
-        calls.call("completed", ("run", "h0"), {})
+        calls.call("completed", ("run", "h0"), {}, PATIENCE)
     with pytest.raises(NotDirectError, match="at most 500 are allowed"):
-        calls.call("completed", ("r" * 500, "h0"), {})
+        calls.call("completed", ("r" * 500, "h0"), {}, PATIENCE)
 
 
 def test_nobody_without_the_secret_gets_an_answer(connect: Any) -> None:
@@ -132,7 +150,7 @@ def test_nobody_without_the_secret_gets_an_answer(connect: Any) -> None:
     address = serve(lambda method, *_: done(asked.append(method)))
     calls = connect(address, secret="another secret")
     with pytest.raises(NotDirectError):
-        calls.call("completed", ("run", "h0"), {})
+        calls.call("completed", ("run", "h0"), {}, PATIENCE)
     ip, _, port = address.rpartition(":")
     with socket.create_connection((ip, int(port)), timeout=PATIENCE) as connected:
         connected.sendall(b"\xff\xff\xff\x7f")  # announces 2 GB, and has not shown the secret
@@ -141,55 +159,133 @@ def test_nobody_without_the_secret_gets_an_answer(connect: Any) -> None:
 
 
 def test_a_message_without_an_answer_does_not_delay_another_one(connect: Any) -> None:
-    hanging: Future[Any] = Future()
+    answer = hanging()
     answered = threading.Event()
-    address = serve(lambda method, *_: hanging if method == "see_commit" else done(DONE))
+    address = serve(lambda method, *_: answer if method == "see_commit" else done(DONE))
     calls = connect(address)
 
     def wait() -> None:
         with pytest.raises(NotDirectError):
-            calls.call("see_commit", ("run", 0, "h0"), {})
+            calls.call("see_commit", ("run", 0, "h0"), {}, PATIENCE)
         answered.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     eventually(lambda: not calls._idle, "the message has the connection")
     with pytest.raises(NotDirectError, match="no connection is free"):
-        calls.call("completed", ("run", "h0"), {})
+        calls.call("completed", ("run", "h0"), {}, PATIENCE)
     eventually(lambda: len(calls._idle) == 1, "there is another connection")
-    assert calls.call("completed", ("run", "h0"), {}) == DONE
+    assert calls.call("completed", ("run", "h0"), {}, PATIENCE) == DONE
     assert not answered.is_set()
-    hanging.set_exception(RuntimeError("unexpected"))
+    answer.set_exception(RuntimeError("unexpected"))
     thread.join(PATIENCE)
     assert answered.is_set()
 
 
 def test_a_message_ends_when_its_time_is_over(connect: Any) -> None:
-    calls = connect(serve(lambda *_: Future()), timeout=0.05)
-    with pytest.raises(TimeoutError, match="no answer within"):
-        calls.call("completed", ("run", "h0"), {})
+    calls = connect(serve(lambda *_: hanging()))
+    with pytest.raises(TimeoutError, match="no answer in time"):
+        calls.call("completed", ("run", "h0"), {}, 0.05)
+
+
+def test_the_time_of_a_message_does_not_begin_again_with_each_piece_of_the_answer(connect: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ip, port = listener.getsockname()
+        calls = connect(f"{ip}:{port}")
+        connected = listener.accept()[0]
+        is_over = threading.Event()
+
+        def drip() -> None:
+            connected.sendall(b"\xff\xff\xff\x00")
+            while not is_over.wait(0.01):
+                connected.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):
+                calls.call("completed", ("run", "h0"), {}, 0.2)
+        finally:
+            is_over.set()
+            thread.join(PATIENCE)
+            connected.close()
+
+
+def test_a_heartbeat_without_an_answer_goes_through_ray_soon(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_calls, "DIRECT_HEARTBEAT_SECONDS", 0.05)
+    calls = connect(serve(lambda *_: hanging()))
+    with pytest.raises(NotDirectError, match="no answer in time"):
+        calls.call("heartbeat_host", ("h0", "a", {}), {}, HANG)
+
+
+def test_arguments_that_cannot_be_encoded_go_through_ray_and_end_no_connection(connect: Any) -> None:
+    calls = connect(serve(lambda *_: done(DONE)))
+    for odd in (object(), 2**70, "\ud800"):
+        with pytest.raises(NotDirectError, match="cannot be encoded"):
+            calls.call("completed", ("run", odd), {}, PATIENCE)
+    assert len(calls._idle) == 1
+
+
+def test_answers_are_reported_with_their_seconds(connect: Any) -> None:
+    answers: list[tuple[str, Any, float]] = []
+    calls = connect(serve(lambda *_: done(DONE), lambda *answer: answers.append(answer)))
+    calls.call("completed", ("run", "h0"), {}, PATIENCE)
+    ((method, answer, seconds),) = answers
+    assert (method, answer) == ("completed", DONE) and seconds >= 0
+
+
+def test_few_connections_may_wait_without_the_secret(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_calls, "MAX_WITHOUT_SECRET", 1)
+    monkeypatch.setattr(direct_calls, "DIRECT_CONNECT_SECONDS", HANG)
+    ip, _, port = serve(lambda *_: done(DONE)).rpartition(":")
+    with socket.create_connection((ip, int(port)), timeout=PATIENCE) as silent:
+        silent.sendall(b"\x01")
+        with socket.create_connection((ip, int(port)), timeout=PATIENCE) as second:
+            assert second.recv(1) == b""
+    calls = DirectCalls(SECRET)
+
+    def is_answered() -> bool:  # once the server has seen that the silent one has left
+        calls.follow(f"{ip}:{port}")
+        try:
+            return bool(calls.call("completed", ("run", "h0"), {}, PATIENCE) == DONE)
+        except NotDirectError:
+            return False
+
+    eventually(is_answered, "a connection with the secret is served")
+    calls.follow("")
+
+
+def test_a_thread_that_cannot_start_is_no_connection(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = DirectCalls(SECRET)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail_to_start)
+        calls.follow(address := "127.0.0.1:1")
+        with pytest.raises(NotDirectError, match="no connection is free"):
+            calls.call("completed", ("run", "h0"), {}, PATIENCE)
+    assert address == calls._address and not calls._is_connecting
+    calls.follow(serve(lambda *_: done(DONE)))
+    eventually(lambda: len(calls._idle) == 1, "there is a connection")
+    calls.follow("")
+
+
+def fail_to_start(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_there_are_no_more_connections_than_allowed(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_calls, "MAX_DIRECT_CONNECTIONS", 2)
-    hanging: list[Future[Any]] = []
-
-    def hang(*_: Any) -> Future[Any]:
-        hanging.append(Future())
-        return hanging[-1]
-
-    calls = connect(serve(hang))
+    calls = connect(serve(lambda *_: hanging()))
     threads = []
     for busy in range(2):
-        threads.append(threading.Thread(target=lambda: calls.call("completed", ("run", "h0"), {})))
+        threads.append(threading.Thread(target=lambda: calls.call("completed", ("run", "h0"), {}, PATIENCE)))
         threads[-1].start()
-        eventually(lambda busy=busy: len(hanging) == busy + 1, "the message is there")
+        eventually(lambda busy=busy: len(_unanswered) == busy + 1, "the message is there")
         with pytest.raises(NotDirectError):
-            calls.call("completed", ("run", "h0"), {})
+            calls.call("completed", ("run", "h0"), {}, PATIENCE)
         if not busy:
             eventually(lambda: len(calls._idle) == 1, "there is another connection")
     assert not calls._is_connecting and len(calls._open) == 2
-    for future in hanging:
+    for future in _unanswered:
         future.set_result(DONE)
     for thread in threads:
         thread.join(PATIENCE)
@@ -198,26 +294,31 @@ def test_there_are_no_more_connections_than_allowed(connect: Any, monkeypatch: p
 def test_connections_follow_the_coordinator(connect: Any) -> None:
     old, new = (serve(lambda *_, is_new=is_new: done(replace(DONE, ended=is_new))) for is_new in (False, True))
     calls = connect(old)
-    assert calls.call("completed", ("run", "h0"), {}).ended is False
+    assert calls.call("completed", ("run", "h0"), {}, PATIENCE).ended is False
     (connected,) = calls._idle
     calls.follow(new)
     assert connected.fileno() == -1  # the connection to the coordinator that was replaced is closed
     eventually(lambda: len(calls._idle) == 1, "there is a connection to the new one")
-    assert calls.call("completed", ("run", "h0"), {}).ended is True
+    assert calls.call("completed", ("run", "h0"), {}, PATIENCE).ended is True
     calls.follow("")
     assert not calls.takes("completed")
 
 
-def test_a_connection_in_use_is_not_used_again_after_another_address_was_named(connect: Any) -> None:
-    hanging: Future[Any] = Future()
-    calls = connect(serve(lambda *_: hanging))
-    thread = threading.Thread(target=lambda: calls.call("completed", ("run", "h0"), {}))
+def test_a_message_to_a_coordinator_that_was_replaced_ends(connect: Any) -> None:
+    calls = connect(serve(lambda *_: hanging()))
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(NotDirectError, match="has ended the connection"):
+            calls.call("completed", ("run", "h0"), {}, HANG)
+        ended.set()
+
+    thread = threading.Thread(target=wait)
     thread.start()
     eventually(lambda: not calls._idle, "the message has the connection")
     calls.follow("")
-    hanging.set_result(DONE)
     thread.join(PATIENCE)
-    assert not calls._idle and not calls._open
+    assert ended.is_set() and not calls._idle and not calls._open
 
 
 def test_a_coordinator_that_is_gone_is_left_and_found_again(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,22 +328,23 @@ def test_a_coordinator_that_is_gone_is_left_and_found_again(connect: Any, monkey
         calls = connect(f"{ip}:{port}")
         listener.accept()[0].close()
         with pytest.raises(NotDirectError):
-            calls.call("completed", ("run", "h0"), {})
+            calls.call("completed", ("run", "h0"), {}, PATIENCE)
         assert not calls._open
     with pytest.raises(NotDirectError, match="no connection is free"):
-        calls.call("completed", ("run", "h0"), {})
+        calls.call("completed", ("run", "h0"), {}, PATIENCE)
     eventually(lambda: not calls._is_connecting, "the attempt to connect has failed")
     assert not calls._open
     calls.follow(serve(lambda *_: done(DONE)))
     eventually(lambda: len(calls._idle) == 1, "there is a connection")
-    assert calls.call("completed", ("run", "h0"), {}) == DONE
+    assert calls.call("completed", ("run", "h0"), {}, PATIENCE) == DONE
 
 
-def test_a_heartbeat_goes_through_ray_once_a_second() -> None:
-    assert goes_direct("heartbeat_host", 0.5) and not goes_direct("heartbeat_host", 1.0)
-    assert goes_direct("open_batch", 1e6) and not goes_direct("register_host", 0.0)
+def test_a_heartbeat_goes_through_ray_each_second_and_so_does_everything_without_one() -> None:
+    assert goes_direct("heartbeat_host", 0.4) and not goes_direct("heartbeat_host", 0.5)
+    assert goes_direct("open_batch", 2.9) and not goes_direct("open_batch", 3.0)
+    assert not goes_direct("register_host", 0.0)
 
 
 def test_a_process_that_cannot_listen_has_no_address(caplog: pytest.LogCaptureFixture) -> None:
-    assert CallServer("192.0.2.1", SECRET, lambda *_: done(None)).address == ""
+    assert CallServer("192.0.2.1", SECRET, lambda *_: done(None), lambda *_: None).address == ""
     assert "all messages go through Ray" in caplog.text

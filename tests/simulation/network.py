@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.direct_calls import goes_direct
+from coordinator_actor.direct_calls import DIRECT_HEARTBEAT_SECONDS, goes_direct
 from coordinator_actor.exceptions import FencedError, HostUnavailableError
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from tests.simulation import scheduler as scheduling
@@ -150,8 +150,8 @@ class SimulatedPort(CoordinatorPort):
             sometimes("a host reports an owner that a task cannot reach")
         deadline = s.now + self._timeout
         caller = s.current.process.memory
+        connected = self._connected if goes_direct(method, s.now - self._followed) else None
         while True:
-            connected = self._connected if goes_direct(method, s.now - self._followed) else None
             target = self._find() if connected is None else connected
             if connected is not None and connected.is_cut_off and connected.is_alive:
                 sometimes("a direct message reaches a coordinator that was replaced")
@@ -169,12 +169,15 @@ class SimulatedPort(CoordinatorPort):
 
             try:
                 through_ray = connected is None
-                answer = self._network.call(target, method, carry_out, self._timeout, through_ray=through_ray)
+                timeout = self._timeout
+                if method == "heartbeat_host" and not through_ray:
+                    timeout = DIRECT_HEARTBEAT_SECONDS
+                answer = self._network.call(target, method, carry_out, timeout, through_ray=through_ray)
                 if self._is_direct and through_ray and method == "heartbeat_host":
                     self._connected, self._followed = target, s.now
                 return answer
             except UnreachableError as error:
-                self._connected = None
+                connected = None
                 if s.now > deadline:
                     raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
                 s.sleep(0.1)
