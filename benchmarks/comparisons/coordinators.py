@@ -70,9 +70,6 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     import ray
     from played_queries import actor, memory_directory
 
-    from coordinator_actor.actor import ClusterStore
-    from coordinator_actor.coordinator_conf import COORDINATOR_NAME
-    from coordinator_actor.direct_calls import DirectCalls
     from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
@@ -86,7 +83,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     found: dict[int, dict[str, list[list[float]]]] = {}
     with memory_directory() as root, actor("messages") as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
-        direct = DirectCalls(ClusterStore("messages", COORDINATOR_NAME).secret(""))
+        direct = link.connections
         direct.follow(link.call("heartbeat_host", *hosts[0], {}).calls)
 
         def ours(i: int) -> None:
@@ -154,7 +151,7 @@ def _simulation(size: Size, steps: Steps) -> list[Case]:
     for i in range(size["rounds"]):
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
         with memory_directory() as root, actor(f"round-{i}") as link, ThreadPoolExecutor(THREADS) as pool:
-            query = _query(link.call, root, size, pool.map)
+            query = _query(link.send, root, size, pool.map)
             taken, peak, used = [], link.resident(), link.cpu_seconds()
             count = max(1, round(size["seconds"] / INTERVAL))
             started = time.perf_counter()
