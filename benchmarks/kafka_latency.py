@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from threading import Thread
 from typing import Any
 
@@ -100,9 +101,13 @@ class Turn:
 
     @property
     def is_sustained(self) -> bool:
-        """Whether the load kept its times, and latency did not grow: by less than twice and a second."""
-        third = len(self.latencies) // 3
-        first, last = (sorted(part)[third // 2] for part in (self.latencies[:third], self.latencies[-third:]))
+        """Whether the load kept its times, and latency did not grow: by less than twice and a second.
+
+        The last third of the probes is compared with the first tenth: rows that wait longer and longer have waited for
+        seconds already when a third of the time is over.
+        """
+        tenth, third = len(self.latencies) // 10, len(self.latencies) // 3
+        first, last = median(self.latencies[:tenth]), median(self.latencies[-third:])
         return self.load_behind < 0.5 and last < 2 * first + 1000
 
 

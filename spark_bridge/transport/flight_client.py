@@ -165,7 +165,8 @@ def silent_places(
             else:  # such as a network that is not to be reached
                 del connecting[probe.fileno()]
                 probe.close()
-                if error == errno.ECONNREFUSED and not refusals:
+                # EADDRNOTAVAIL: all ports of this machine are in use, which says nothing about the other one.
+                if error == errno.EADDRNOTAVAIL or (error == errno.ECONNREFUSED and not refusals):
                     silent.discard(place)
         deadline = time.monotonic() + seconds
         left = len(connecting)

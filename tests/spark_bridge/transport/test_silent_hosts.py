@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -232,3 +233,12 @@ def test_a_host_that_was_quiet_is_called_only_if_it_takes_a_connection(
 def test_a_process_that_stood_still_during_a_probe_does_not_take_its_host_for_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert silent_places({listener.getsockname()}, seconds=-1.0) == set()
+
+
+def test_a_machine_without_a_free_port_takes_no_host_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutPort(socket.socket):
+        def connect_ex(self, address: Any) -> int:
+            return errno.EADDRNOTAVAIL
+
+    monkeypatch.setattr(flight_client.socket, "socket", WithoutPort)
+    assert silent_places({("127.0.0.1", 1)}) == set()
