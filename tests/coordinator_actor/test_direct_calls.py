@@ -315,7 +315,7 @@ def test_a_message_to_a_coordinator_that_was_replaced_ends(connect: Any) -> None
 
     thread = threading.Thread(target=wait)
     thread.start()
-    eventually(lambda: not calls._idle, "the message has the connection")
+    eventually(lambda: len(_unanswered) == 1, "the message is there")
     calls.follow("")
     thread.join(PATIENCE)
     assert ended.is_set() and not calls._idle and not calls._open

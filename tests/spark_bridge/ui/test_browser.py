@@ -155,7 +155,7 @@ def test_signing_in_by_keyboard_and_out(model_page: str, tab: Open, viewport: di
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
+    page.wait_for_function("document.activeElement.id === 'main'")
     cookies = {c["name"]: c for c in opened.context.cookies()}
     assert cookies["statestore_session"]["httpOnly"] and cookies["statestore_session"]["sameSite"] == "Strict"
     page.get_by_role("button", name="Sign out").click()
