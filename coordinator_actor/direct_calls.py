@@ -342,8 +342,9 @@ class DirectCalls:
             self._is_connecting = False
             is_current = address == self._address
             if failure is not None and is_current:
+                if self._tried == -math.inf:  # once for each address
+                    log.warning("No connection to the coordinator at %s; messages go through Ray: %s", address, failure)
                 self._tried = time.monotonic()
-                log.info("No connection to the coordinator at %s, so messages go through Ray: %s", address, failure)
             if failure is None and is_current and connected is not None:
                 self._open.add(connected)
                 self._idle.append(connected)

@@ -255,13 +255,18 @@ def test_few_connections_may_wait_without_the_secret(connect: Any, monkeypatch: 
     calls.follow("")
 
 
-def test_a_thread_that_cannot_start_is_no_connection(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(direct_calls, "RECONNECT_SECONDS", 0.0)
     calls = DirectCalls(SECRET)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail_to_start)
         calls.follow(address := "127.0.0.1:1")
         with pytest.raises(NotDirectError, match="no connection is free"):
             calls.call("completed", ("run", "h0"), {}, PATIENCE)
+        calls.follow(address)
+    assert caplog.text.count("messages go through Ray") == 1
     assert address == calls._address and not calls._is_connecting
     calls.follow(serve(lambda *_: done(DONE)))
     eventually(lambda: len(calls._idle) == 1, "there is a connection")
