@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kafka_latency import Turn
 from suite.model import Case, Part, Spread, Target, in_both, judge, ratio, repeated, slower
 
 from tests.benchmarks.measurements import case, failed, part, result
@@ -148,3 +149,24 @@ def test_only_what_two_runs_find_is_slower() -> None:
     second = result(part(case([1, 1], [4, 4], "a"), case([3, 3], [4, 4], "b"), case([4, 4], [4, 4], "c")))
     (found,) = in_both(slower(kept, first), slower(kept, second))
     assert found.case == "b" and found.times == pytest.approx(3.0)
+
+
+# -- rates that a turn over Kafka sustains
+
+
+def growing(first: float, last: float, probes: int = 1000) -> list[float]:
+    return [first + (last - first) * i / (probes - 1) for i in range(probes)]
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_sustained"),
+    [
+        (Turn(growing(1200.0, 1200.0)), True),
+        (Turn(growing(800.0, 1800.0)), True),
+        (Turn(growing(1200.0, 12_000.0)), False),
+        (Turn([*growing(2000.0, 11_000.0, 333), *growing(11_000.0, 13_000.0, 667)]), False),
+        (Turn(growing(1200.0, 1200.0), load_behind=0.6), False),
+    ],
+)
+def test_a_rate_is_sustained_if_latency_does_not_grow(turn: Turn, is_sustained: bool) -> None:
+    assert turn.is_sustained is is_sustained
