@@ -207,18 +207,24 @@ def one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Return a column as one contiguous array of its normalised type. Raises ``UnsupportedTypeError``.
+    """Return a column as one contiguous array of its normalised type.
 
-    ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
+    ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside. Raises
+    ``UnsupportedTypeError`` for the type, and ``InvalidStateStoreArgument`` for more bytes than an array can hold.
     """
-    column = one_array(column)
     if column.type in _FIXED:
-        return column
+        return one_array(column)
     wanted = normalized_type(name, column.type)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if column.type != wanted and not pa.types.is_nested(wanted):
-        column = column.cast(wanted)
+    try:
+        column = one_array(column)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if column.type != wanted and not pa.types.is_nested(wanted):
+            column = column.cast(wanted)
+    except pa.ArrowInvalid as error:
+        raise InvalidStateStoreArgument(
+            f"Column {name!r} has more than the 2 GiB that an Arrow array holds: use smaller batches ({error})."
+        ) from error
     return column
 
 

@@ -22,6 +22,7 @@ from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.stateful.ttl import alive_at, expiry_at
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.keyed_rows import one_batch
 from spark_bridge.task.state_task import EventTime
 from spark_bridge.task.task_store import Spool, StateAccess
 
@@ -154,9 +155,8 @@ class StateColumns:
             places = np.where(written, np.arange(n, 2 * n), np.arange(n))
             new = pa.concat_tables([self.rows, new]).take(pa.array(places))
         if len(keys):
-            (batch,) = rows.combine_chunks().to_batches()
             assert self.family is not None
-            self.store.stage(keys, self.schema.encode_values(batch), self.family)
+            self.store.stage(keys, self.schema.encode_values(one_batch(rows.to_batches())), self.family)
         self.figures.num_rows_updated += len(keys)
         self.rows, self.has_state = new, self.has_state | written
 

@@ -370,21 +370,34 @@ class HostClient:
             raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
 
     def commit(self, command: protocol.CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
-        """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``, fastest if sorted by key."""
+        """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``, fastest if sorted by key.
+
+        Raises errors of ``changes`` as they are; then nothing is committed.
+        """
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        own_errors: list[Exception] = []
+
+        def watched_changes() -> Iterator[tuple[str, pa.RecordBatch]]:
+            try:
+                yield from changes
+            except Exception as error:
+                own_errors.append(error)
+                raise
+
         try:
             with calls.watched(self._place):
                 writer, reader = self._client.do_put(descriptor, protocol.COMMIT_SCHEMA, self._options())
                 with writer:
-                    for family, batch in changes:
+                    for family, batch in watched_changes():
                         writer.write_with_metadata(batch, family.encode())
                     writer.write_metadata(protocol.END_OF_CHANGES)
                     writer.done_writing()
                     answer = reader.read()
-        except flight.FlightError as error:
-            # If ``changes`` raised, the host has not received the end of the changes.
-            raise _error_of(error) from error.__context__
-        except pa.ArrowException as error:
+        except (flight.FlightError, pa.ArrowException) as error:
+            if own_errors:  # the host has not received the end of the changes, and refuses the commit.
+                raise own_errors[0] from None
+            if isinstance(error, flight.FlightError):
+                raise _error_of(error) from None
             raise exceptions.HostUnavailableError(f"{self.address}: {error}") from None
         if answer is None:
             raise exceptions.HostUnavailableError(f"{self.address} closed the commit without an answer.")

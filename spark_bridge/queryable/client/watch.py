@@ -15,6 +15,7 @@ import pyarrow as pa
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
+from spark_bridge.queryable.client.results import whole
 from spark_bridge.queryable.routing.scatter_gather import Attempts
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -259,9 +260,12 @@ def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def without_last_columns(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return the rows of all parts as one batch, without key group and partition."""
+    """Return the rows of all parts as one batch, without key group and partition.
+
+    Raises ``RequestLimitError`` if a column has more bytes than an Arrow array can.
+    """
     wanted = list(range(parts[0].num_columns - LAST_COLUMNS))
     if len(parts) == 1:
         return parts[0].select(wanted)
-    (batch,) = pa.Table.from_batches(parts).select(wanted).combine_chunks().to_batches()
-    return batch
+    rows = pa.Table.from_batches(parts).select(wanted)
+    return pa.RecordBatch.from_arrays([whole(column) for column in rows.columns], schema=rows.schema)

@@ -13,9 +13,11 @@ from backends.encoding.columns import (
     content_bytes,
     even_array,
     even_rows,
+    normalized_column,
     placed,
     take_binary,
 )
+from backends.exceptions import InvalidStateStoreArgument
 from tests.effort import examples
 
 
@@ -123,3 +125,17 @@ def test_parts_are_put_into_their_rows(given, rng):
     for place, value in zip(order, values, strict=True):
         wanted[place] = value
     assert placed(given, rows).to_pylist() == wanted
+
+
+def large(kind):
+    """One text of 1.5 GB, of pages that the system has not filled yet."""
+    content = np.zeros(1_500_000_000, np.uint8)
+    offsets = np.array([0, len(content)], np.int64 if kind == pa.large_string() else np.int32)
+    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_a_column_of_more_than_two_gib_is_refused(kind):
+    chunks = pa.chunked_array([large(kind), large(kind)])
+    with pytest.raises(InvalidStateStoreArgument, match=r"Column 'text' has more than the 2 GiB .*: use smaller"):
+        normalized_column("text", chunks)

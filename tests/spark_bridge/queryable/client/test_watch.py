@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from spark_bridge.exceptions import (
     ConnectionClosedError,
     QueryEndedError,
+    RequestLimitError,
     StateVersionError,
     UnknownKeyOrNamespaceError,
     UnknownKvStateIdError,
@@ -352,3 +354,13 @@ def test_rollback_before_the_first_change_is_an_error_however_late_it_is_seen(
     with pytest.raises(StateVersionError, match="rolled back"):
         next(changes)
     thread.join(PATIENCE)
+
+
+def test_changes_of_more_than_two_gib_in_one_version_are_an_error() -> None:
+    content = np.zeros(1_500_000_000, np.uint8)  # of pages that the system has not filled
+    offsets = np.array([0, len(content)], np.int32)
+    text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+    part = pa.record_batch({"version": [3], "text": text, "key_group": [0], "partition": [0]})
+    assert watch.without_last_columns([part]).schema.names == ["version", "text"]
+    with pytest.raises(RequestLimitError, match="ask for fewer keys"):
+        watch.without_last_columns([part, part])
