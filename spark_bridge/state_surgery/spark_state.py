@@ -121,8 +121,8 @@ class FileSink:
     def check_unused(self, spark: SparkSession) -> None:
         """Raise ``InvalidStateStoreArgument`` if a running query of the session writes to the directory."""
         for query in spark.streams.active:
-            progress = query.lastProgress
-            sink = "" if progress is None else progress["sink"]["description"]
+            # Progress names the sink too, but only after the first batch.
+            sink = str(query._jsq.streamingQuery().sink().toString())
             path = sink.removeprefix("FileSink[").removesuffix("]")
             if sink != path and _path_of(path) == _path_of(self.storage.location):
                 raise InvalidStateStoreArgument(
@@ -198,8 +198,9 @@ class SparkQuery:
             sink.check_last(batch_id, planned, storage.location)
         return query
 
-    @cached_property
+    @property
     def id(self) -> str:
+        """Read the id of the query. A checkpoint that is removed and made anew has another one."""
         return str(json.loads(self.storage.get(METADATA))["id"])
 
     @cached_property

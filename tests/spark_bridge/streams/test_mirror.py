@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -316,6 +317,12 @@ def test_mirror_stays_correct_through_restarts_gaps_and_rollbacks(
             Path(native, directory, str(number)).unlink()
     run_native(df.where("user <> 'f'"), native)
     check(query)
+    # The user removes the checkpoint: a new query begins there.
+    shutil.rmtree(native)
+    run_native(df.where("user <> 'a'"), native)
+    check(query)
+    query_id = json.loads(Path(native, "metadata").read_text())["id"]
+    assert of_mirror(spark, own, "mirrored_batch", "query") == rows_of([(query_id,)])
     assert query.isActive
 
 

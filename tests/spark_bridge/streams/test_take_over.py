@@ -346,6 +346,8 @@ def test_state_that_cannot_be_taken_over_is_named_before_anything_is_written(
     places = {"totals": {"n": 0, "total": 2}}
     sink, log = str(stream.root / "sink"), stream.root / "sink" / "_spark_metadata"
     other = df.writeStream.option("checkpointLocation", str(stream.root / "other")).format("parquet").start(sink)
+    # Its first batch may run still: no progress names the sink yet.
+    assert f"The query {other.id} writes to {sink}" in refusal(count_and_sum, columns=places, file_sink=sink)
     other.processAllAvailable()
     assert f"The query {other.id} writes to {sink}" in refusal(count_and_sum, columns=places, file_sink=sink)
     other.stop()
