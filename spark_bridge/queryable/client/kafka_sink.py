@@ -105,7 +105,7 @@ class KafkaSink:
         self._state = state
         self._name = f"statestore-sink-{topic}"
         self._config = {**(config or {}), "bootstrap.servers": bootstrap}
-        self._encoders = (encode_key, encode_value)
+        self._encoders = {"encode_key": encode_key, "encode_value": encode_value}
         self._on_gap = on_gap
         self._resend = resend
         self._timeout = timeout
@@ -339,16 +339,25 @@ class KafkaSink:
         return written
 
     def _records(self, rows: VariableRows, changes: pa.RecordBatch) -> _Records:
-        encode_key, encode_value = self._encoders
         kinds = changes.column(1).to_pylist()
         num_keys = len(rows.key) + len(rows.inner)
-        keys = encode_key(changes.select(list(range(2, 2 + num_keys))))
+        keys = self._encoded("encode_key", changes.select(list(range(2, 2 + num_keys))))
         is_there = [kind != DELETE for kind in kinds]
         encoded: Iterator[bytes] = itertools.repeat(b"{}")
         if len(rows.value):
             after = changes.columns[-1].filter(pa.array(is_there))
-            encoded = iter(encode_value(pa.RecordBatch.from_struct_array(after)))
+            encoded = iter(self._encoded("encode_value", pa.RecordBatch.from_struct_array(after)))
         return _Records(keys, [next(encoded) if there else None for there in is_there], kinds)
+
+    def _encoded(self, name: str, rows: pa.RecordBatch) -> Sequence[bytes]:
+        """Return what an encoder makes of rows. Raises ``RequestError`` unless it returns one value for each row."""
+        encoded = self._encoders[name](rows)
+        if len(encoded) != rows.num_rows:
+            raise exceptions.RequestError(
+                f"{name} returned {len(encoded)} values for {rows.num_rows} rows: return one for each row, in their "
+                "order."
+            )
+        return encoded
 
 
 class _Records(NamedTuple):

@@ -609,6 +609,11 @@ def test_wrong_topics_are_refused(cluster: Callable[..., Cluster], broker: Kafka
     with pytest.raises(RequestError, match=rf"{topic}-foreign\[0\]@0 was not written by a sink of operator 'totals'"):
         run(f"{topic}-foreign")
     assert len(broker.topics.records(f"{topic}-foreign")) == 1
+    for name in ("encode_key", "encode_value"):
+        with pytest.raises(RequestError, match=rf"{name} returned 2 values for 1 rows"):
+            run(topic, **{name: lambda rows: [b"a", b"b"]})
+    assert not broker.topics.records(topic)
+    write_up_to(1, client, broker, topic)
 
 
 def test_topic_of_another_state_is_refused_and_its_writer_goes_on(
