@@ -129,7 +129,7 @@ class Cluster:
         s.log("CUT OFF", old.name)
         old.is_cut_off = True
         old.on_death.clear()
-        s.at(5.0 + s.random.random() * 20, lambda: s.kill(old))
+        s.at(5.0 + s.random.random() * self.world.outlives, lambda: s.kill(old))
         self.start_coordinator()
 
     def _every(self, seconds: float, method: str) -> None:

@@ -17,6 +17,7 @@ from backends.formats.changelog import Changes, group_path, write_group
 from backends.formats.manifest import PartitionEntries
 from backends.partition import partition_state
 from backends.storage.locations import FileRef
+from coordinator_actor.direct_calls import DIRECT
 from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.locations import Locations, gives
 from coordinator_actor.run import recovery
@@ -31,10 +32,15 @@ from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
+from tests.simulation import network
 
 
 def unrenewed_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Maintenance, "_renew_leases", lambda self: None)
+
+
+def kept_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "goes_direct", lambda method, seconds: method in DIRECT)
 
 
 def silent_first_member(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,14 @@ def in_which_copies_stand_by(world: World) -> None:
         stream.num_partitions = max(3, stream.num_partitions)
 
 
+def in_which_replaced_coordinators_live_on(world: World) -> None:
+    """Have coordinators cut off from Ray that live on for minutes beside their successors, and little else go wrong."""
+    world.faults.heal()
+    world.troubles.only = [world.troubles.cut_off]
+    world.restless, world.is_calm, world.outlives = 10.0, False, 1000.0
+    world.streams[0].most_seconds = None
+
+
 def in_which_hosts_fall_silent(world: World) -> None:
     """Have hosts cut off from the coordinator all the time, while tasks and clients reach them, and many ask."""
     world.faults.heal()

@@ -229,6 +229,7 @@ class World:
         self.speculated = r.choice((0.0, 0.2))
         self.restless = 3.0 if self.is_calm else r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
+        self.outlives = 20.0  # a coordinator that was replaced lives on for 5 seconds and at most so many more
         self.parted = 0.15  # the probability that a driver which starts again does so in a second cluster
         self.schema = OperatorSchema.of_rows(SCHEMA).to_json()
         self.clock_offset = 1000.0
