@@ -12,7 +12,7 @@ A fence is never removed: the process that the fence must stop may be suspended 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
@@ -101,21 +101,19 @@ class RecordFiles:
         except MissingFileError:
             return None
 
-    def read_all(
-        self, paths: list[str], kind: type[T], damaged: Callable[[str, DamagedFileError], None] | None = None
-    ) -> list[T]:
+    def read_all(self, paths: list[str], kind: type[T], damages: dict[str, DamagedFileError] | None = None) -> list[T]:
         """Read several records, except those that do not exist.
 
-        Raises ``DamagedFileError``, unless ``damaged`` is given: it is called with the path and the error instead.
+        Raises ``DamagedFileError``, unless there are ``damages``: they get the errors by path.
         """
 
         def read(path: str) -> T | None:
             try:
                 return self.read_or_none(path, kind)
             except DamagedFileError as error:
-                if damaged is None:
+                if damages is None:
                     raise
-                damaged(path, error)
+                damages[path] = error
                 return None
 
         if len(paths) < 2:

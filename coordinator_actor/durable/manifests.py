@@ -303,13 +303,13 @@ class ManifestLog:
         read.
         """
         errors: dict[str, DamagedFileError] = {}
-        damaged = errors.__setitem__ if passes_over_damage else None
         missing: str | None = None
         for _ in range(LISTINGS):
             listed = self.storage.list(f"{fencing.MANIFESTS}/")
             # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, a
             # newer one exists, and the older ones that still exist lead to a version that is no longer current.
-            missing = self._read((path for path, size in listed if size != len(fencing.FENCE)), folded, damaged)
+            paths = [path for path, size in listed if size != len(fencing.FENCE)]
+            missing = self._read(paths, folded, errors if passes_over_damage else None)
             if missing is None:
                 break
             folded = None
@@ -329,12 +329,12 @@ class ManifestLog:
         self,
         paths: Iterable[str],
         folded: Callable[[], Iterable[Manifest]] | None = None,
-        damaged: Callable[[str, DamagedFileError], None] | None = None,
+        damages: dict[str, DamagedFileError] | None = None,
     ) -> str | None:
         """Read the manifests at some paths. Return the newest path if its manifest is gone, else None.
 
-        ``folded`` reads copies of many manifests at once. ``damaged`` gets each damaged manifest; without it the first
-        one raises ``DamagedFileError``.
+        ``folded`` reads copies of many manifests at once. ``damages`` gets the errors of damaged manifests by path;
+        without it the first one raises ``DamagedFileError``.
         """
         listed = {path for path in paths if path.endswith(".json")}
         if folded is None and len(listed) > len(self.manifests) + FEW:
@@ -343,20 +343,13 @@ class ManifestLog:
             copies = {manifest_path(copy): copy for copy in folded()}
             self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & listed})
         missing = sorted(listed - {manifest_path(manifest) for manifest in self.manifests.values()})
-        broken: set[str] = set()
-
-        def note(path: str, error: DamagedFileError) -> None:
-            assert damaged is not None
-            broken.add(path)
-            damaged(path, error)
-
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
         # walking the chain would say so, unless it is the newest one.
-        read = self._files.read_all(missing, Manifest, None if damaged is None else note)
+        read = self._files.read_all(missing, Manifest, damages)
         self.manifests.update({manifest.id: manifest for manifest in read})
         newest = max(listed, key=_age, default=None)
-        read_paths = {manifest_path(manifest) for manifest in read}
-        return newest if newest in missing and newest not in read_paths | broken else None
+        seen = {*map(manifest_path, read), *(damages or ())}
+        return newest if newest in missing and newest not in seen else None
 
     def last_id(self) -> int:
         """Return the highest checkpoint id that was ever given to a manifest or a savepoint."""

@@ -221,15 +221,11 @@ def _damaged_schemas(versions: StateVersions, operators: Mapping[str, OperatorEn
 
 def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
     """Return the damages of the other records. A query does not start if one that it needs is damaged."""
-    records, damages = RecordFiles(storage), list[Damage]()
-
-    def note(path: str, error: DamagedFileError) -> None:
-        damages.append(Damage(path, None, None, None, str(error)))
-
+    records, errors = RecordFiles(storage), dict[str, DamagedFileError]()
     for directory in (EPOCHS, CHECKPOINTS, HISTORY, AUDIT, FEATURE_VIEWS):
         paths = [numbered_path(directory, number) for number in records.numbers(directory)]
-        records.read_all(paths, AnyRecord, note)
-    return sorted(damages, key=lambda damage: damage.path)
+        records.read_all(paths, AnyRecord, errors)
+    return [Damage(path, None, None, None, str(error)) for path, error in sorted(errors.items())]
 
 
 class AnyRecord(Struct):
