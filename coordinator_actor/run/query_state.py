@@ -251,9 +251,7 @@ class QueryState:
         self.is_taken_up = True
         self.manifests.epochs.current = epoch
         self.load(completed)
-        # Files that the query has removed are known here from earlier looks.
-        oldest, chain = self.versions.oldest, self.versions.chain
-        self.versions.load({v: m for v, m in chain.items() if v >= oldest})
+        # Manifests that the query has removed are known here from earlier looks.
         self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.had_begun(completed):
             self.machine.begun_before = completed

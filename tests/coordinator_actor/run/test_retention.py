@@ -52,6 +52,28 @@ def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -
     assert world.manifests()[-1]["parent"] == 5
 
 
+def test_a_coordinator_that_takes_up_an_ended_query_knows_the_snapshots_below_its_oldest_version(world: World) -> None:
+    """Each partition has its snapshots at other versions, as hosts do whose maintenance is not in step."""
+    c = begin(world)
+    run_batches(world, c, 0, 4)
+    upload(world, c, 0)
+    run_batches(world, c, 5, 9)
+    upload(world, c, 1)
+    for last in (16, 17):
+        run_batches(world, c, run_of(c).versions.completed, last)
+        maintain(world, c)
+    versions = run_of(c).versions
+    assert min(versions.chain) < versions.oldest == 10
+    lineages = [c.lineage("run1", "op", p, v) for p in range(2) for v in versions.readable]
+    assert all(lineage.snapshots for lineage in lineages)
+    registration = run_of(c).registration
+    c.serve_ended(registration)
+    again = world.coordinator()
+    assert again.serve_ended(msgspec.structs.replace(registration, ended=True)).refusal is None
+    assert run_of(again).versions.readable == versions.readable
+    assert [again.lineage("run1", "op", p, v) for p in range(2) for v in versions.readable] == lineages
+
+
 def test_a_checkpoint_that_is_removed_right_after_its_query_is_not_created_again(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 2)
