@@ -232,12 +232,16 @@ class VersionedReader:
             self._wait_loaded(instance)
             version, head = instance.state.newest()
             try:
-                return version, read(PartitionView(partition, instance.state.reads, version, head, instance))
+                result = read(PartitionView(partition, instance.state.reads, version, head, instance))
             except (VersionNotFoundError, StoreClosedError) as error:
                 if time.monotonic() > deadline:
                     raise self._unsettled(plan, partition, error) from error
                 if isinstance(error, StoreClosedError):
                     time.sleep(_PAUSE_SECONDS)
+                continue
+            # A partition that no longer serves may be empty because its files were dropped for want of room.
+            if version or self._host.cache.has_instance(instance):
+                return version, result
 
     # -- an exact version ----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import subprocess
@@ -12,11 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from backends.encoding.key_groups import key_groups, partition_of
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from backends.engines import engine
 from backends.exceptions import LocalDiskFullError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.partition.load_watch import LoadProgress, LoadWatch
@@ -26,6 +32,8 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import local_disk, partition_loader
 from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
 from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
+from spark_bridge.queryable.protocol import At, LookupRequest
+from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import Threads, make_host, task, wait_until
@@ -408,6 +416,60 @@ def test_loads_that_take_each_others_room_repeat_one_after_the_other(
                     assert one.result(HANG)
         finally:
             over.set()
+
+
+def test_the_latest_version_is_not_read_of_files_that_were_dropped_for_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB finds the disk full, so a partition that serves is loaded again, and the load waits for room."""
+    monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
+    stream = Stream(tmp_path / "world", tmp_path / "local", "rocksdb", 1)
+    host = stream.host
+    numbers = pa.record_batch({"k": pa.array(range(100), pa.int64())})
+    groups = key_groups(numbers, stream.registration.key_groups)
+    row = [partition_of(int(g), stream.registration.key_groups, PARTITIONS) for g in groups].index(0)
+    key = encode_keys(numbers, groups)[row].as_py()
+    value = StateSchema.from_json(SCHEMA).encode_values(pa.record_batch({"n": pa.array([7], pa.int64())}))[0].as_py()
+    monkeypatch.setattr(stream, "random", SimpleNamespace(sample=lambda of, n: [key, *of], random=lambda: 0.0))
+    monkeypatch.setattr(stream.random, "randbytes", lambda n: value, raising=False)
+    for _ in range(2):
+        stream.run_batch(list(range(PARTITIONS)), KEYS)
+    reads = HostReads(host)
+    request = LookupRequest("run1", "op", column_family="default", at=At("latest"))
+    assert reads.lookup_one(request, key) == (2, value)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device: RocksDB has stopped writes")
+
+    served = host.cache.instance("run1", "op", 0)
+    monkeypatch.setattr(served.state._engine._below, "_wait_for_flushes", full)
+    stream.world.plan_spark(stream.batch)
+    for p in range(PARTITIONS):
+        stream.task(p, KEYS).result(HANG)
+    stream.world.commit_spark(stream.batch)
+    stream.coordinator.batch_committed("run1", stream.batch)
+    stream.batch += 1
+    total = host.disk._room()[1]
+    monkeypatch.setattr(host.disk, "_room", lambda: (0, total))
+    stream.world.plan_spark(stream.batch)
+    opened(stream, task(stream.batch, 1))  # so that no other partition can make room
+    begun, over = threading.Event(), threading.Event()
+
+    def wait(seconds: float) -> float:
+        begun.set()
+        over.wait(HANG)
+        return 0.0
+
+    monkeypatch.setattr(host.disk, "wait", wait)
+    waiting = Threads.submit(host.open, task(stream.batch, 0))
+    assert begun.wait(HANG) and served.state.version == 0 and not served.state.is_loading
+    with pytest.raises(HostUnavailableError, match="Partition 0 .* is being loaded"):
+        reads.lookup_one(request, key)
+    monkeypatch.undo()
+    over.set()
+    waiting.result(HANG)
+    opened(stream, task(stream.batch, 0))
+    assert reads.lookup_one(request, key) == (3, value)
 
 
 def test_a_load_that_repeats_a_write_is_not_waited_for(narrow: Stream) -> None:
