@@ -87,12 +87,14 @@ class ManifestFolds:
                 log.info("%s was written by another coordinator", _path(fold))
             self._note(fold)
 
-    def forget(self, kept: Collection[int]) -> list[str]:
-        """Forget the folds that have none of these manifests. Return their paths."""
-        unneeded = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
-        for path in unneeded:
+    def unneeded(self, kept: Collection[int]) -> list[str]:
+        """Return the paths of the folds that have none of these manifests."""
+        return [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
+
+    def forget(self, kept: Collection[int]) -> None:
+        """Forget the folds that have none of these manifests."""
+        for path in self.unneeded(kept):
             del self._ids[path]
-        return unneeded
 
     def _note(self, fold: FoldFile) -> None:
         self._ids[_path(fold)] = tuple(manifest.id for manifest in fold.manifests)
@@ -410,10 +412,15 @@ class ManifestLog:
         """Write a record of rewritten files; it counts from the manifest on that names it."""
         self._files.create(path, record)
 
-    def forget(self, kept: Collection[int]) -> list[str]:
-        """Forget the manifests that are older than the newest of ``kept`` and not among them. Return their paths."""
+    def unneeded(self, kept: Collection[int]) -> list[Manifest]:
+        """Return the manifests that are older than the newest of ``kept`` and not among them."""
         newest = max(kept, default=0)
-        return [manifest_path(self.manifests.pop(i)) for i in list(self.manifests) if i < newest and i not in kept]
+        return [manifest for i, manifest in list(self.manifests.items()) if i < newest and i not in kept]
+
+    def forget(self, kept: Collection[int]) -> None:
+        """Forget the manifests that are ``unneeded``."""
+        for manifest in self.unneeded(kept):
+            del self.manifests[manifest.id]
 
     def append(self, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
         """Write a manifest durably at the next place of the epoch, with a new id if its own is taken.

@@ -113,10 +113,11 @@ def fork_checkpoint(
         )
     begins = spark.next_batch()
     kept = opened.log.chain()
-    if kept and begins < min(kept):
+    oldest = max(min(kept), kept[max(kept)].oldest) if kept else 0  # those before only lead to it
+    if begins < oldest:
         raise CheckpointPlaceError(
             f"{opened.checkpoint.location} begins with batch {begins}, and of the state at {opened.state.location} the "
-            f"versions {min(kept)} to {max(kept)} are kept: the copy is too old. Copy the checkpoint again."
+            f"versions {oldest} to {max(kept)} are kept: the copy is too old. Copy the checkpoint again."
         )
     query_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{opened.query_id} {opened.checkpoint.location}"))
     state = open_storage(f"{state_location.rstrip('/')}/{query_id}", dict(options or {}))

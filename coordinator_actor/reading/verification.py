@@ -23,7 +23,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, RecordFiles, numbered_path
 from coordinator_actor.durable.manifests import CHECKPOINTS, schema_path
-from coordinator_actor.durable.records import AUDIT, FEATURE_VIEWS, HISTORY
+from coordinator_actor.durable.records import AUDIT, DIRECTORY, FEATURE_VIEWS, HISTORY, LookupRecords
 from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import StateVersions
 
@@ -222,9 +222,11 @@ def _damaged_schemas(versions: StateVersions, operators: Mapping[str, OperatorEn
 def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
     """Return the damages of the other records. A query does not start if one that it needs is damaged."""
     records, errors = RecordFiles(storage), dict[str, DamagedFileError]()
-    for directory in (EPOCHS, CHECKPOINTS, HISTORY, AUDIT, FEATURE_VIEWS):
-        paths = [numbered_path(directory, number) for number in records.numbers(directory)]
-        records.read_all(paths, AnyRecord, errors)
+    directories = (EPOCHS, CHECKPOINTS, HISTORY, AUDIT, FEATURE_VIEWS, DIRECTORY)
+    paths = [numbered_path(directory, number) for directory in directories for number in records.numbers(directory)]
+    lookups = LookupRecords(storage)
+    paths += [lookups.path(by, batch_id) for by, batches in lookups.batches().items() for batch_id in batches]
+    records.read_all(paths, AnyRecord, errors)
     return [Damage(path, None, None, None, str(error)) for path, error in sorted(errors.items())]
 
 

@@ -15,6 +15,7 @@ from backends.formats.manifest import Manifest, SnapshotDescriptor, SnapshotRef,
 from backends.formats.manifest_chain import full_bytes
 from backends.spans import Pool
 from coordinator_actor.durable.fencing import READERS
+from coordinator_actor.durable.manifests import manifest_path
 from coordinator_actor.run.query_state import QueryState
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         # The chain is never changed, only replaced. A load that begins from now on gets only files that are kept.
         chain, refs = versions.chain, _snapshots(run)
         kept = {m.id for m in chain.values()}
-        manifests = [*run.manifests.forget(kept), *run.manifests.folds.forget(kept)]
+        manifests = [*map(manifest_path, run.manifests.unneeded(kept)), *run.manifests.folds.unneeded(kept)]
     # Without the lock: there may be a million files.
     descriptors = _read_descriptors(run, refs)
     garbage: list[str] = []
@@ -75,7 +76,11 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 
     unused = [path for path in garbage if not is_in_use(path)]
     storage.delete_all([*unused, *manifests])
+    # Not before: what a failed deletion has left is tried again.
     files.removed(unused)
+    with run.lock:
+        run.manifests.forget(kept)
+        run.manifests.folds.forget(kept)
     return [*unused, *manifests]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
 
-from backends.exceptions import VersionNotFoundError
+from backends.exceptions import DamagedFileError, VersionNotFoundError
 from backends.formats import manifest_chain
 from backends.formats.manifest import ChangelogRef, Lineage, Manifest, PartitionEntry, SnapshotDescriptor, SnapshotRef
 from backends.formats.manifest_chain import Layout, Retention
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import LookupRecord, LookupRecords
+
+log = logging.getLogger(__name__)
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
 MAX_VERSIONS_BY_TIME = 20_000
@@ -401,6 +404,17 @@ class LookedUpVersions:
         else:
             self._versions.unpin(f"lookups of {by}")
 
+    def _undamaged(self, by: str, batch_id: int) -> LookupRecord | None:
+        """Return a record, or None if it is damaged: a batch that repeats its look-up fails then, and needs no version.
+
+        Raises ``StorageError``.
+        """
+        try:
+            return self._records.find(by, batch_id)
+        except DamagedFileError as error:
+            log.warning("The version that batch %d of query %s has looked up is not kept: %s", batch_id, by, error)
+            return None
+
     def look(self, now: float, lock: AbstractContextManager[object]) -> None:
         """Load the records in storage, which earlier coordinators and readers of storage have made too.
 
@@ -412,7 +426,7 @@ class LookedUpVersions:
             pinned = [(by, batch_id) for by, records in self._pins.items() for batch_id in records]
         listed = self._records.batches()
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
-        seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
+        seen = {key: self._seen.get(key) or self._undamaged(*key) for key in newest}
         self._seen = {key: record for key, record in seen.items() if record is not None}
         with lock:
             last = {by: self._used.get(by, 0.0) for by in {*listed, *self._pins}}

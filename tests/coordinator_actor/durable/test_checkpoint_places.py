@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import MissingFileError, StorageError
 from backends.formats.changelog import read_changelog
+from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import ManifestLog
@@ -210,6 +212,23 @@ def test_a_copy_that_is_not_complete_or_too_old_is_not_forked(world: Elsewhere) 
     ):
         fork_checkpoint(copy, world.base)
     assert [p.name for p in (world.root / "base").iterdir()] == ["q"]
+
+
+def test_a_copy_that_begins_below_the_oldest_version_that_can_be_read_is_not_forked(
+    world: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests of lower versions are kept as well, as long as an older snapshot leads to the oldest version."""
+    copy, chain = world.copy(), ManifestLog.chain
+    for name in ("offsets/1", "commits/1"):
+        (world.root / "copy" / name).unlink()
+
+    def with_retention(self: ManifestLog) -> dict[int, Manifest]:
+        kept = chain(self)
+        return {**kept, 2: msgspec.structs.replace(kept[2], oldest=2)}
+
+    monkeypatch.setattr(ManifestLog, "chain", with_retention)
+    with pytest.raises(CheckpointPlaceError, match=r"begins with batch 1.*versions 2 to 2 are kept"):
+        fork_checkpoint(copy, world.base)
 
 
 def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from backends.exceptions import StorageError
 from backends.formats.manifest import SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.durable.records import HISTORY
+from coordinator_actor.durable.records import HISTORY, LookupRecord, LookupRecords
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import HostReport, SnapshotUploaded
+from coordinator_actor.reading.verification import _damaged_records
 from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.coordinator_actor.run.retention_steps import KEEP, begin, maintain, names, plan_spark, run_batches, upload
@@ -350,3 +352,47 @@ def test_versions_that_were_the_newest_within_some_seconds_are_kept(world: World
             upload(world, shorter, p, "run3")
         maintain(world, shorter)
     assert run_of(shorter, "run3").versions.readable[0] >= 37 - KEEP - 4, "without the seconds, versions alone count"
+
+
+def test_manifests_that_a_failed_deletion_has_left_are_removed_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = begin(world)
+
+    def go_on(last: int) -> None:
+        run_batches(world, c, run_of(c).versions.completed, last)
+        for p in range(2):
+            upload(world, c, p)
+        maintain(world, c)
+
+    def fail(paths: Sequence[str]) -> None:
+        raise StorageError("storage is down for a moment")
+
+    for last in range(2, 12, 3):
+        go_on(last)
+    with monkeypatch.context() as down:
+        down.setattr(run_of(c).manifests.storage, "delete_all", fail)
+        for last in range(14, 21, 3):
+            go_on(last)
+        left = min(manifest["version"] for manifest in world.manifests())
+    for last in range(23, 33, 3):
+        go_on(last)
+    assert min(manifest["version"] for manifest in world.manifests()) == min(run_of(c).versions.chain) > left
+
+
+def test_a_damaged_record_of_a_lookup_does_not_stop_the_removal_of_files(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    LookupRecords(run_of(c).manifests.storage).make("other", 7, LookupRecord(3, "run1", 1000))
+    path = world.root / "ck/statestore" / LookupRecords.path("other", 7)
+    path.write_bytes(path.read_bytes()[:-5])
+    for last in range(5, 30, 3):
+        run_batches(world, c, last - 2, last)
+        for p in range(2):
+            upload(world, c, p)
+        maintain(world, c)
+    assert min(names(world, 0, "changelog")) > 3
+    assert "batch 7 of query other has looked up is not kept" in caplog.text
+    assert [d.path for d in _damaged_records(run_of(c).manifests.storage)] == [LookupRecords.path("other", 7)]

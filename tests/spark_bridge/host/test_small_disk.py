@@ -463,7 +463,7 @@ def test_the_latest_version_is_not_read_of_files_that_were_dropped_for_want_of_r
     monkeypatch.setattr(host.disk, "wait", wait)
     waiting = Threads.submit(host.open, task(stream.batch, 0))
     assert begun.wait(HANG) and served.state.version == 0 and not served.state.is_loading
-    with pytest.raises(HostUnavailableError, match="Partition 0 .* is being loaded"):
+    with pytest.raises(HostUnavailableError, match=r"Partition 0 .* is being loaded"):
         reads.lookup_one(request, key)
     monkeypatch.undo()
     over.set()
