@@ -21,6 +21,7 @@ from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
+from spark_bridge.queryable.routing.feature_reads import stale_error, stale_queries
 from spark_bridge.queryable.routing.router import StateRouter
 
 
@@ -306,7 +307,8 @@ def at_one_version(
 ) -> list[FeatureRows]:
     """Return answers of which each query has one version: those of an older one than another has are read again.
 
-    ``read_again`` returns the answer of this index at some versions. It has the ages of the answers that had them.
+    ``read_again`` returns the answer of this index at some versions. It has the ages of the answers that had them, and
+    ``max_age`` bounds these: another query of the view may have been too old all the time.
     """
     newest: dict[str, tuple[int, int | None]] = {}
     for rows in answers:
@@ -320,8 +322,37 @@ def at_one_version(
         if [version for version, _ in wanted] != rows._answer.versions:
             titles = rows._target.location.titles
             same[i] = read_again(i, {title: version for title, (version, _) in zip(titles, wanted, strict=True)})
-            same[i]._answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, age_ms in wanted])
+            answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, age_ms in wanted])
+            same[i]._answer = _within_max_age(same[i]._target.location, answer)
     return same
+
+
+def _within_max_age(location: ViewLocation, answer: FeatureAnswer) -> FeatureAnswer:
+    """Return an answer with nulls for older features than ``max_age``, or raise ``StaleFeatureError``.
+
+    Hosts do so themselves, but not for a version that was asked for.
+    """
+    view, ages_ms = location.view, answer.ages_ms
+    stale = stale_queries(view.max_age_seconds, ages_ms)
+    if not stale:
+        return answer
+    if view.on_stale == "error":
+        feature = view.features[location.of_feature.index(stale[0])].name
+        raise stale_error(view, feature, location.titles[stale[0]], ages_ms[stale[0]])
+    is_stale = [query in stale for query in location.of_feature]
+    if answer.rows is not None:
+        return dataclasses.replace(answer, rows=[_with_nulls(row, is_stale) for row in answer.rows])
+    if isinstance(answer.columns, list):
+        return dataclasses.replace(answer, columns=_with_nulls(answer.columns, is_stale))
+    arrays = [
+        pa.nulls(len(column), column.type) if hidden else column
+        for column, hidden in zip(answer.columns, is_stale, strict=True)
+    ]
+    return dataclasses.replace(answer, columns=pa.RecordBatch.from_arrays(arrays, schema=answer.columns.schema))
+
+
+def _with_nulls(row: list[Any], is_null: list[bool]) -> list[Any]:
+    return [None if null else value for value, null in zip(row, is_null, strict=True)]
 
 
 def described_view(location: ViewLocation) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.user_values import CAST_ERRORS, array_without_loss
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
-from coordinator_actor.feature_views import Feature
+from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import LocatedView, OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
@@ -131,9 +131,8 @@ class ResolvedView:
         return tuple(places[i] for i in range(len(places)))
 
     @cached_property
-    def max_age_ms(self) -> float | None:
-        seconds = self.located.view.max_age_seconds
-        return None if seconds is None else 1000 * seconds
+    def max_age_seconds(self) -> float | None:
+        return self.located.view.max_age_seconds
 
     def keys_of(self, source: _Source, keys: Any) -> Any:
         """Return stored keys of the first operator, or one, as those of another, which may have other key groups."""
@@ -146,27 +145,13 @@ class ResolvedView:
 
     def stale(self, ages_ms: Sequence[int | None], at: Sequence[protocol.At]) -> list[int]:
         """Return the queries that are older than ``max_age``; a version that was asked for may have any age."""
-        most = self.max_age_ms
-        if most is None:
-            return []
-        return [i for i, age in enumerate(ages_ms) if at[i].isolation != "version" and (age is None or age > most)]
+        stale = stale_queries(self.max_age_seconds, ages_ms)
+        return [i for i in stale if at[i].isolation != "version"]
 
     def stale_error(self, query: int, age_ms: int | None) -> exceptions.StaleFeatureError:
         view, location = self.located.view, self.by_query[query][0].location
         feature = view.features[self.of_feature.index(query)].name
-        title = location.query_name or location.query_id
-        if age_ms is None:
-            return exceptions.StaleFeatureError(
-                f"Feature {feature!r} of view {view.name!r} is of unknown age: no batch of query {title!r} is known to "
-                f"be completed, and max_age={view.max_age!r}. Wait for its first batch (statestore status). A view "
-                "with on_stale='null' gives nulls until then."
-            )
-        age = f"{age_ms / 1000:.1f} s old"
-        return exceptions.StaleFeatureError(
-            f"Feature {feature!r} of view {view.name!r} is {age}, and max_age={view.max_age!r}. See whether query "
-            f"{title!r} runs and gets input (statestore status). A view with on_stale='null' gives nulls instead; one "
-            "with a greater max_age, or None, is less strict."
-        )
+        return stale_error(view, feature, location.query_name or location.query_id, age_ms)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -272,6 +257,31 @@ def _default_of(view: str, feature: Feature, kind: pa.DataType) -> pa.Scalar:
             f"Feature {feature.name!r} of view {view!r} has default={feature.default!r}, and its column is {kind}: "
             f"{error} Give a default of that type, or none."
         ) from error
+
+
+# The bound on the age of features.
+
+
+def stale_queries(max_age_seconds: float | None, ages_ms: Sequence[int | None]) -> list[int]:
+    """Return the queries whose answers are older than the bound; one of unknown age is, too."""
+    if max_age_seconds is None:
+        return []
+    return [i for i, age_ms in enumerate(ages_ms) if age_ms is None or age_ms > 1000 * max_age_seconds]
+
+
+def stale_error(view: FeatureView, feature: str, title: str, age_ms: int | None) -> exceptions.StaleFeatureError:
+    """Return the error for a feature that is older than the bound of its view; ``title`` names its query."""
+    if age_ms is None:
+        return exceptions.StaleFeatureError(
+            f"Feature {feature!r} of view {view.name!r} is of unknown age: no batch of query {title!r} is known to "
+            f"be completed, and max_age={view.max_age!r}. Wait for its first batch (statestore status). A view "
+            "with on_stale='null' gives nulls until then."
+        )
+    return exceptions.StaleFeatureError(
+        f"Feature {feature!r} of view {view.name!r} is {age_ms / 1000:.1f} s old, and max_age={view.max_age!r}. See "
+        f"whether query {title!r} runs and gets input (statestore status). A view with on_stale='null' gives nulls "
+        "instead; one with a greater max_age, or None, is less strict."
+    )
 
 
 # The reads of a process that answers for views.

@@ -429,6 +429,40 @@ def test_several_views_are_of_one_version(cluster: FeatureCluster, monkeypatch: 
     assert client.features_of_views([]) == []
 
 
+@pytest.mark.parametrize("users", [[1], [1, 2], list(range(40))])
+@pytest.mark.parametrize("on_stale", ["null", "error"])
+def test_an_answer_that_is_repeated_is_not_older_than_max_age(
+    cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, users: list[int], on_stale: Any
+) -> None:
+    """A batch of one query is completed between the reads; the age of the other one exceeds the bound by then."""
+    limits = StateSchema(KEYS, pa.schema([("cap.last.value", pa.int64())]))
+    with cluster.other_query({"limits": limits}, key_groups=G):
+        cluster.write({"limits": dict.fromkeys(users, (500,))}, ago=100.0)
+    features = [Feature("n", "totals"), Feature("cap", "limits", query="other", default=7)]
+    cluster.declare(FeatureView("both", "user", features, max_age="1 minute", on_stale=on_stale))
+    client = cluster.client()
+    read, is_first = client._ask_features, True
+
+    def read_and_write(*arguments: Any) -> Any:
+        nonlocal is_first
+        answer = read(*arguments)
+        if is_first:
+            is_first = False
+            cluster.write({"totals": dict.fromkeys(users, (50, ""))})
+        return answer
+
+    monkeypatch.setattr(client, "_ask_features", read_and_write)
+    if on_stale == "error":  # the first answer is as if it had been within the bound
+        monkeypatch.setattr(ResolvedView, "stale", lambda *_: [])
+        with pytest.raises(StaleFeatureError, match=r"'cap' of view 'both' is 10\d.\d s old, and max_age='1 minute'"):
+            client.features_of_views([("both", users), ("risk", [1])])
+        return
+    both, _ = client.features_of_views([("both", users), ("risk", [1])])
+    assert both.versions == {"name": cluster.version, "other": 1} and both.ages["cap"] > 99
+    assert both.to_dict() == {"user": users, "n": [50] * len(users), "cap": [None] * len(users)}
+    assert both.to_arrow().column("cap").null_count == len(users)
+
+
 def test_rolling_features_of_several_views_are_as_of_one_time(
     filled: FeatureCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
