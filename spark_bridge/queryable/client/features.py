@@ -305,24 +305,28 @@ def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) 
 def at_one_version(
     answers: Sequence[FeatureRows], read_again: Callable[[int, dict[str, int]], FeatureRows]
 ) -> list[FeatureRows]:
-    """Return answers of which each query has one version: those of an older one than another has are read again.
+    """Return answers of which each query has one version: those of an older one, or an older run, are read again.
 
     ``read_again`` returns the answer of this index at some versions. It has the ages of the answers that had them, and
     ``max_age`` bounds these: another query of the view may have been too old all the time.
     """
-    newest: dict[str, tuple[int, int | None]] = {}
+    newest: dict[str, tuple[str, int, int | None]] = {}
     for rows in answers:
         queries = rows._target.location.queries
         for query, version, age_ms in zip(queries, rows._answer.versions, rows._answer.ages_ms, strict=True):
-            if version > newest.get(query.run_id, (-1, None))[0]:
-                newest[query.run_id] = version, age_ms
+            run_id, newest_version, _ = newest.get(query.query_id, ("", -1, None))
+            # A query that was started again may have begun at an earlier version.
+            if query.run_id != run_id or version > newest_version:
+                newest[query.query_id] = query.run_id, version, age_ms
     same = list(answers)
     for i, rows in enumerate(answers):
-        wanted = [newest[query.run_id] for query in rows._target.location.queries]
-        if [version for version, _ in wanted] != rows._answer.versions:
+        queries = rows._target.location.queries
+        wanted = [newest[query.query_id] for query in queries]
+        read = [(query.run_id, version) for query, version in zip(queries, rows._answer.versions, strict=True)]
+        if [(run_id, version) for run_id, version, _ in wanted] != read:
             titles = rows._target.location.titles
-            same[i] = read_again(i, {title: version for title, (version, _) in zip(titles, wanted, strict=True)})
-            answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, age_ms in wanted])
+            same[i] = read_again(i, {title: version for title, (_, version, _) in zip(titles, wanted, strict=True)})
+            answer = dataclasses.replace(same[i]._answer, ages_ms=[age_ms for _, _, age_ms in wanted])
             same[i]._answer = _within_max_age(same[i]._target.location, answer)
     return same
 

@@ -429,6 +429,31 @@ def test_several_views_are_of_one_version(cluster: FeatureCluster, monkeypatch: 
     assert client.features_of_views([]) == []
 
 
+@pytest.mark.parametrize("completes", [True, False])
+def test_several_views_are_of_one_version_of_a_query_that_is_started_again(
+    cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, completes: bool
+) -> None:
+    """Also if the new run has completed no other version: it may have begun at an earlier one of another content."""
+    cluster.declare(replace(VIEW, name="other"))
+    client = cluster.client()
+    read, asked = client._ask_features, []
+
+    def read_and_restart(target: Any, *arguments: Any) -> Any:
+        answer = read(target, *arguments)
+        asked.append(target.location.queries[0].run_id)
+        if len(asked) == 1:
+            cluster.start("run2")
+            if completes:
+                cluster.write({"totals": {1: (50, "")}})
+        return answer
+
+    monkeypatch.setattr(client, "_ask_features", read_and_restart)
+    one, two = client.features_of_views([("risk", [1]), ("other", [1])])
+    assert asked[1:] == ["run2", "run2"] and asked[0] != "run2"
+    assert one.versions == two.versions == {"name": cluster.version}
+    assert one.to_dict() == two.to_dict() and one.ages == two.ages
+
+
 @pytest.mark.parametrize("users", [[1], [1, 2], list(range(40))])
 @pytest.mark.parametrize("on_stale", ["null", "error"])
 def test_an_answer_that_is_repeated_is_not_older_than_max_age(
