@@ -42,7 +42,10 @@ class NamedColumns:
 
 
 def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:
-    """Return the columns of keys that come as columns; None for a sequence of single keys."""
+    """Return the columns of keys that come as columns; None for a sequence of single keys.
+
+    All but columns of Arrow, which never change, are copied: they are part of an answer, and callers reuse arrays.
+    """
     if isinstance(keys, str | bytes):
         raise UnknownKeyOrNamespaceError(f"{keys!r} is one key; many keys are a list of them: [{keys!r}].")
     if isinstance(keys, Mapping):
@@ -100,20 +103,18 @@ def _of_series(series: Any) -> Any:
     """Return a pandas column as an Arrow array, or the Python objects in it as a list; NaN is null, as in pandas."""
     if series.dtype == object:
         return [None if user_values.is_missing(value, nan=True) else value for value in series]
-    return pa.array(series, from_pandas=True)
+    return pa.array(series.copy(), from_pandas=True)
 
 
 def _of_numpy(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:
     if keys.dtype.names:
-        return NamedColumns(
-            list(keys.dtype.names), [pa.array(np.ascontiguousarray(keys[name])) for name in keys.dtype.names]
-        )
+        return NamedColumns(list(keys.dtype.names), [pa.array(keys[name].copy()) for name in keys.dtype.names])
     if keys.dtype == object:
         return None
     if keys.ndim == 2:
-        return NamedColumns([""] * keys.shape[1], [pa.array(np.ascontiguousarray(column)) for column in keys.T])
+        return NamedColumns([""] * keys.shape[1], [pa.array(column.copy()) for column in keys.T])
     if keys.ndim == 1:
-        return NamedColumns([""], [pa.array(keys)])
+        return NamedColumns([""], [pa.array(keys.copy())])
     raise UnknownKeyOrNamespaceError(f"Keys are an array of one or two dimensions, not of {keys.ndim}.")
 
 

@@ -622,7 +622,8 @@ class AsyncQueryableStateClient:
     ) -> FeatureRows:
         """See ``QueryableStateClient.features``."""
         if versions is None and at is None and isinstance(keys, list) and 0 < len(keys) <= GATHERED_KEYS:
-            rows: FeatureRows = await self._batched(FeatureGroup(view, defaults, isolation), keys, timeout)
+            # A copy: the caller may change its list while the request waits.
+            rows: FeatureRows = await self._batched(FeatureGroup(view, defaults, isolation), keys[:], timeout)
             return rows
         return await self._run(
             self._client.features,

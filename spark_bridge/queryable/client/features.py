@@ -28,8 +28,11 @@ from spark_bridge.queryable.routing.router import StateRouter
 class FeatureRows:
     """Features of entities: a row per key asked, in that order."""
 
-    def __init__(self, target: KnownView, keys: Any, answer: FeatureAnswer, moment: int | None) -> None:
+    def __init__(
+        self, target: KnownView, keys: pa.RecordBatch | list[Any], answer: FeatureAnswer, moment: int | None
+    ) -> None:
         self._target = target
+        # Nothing that the caller can change.
         self._asked = keys
         self._answer = answer
         self._moment = moment
@@ -37,7 +40,8 @@ class FeatureRows:
     @cached_property
     def keys(self) -> pa.RecordBatch:
         """The columns of the entity."""
-        return self._target.codec.columns(self._asked)
+        asked = self._asked
+        return asked if isinstance(asked, pa.RecordBatch) else self._target.codec.columns(asked)
 
     @cached_property
     def columns(self) -> pa.RecordBatch:
@@ -92,9 +96,9 @@ class FeatureRows:
                 part, rows = self.columns.slice(at, len(keys)), None
             else:  # many short arrays would take longer
                 part, rows = (of_keys[at], None) if len(keys) == 1 else ([], of_keys[at : at + len(keys)])
-            at += len(keys)
             answer = dataclasses.replace(self._answer, columns=part, rows=rows)
-            yield FeatureRows(self._target, keys, answer, self._moment)
+            yield FeatureRows(self._target, self.keys.slice(at, len(keys)), answer, self._moment)
+            at += len(keys)
 
     def to_arrow(self) -> pa.Table:
         """Return the columns of the entity and the features as a table."""
@@ -222,8 +226,10 @@ def _read(
 
     def ask(target: KnownView, deadline: float) -> FeatureRows:
         codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
-        is_one = isinstance(all_keys, list) and len(all_keys) == 1
-        encoded = codec.encode_one(all_keys[0]) if is_one else codec.encode(codec.columns(all_keys))
+        # Columns of one key would take longer than its look-up.
+        is_one = isinstance(all_keys, list) and len(all_keys) == 1 and not isinstance(all_keys[0], list | dict)
+        of_answer = all_keys[:] if is_one else codec.columns(all_keys)
+        encoded = codec.encode_one(of_answer[0]) if is_one else codec.encode(of_answer)
         client._answered_at = client._answered_at if asked.moment is None else asked.moment
         is_completed = asked.isolation == "completed" and versions is None
         if versions is not None:
@@ -236,7 +242,7 @@ def _read(
         if is_completed:
             for query, version in zip(queries, answer.versions, strict=True):
                 seen.note(query.run_id, version)
-        return FeatureRows(target, all_keys, answer, asked.moment)
+        return FeatureRows(target, of_answer, answer, asked.moment)
 
     return client._access.answer_of_view(f"features({view!r}) of {len(all_keys)} keys", view, timeout, ask)
 

@@ -306,6 +306,26 @@ def test_nested_values_that_lose_nothing_are_cast() -> None:
     assert cast.to_pylist() == [None, {"x": 1.0}], "bytes under a null are no values"
 
 
+def test_columns_of_keys_do_not_share_the_arrays_of_the_caller() -> None:
+    """A loop that fills one array again and again has other keys in it when it takes an answer."""
+    of = codec(("user", pa.int64()), ("shard", pa.int64()))
+    plain, table = np.array([1, 2]), np.asfortranarray([[1, 5], [2, 6]])
+    named = np.array([(1, 5)], dtype=[("user", "i8"), ("shard", "i8")])[:1]
+    series, nullable = pd.Series([1, 2]), pd.Series([1, 2], dtype="Int64")
+    frame_of = pd.DataFrame({"user": np.array([1, 2]), "shard": np.array([5, 6])})
+    one = [ONE.columns(keys) for keys in (plain, series, nullable)]
+    two = [of.columns(keys) for keys in (table, frame_of, named)]
+    for keys in (plain, table, series, nullable):
+        keys[:] = 9
+    named["user"] = 9
+    frame_of.iloc[:, :] = 9
+    assert [columns.to_pydict() for columns in one] == [{"user": [1, 2]}] * 3
+    assert [columns.to_pydict() for columns in two[:2]] == [{"user": [1, 2], "shard": [5, 6]}] * 2
+    assert two[2].to_pydict() == {"user": [1], "shard": [5]}
+    arrow = pa.array([1, 2])
+    assert ONE.columns(arrow).column(0).buffers()[1].address == arrow.buffers()[1].address
+
+
 def test_times_that_pythons_datetime_cannot_hold_are_numpys() -> None:
     at, day = pa.timestamp("us", "UTC"), pa.date32()
     far, early = np.datetime64("10000-01-01", "us"), np.datetime64("-0001-01-01", "us")

@@ -106,6 +106,29 @@ def test_keys_come_in_any_form_that_get_many_takes(client: QueryableStateClient)
             client.features("risk", wrong)
 
 
+def test_an_answer_keeps_its_keys_when_the_caller_reuses_theirs(
+    filled: FeatureCluster, client: QueryableStateClient
+) -> None:
+    forms: list[Any] = [[3, 4], [3], [{"user": 3}], np.array([3, 4]), {"user": [3, 4]}]
+    answers = [client.features("risk", keys) for keys in forms]
+
+    async def gathered() -> list[Any]:
+        asynchronous, lists = AsyncQueryableStateClient(client), [[3], [4, 5]]
+        asked = asyncio.gather(*(asynchronous.features("risk", keys) for keys in lists))
+        await asyncio.sleep(0)
+        for keys in lists:
+            keys[:] = [9]
+        return await asked
+
+    together = asyncio.run(gathered())
+    forms[2][0]["user"] = forms[0][0] = forms[1][0] = forms[3][0] = forms[4]["user"][0] = 9
+    forms[0].clear()
+    assert [answer.to_dict()["user"] for answer in answers] == [[3, 4], [3], [3], [3, 4], [3, 4]]
+    assert [answer.to_arrow().to_pylist()[0] for answer in answers] == [expected(3)] * 5
+    assert [answer.to_dict()["user"] for answer in together] == [[3], [4, 5]]
+    assert [len(answer) for answer in (*answers, *together)] == [2, 1, 1, 2, 2, 1, 2]
+
+
 @pytest.mark.parametrize("users", [[2], [2, 4], [2, 1000]])
 def test_numpy_has_the_columns_own_types(client: QueryableStateClient, users: list[int]) -> None:
     view = client.features("risk", users)
