@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from backends.encoding.columns import distinct_names
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.queryable.client.json_values import rows_to_json
 
@@ -133,9 +134,8 @@ def print_rows(
     rows = (row for batch in batches for row in rows_to_json(batch))
     if form is PrintedForm.json:
         return _print_json(rows, about or {})
-    if form is PrintedForm.csv:
-        return _print_csv(schema.names, rows)
-    return _print_tables(schema.names, rows)
+    names = distinct_names(schema.names)
+    return _print_csv(names, rows) if form is PrintedForm.csv else _print_tables(names, rows)
 
 
 def _print_json(rows: Iterator[dict[str, Any]], about: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field
 
+from backends.encoding.columns import distinct_names
 from backends.encoding.user_values import python_values
 from spark_bridge.queryable.client import json_values
 from spark_bridge.state_http.access import problem_of
@@ -311,7 +312,8 @@ class DocumentBody:
     """One JSON document: ``{"columns": [{"name", "type"}], "versions": {query id: version}, "times": ..., "rows"}``."""
 
     def __init__(self, schema: pa.Schema, versions: Mapping[str, int], times: Mapping[str, dt.datetime]) -> None:
-        columns = [{"name": f.name, "type": str(f.type)} for f in schema]
+        names = distinct_names(schema.names)  # as in the rows
+        columns = [{"name": name, "type": str(kind)} for name, kind in zip(names, schema.types, strict=True)]
         times_of = json_values.to_json(dict(times))
         head = json_values.json_bytes({"columns": columns, "versions": dict(versions), "times": times_of})
         self._next = head[:-1] + b',"rows":['
@@ -343,7 +345,7 @@ class CsvBody:
     def rows(self, batch: pa.RecordBatch) -> bytes:
         """Return the lines of some rows, and before the first rows that of the names."""
         columns = [_csv_column(column) for column in batch.columns]
-        table = pa.table(columns, names=self._schema.names)
+        table = pa.table(columns, names=distinct_names(self._schema.names))
         written = io.BytesIO()
         pacsv.write_csv(table, written, pacsv.WriteOptions(include_header=not self._is_begun))
         self._is_begun = True

@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.columns import distinct_names
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.protocol import WATERMARK
@@ -115,9 +116,9 @@ def _map(items: Any) -> list[dict[str, Any]]:
 
 
 def rows_to_json(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """Return rows as objects."""
+    """Return rows as objects, in which columns of one name are told apart as by ``distinct_names``."""
     columns = [_column(column) for column in batch.columns]
-    names = batch.schema.names
+    names = distinct_names(batch.schema.names)
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 

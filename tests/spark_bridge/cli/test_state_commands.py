@@ -163,6 +163,13 @@ def test_scan_reports_further_rows() -> None:
     assert not run("scan", "totals", "--limit", "13", "--json").stderr
 
 
+def test_sql_tells_columns_of_one_name_apart() -> None:
+    sql = "select 1 as a, 2 as a"
+    assert as_json("sql", sql)["rows"] == [{"a": 1, "a__value": 2}]
+    assert run("sql", sql, "--format", "csv").stdout.splitlines() == ["a,a__value", "1,2"]
+    assert run("sql", sql).stdout.split() == ["a", "a__value", "1", "2"]
+
+
 def test_sql() -> None:
     found = as_json("sql", "select k, g, n from totals order by n desc limit 1")
     assert found["rows"] == [{"k": "a", "g": 0, "n": 14}]

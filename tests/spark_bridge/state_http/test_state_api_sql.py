@@ -90,6 +90,18 @@ def test_an_answer_without_rows_is_complete(http: TestClient) -> None:
     assert none.json()["rows"] == []
 
 
+def test_columns_of_one_name_are_told_apart(http: TestClient) -> None:
+    asked = {"sql": "select 1 as a, 2 as A, 3 as b, 4 as a"}
+    names = ["a", "A__value", "b", "a__value__value"]
+    answer = http.post("/v1/sql", json=asked).json()
+    assert [column["name"] for column in answer["columns"]] == names
+    assert answer["rows"] == [dict(zip(names, range(1, 5), strict=True))]
+    assert http.post("/v1/sql", json=asked, headers={"Accept": LINES}).json() == answer["rows"][0]
+    for sql in (asked["sql"], f"{asked['sql']} where false"):
+        table = http.post("/v1/sql", json={"sql": sql}, headers={"Accept": CSV})
+        assert table.text.splitlines()[0] == ",".join(f'"{name}"' for name in names)
+
+
 def test_csv_of_every_kind_of_value(http: TestClient) -> None:
     sql = (
         "select null::int as a, 1.5::double as b, 'nan'::double as c, [1, null] as d, 'x\"y' as e, "
