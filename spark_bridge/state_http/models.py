@@ -14,7 +14,6 @@ import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field
 
 from backends.encoding.columns import distinct_names
-from backends.encoding.user_values import python_values
 from spark_bridge.queryable.client import json_values
 from spark_bridge.state_http.access import problem_of
 
@@ -365,7 +364,7 @@ def _csv_column(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return column
-    cells = [None if v is None else json_values.to_json(v) for v in python_values(column)]
+    cells = json_values.column_to_json(column)
     if all(v is None or isinstance(v, float) for v in cells):
         return pa.array(cells, pa.float64())
     return pa.array(

@@ -6,6 +6,7 @@
 | floats | numbers; "NaN", "Infinity", "-Infinity" |
 | decimals | strings |
 | timestamps, dates | strings in ISO 8601, timestamps with a time zone in UTC: "2024-03-09T23:00:00Z" |
+| times of day | strings in ISO 8601: "23:00:00" |
 | times outside the years 1 to 9999 | strings in expanded ISO 8601, in UTC, without a zone: "+10000-01-01T00:00:00" |
 | durations | strings in ISO 8601, in days, hours, minutes and seconds: "P1DT2H0.5S", "-PT90S" |
 | strings | strings; a byte of one that is not UTF-8, which Spark allows, is written as \\xff |
@@ -69,7 +70,7 @@ def to_json(value: Any) -> Any:
         return format(value, "f")
     if isinstance(value, dt.datetime):
         return value.isoformat() if value.tzinfo is None else _in_utc(value).isoformat().replace("+00:00", "Z")
-    if isinstance(value, dt.date):
+    if isinstance(value, dt.date | dt.time):
         return value.isoformat()
     if isinstance(value, np.datetime64):  # which Python's datetime cannot hold
         text = str(value)
@@ -117,7 +118,7 @@ def _map(items: Any) -> list[dict[str, Any]]:
 
 def rows_to_json(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
     """Return rows as objects, in which columns of one name are told apart as by ``distinct_names``."""
-    columns = [_column(column) for column in batch.columns]
+    columns = [column_to_json(column) for column in batch.columns]
     names = distinct_names(batch.schema.names)
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -132,9 +133,31 @@ def json_bytes(value: Any) -> bytes:
     return _encode(value)
 
 
-def _column(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    values = python_values(column)
+def column_to_json(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column, made of Python types that JSON has."""
+    values, kind = python_values(column), column.type
+    if pa.types.is_nested(kind):
+        return [_of_type(v, kind) for v in values]
     return values if _is_plain(column) else [to_json(v) for v in values]
+
+
+def _of_type(value: Any, kind: pa.DataType) -> Any:
+    """Return what ``to_json`` does, but for an empty map, whose Python value is that of an empty list."""
+    if value is None or pa.types.is_union(kind):
+        return to_json(value)
+    if pa.types.is_map(kind):
+        pairs = [(_of_type(k, kind.key_type), _of_type(v, kind.item_type)) for k, v in value]
+        return dict(pairs) if _is_text(kind.key_type) else [{"key": k, "value": v} for k, v in pairs]
+    if pa.types.is_struct(kind):
+        return {name: _of_type(v, kind.field(name).type) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_of_type(v, kind.value_type) for v in value]
+    return to_json(value)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
 
 
 def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:

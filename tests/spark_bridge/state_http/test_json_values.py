@@ -71,6 +71,22 @@ def test_csv_has_times_that_pythons_datetime_cannot_hold() -> None:
     assert lines == ['"at"', '"+10000-01-01T00:00:00"', '"1970-01-01T00:00:00"']
 
 
+def test_an_empty_map_has_the_form_of_a_filled_one() -> None:
+    """Also within structs, lists and other maps."""
+    by_text = pa.map_(pa.string(), pa.int64())
+    by_number, nested = pa.map_(pa.int64(), by_text), pa.struct([("maps", pa.list_(by_text))])
+    columns = {
+        "text": pa.array([[("a", 1)], [], None], by_text),
+        "number": pa.array([[(1, [("a", 2)])], [], [(1, [])]], by_number),
+        "nested": pa.array([{"maps": [[("a", 1)], []]}, {"maps": []}, {"maps": None}], nested),
+    }
+    assert json_values.rows_to_json(pa.table(columns)) == [
+        {"text": {"a": 1}, "number": [{"key": 1, "value": {"a": 2}}], "nested": {"maps": [{"a": 1}, {}]}},
+        {"text": {}, "number": [], "nested": {"maps": []}},
+        {"text": None, "number": [{"key": 1, "value": {}}], "nested": {"maps": None}},
+    ]
+
+
 def test_durations() -> None:
     assert json_values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
     assert json_values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"

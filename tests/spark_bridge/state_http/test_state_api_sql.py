@@ -102,6 +102,15 @@ def test_columns_of_one_name_are_told_apart(http: TestClient) -> None:
         assert table.text.splitlines()[0] == ",".join(f'"{name}"' for name in names)
 
 
+def test_times_of_day_and_empty_maps(http: TestClient) -> None:
+    asked = {"sql": "select time '23:00:00.5' as at, [time '01:02:03'] as times, map([], [])::map(text, int) as m"}
+    row = {"at": "23:00:00.500000", "times": ["01:02:03"], "m": {}}
+    assert http.post("/v1/sql", json=asked).json()["rows"] == [row]
+    assert http.post("/v1/sql", json=asked, headers={"Accept": LINES}).json() == row
+    answer = http.post("/v1/sql", json=asked, headers={"Accept": CSV})
+    assert list(csv.DictReader(io.StringIO(answer.text))) == [row | {"times": '["01:02:03"]', "m": "{}"}]
+
+
 def test_csv_of_every_kind_of_value(http: TestClient) -> None:
     sql = (
         "select null::int as a, 1.5::double as b, 'nan'::double as c, [1, null] as d, 'x\"y' as e, "
