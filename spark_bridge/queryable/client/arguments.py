@@ -448,6 +448,8 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
         raise RequestError(f"where: {operator!r} is not an operator; there are {', '.join(OPERATORS)}.")
     if (name in ("is null", "is not null")) != (not operand):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
+    if name == "in" and (isinstance(operand[0], (str, *_BYTES)) or not isinstance(operand[0], Iterable)):
+        raise RequestError(f"where: {condition!r}: 'in' takes a list of values; give ({column!r}, 'in', {operand!r}).")
     values = list(operand[0]) if name == "in" else operand
     if any(user_values.is_missing(value) for value in values):
         raise RequestError(f"where: {condition!r} compares with null, which nothing is equal to; use 'is null'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -471,6 +472,13 @@ def test_conditions_are_converted_to_json() -> None:
 def test_invalid_conditions_are_rejected(condition: Any) -> None:
     with pytest.raises(RequestError, match="where"):
         comparisons([condition], {})
+
+
+@pytest.mark.parametrize("value", ["n1", b"n1", 5])
+def test_a_condition_in_takes_no_single_value(value: Any) -> None:
+    """The letters of a string would be the values."""
+    with pytest.raises(RequestError, match=re.escape(f"takes a list of values; give ('name', 'in', [{value!r}])")):
+        comparisons([("name", "in", value)], {"name": pa.string()})
 
 
 # -- results ---------------------------------------------------------------------------------
