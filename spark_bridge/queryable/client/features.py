@@ -296,8 +296,12 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
 def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
     """Return the version of each query of a view, as of the moment that is asked for.
 
-    Raises ``RequestError`` for other queries than it has.
+    Raises ``RequestError`` for other queries than it has, and for an isolation level besides.
     """
+    if asked.isolation != "completed":
+        raise exceptions.RequestError(
+            f"versions={dict(versions)!r} already select the versions; leave isolation={asked.isolation!r} out."
+        )
     titles = location.titles
     wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
     if sorted(versions) != sorted(titles) or wrong:

@@ -322,6 +322,8 @@ def test_feature_views_are_listed_and_read(features: TestClient) -> None:
     assert 69 < answer["ages"]["n"] < 70 + PATIENCE
     plain = features.post("/v1/features/risk", json={"keys": [2], "defaults": False, "versions": {"name": 1}}).json()
     assert plain["rows"][0]["user_name"] is None
+    both = features.post("/v1/features/risk", json={"keys": [2], "versions": {"name": 1}, "isolation": "latest"})
+    assert both.status_code == 400 and "already select the versions" in both.json()["detail"]
     arrow = features.post("/v1/features/risk", json={"keys": [1]}, headers={"Accept": ARROW})
     assert pa.ipc.open_stream(arrow.content).read_all().to_pydict()["n"] == [10]
     assert arrow.headers["X-Statestore-Versions"] == "name=1"

@@ -168,6 +168,8 @@ def test_an_earlier_version_can_be_read_again(client: QueryableStateClient) -> N
     for wrong in ({}, {"other": 1}, {"name": -1}):
         with pytest.raises(RequestError, match="versions="):
             client.features("risk", [7], versions=wrong)
+    with pytest.raises(RequestError, match="already select the versions; leave isolation='latest' out"):
+        client.features("risk", [7], versions=before.versions, isolation="latest")
     with pytest.raises(StateVersionError, match="Version 9 "):
         client.features("risk", [7], versions={"name": 9})
 
