@@ -43,6 +43,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DURATION = re.compile(
     r"(-?)P(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,18})(?:\.(\d{1,6}))?S)?)?", re.ASCII
 )
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -198,7 +199,9 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
         boolean = {"true": True, "false": False}.get(value) if isinstance(value, str) else value
         return _of(boolean, bool)
     if pa.types.is_integer(kind):
-        return int(value) if isinstance(value, str) and len(value) <= 20 else _of(value, int)
+        return int(value) if isinstance(value, str) and _INTEGER.fullmatch(value) else _of(value, int)
+    if isinstance(value, str) and "_" in value and (pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise ValueError("It should be a number.")  # Python would skip the underscore
     if pa.types.is_floating(kind):
         if isinstance(value, str):
             return _FLOATS[value] if value in _FLOATS else float(value)

@@ -87,6 +87,18 @@ def test_an_empty_map_has_the_form_of_a_filled_one() -> None:
     ]
 
 
+def test_numbers_in_strings_have_digits_alone() -> None:
+    """Python would take more: underscores, spaces, and digits of other scripts."""
+    kinds = (pa.int64(), pa.float64(), pa.decimal128(5, 1))
+    assert [json_values.from_json("-10", kind, "it") for kind in kinds] == [-10, -10.0, Decimal(-10)]
+    for wrong, of in (("1_0", kinds), (" 1", kinds[:1]), ("+1", kinds[:1]), ("٣", kinds[:1])):
+        for kind in of:
+            with pytest.raises(UnknownKeyOrNamespaceError, match=r"It should be an? (integer|number)"):
+                json_values.from_json(wrong, kind, "it")
+    with pytest.raises(UnknownKeyOrNamespaceError, match="Key column 'user': '1_0' is no int64"):
+        json_values.key_of_text("1_0", pa.schema([("user", pa.int64())]))
+
+
 def test_durations() -> None:
     assert json_values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
     assert json_values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
