@@ -8,10 +8,12 @@ import datetime as dt
 import inspect
 import ssl
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -34,25 +36,30 @@ if TYPE_CHECKING:
 
 
 class BlockingCalls:
-    """Runs blocking calls one after the other, each in a daemon thread, which does not delay the end of the program."""
+    """Runs blocking calls one after the other, each in a daemon thread, which does not delay the end of the program.
+
+    If there may be several callers at once, each calls while it holds ``turn``.
+    """
 
     def __init__(self, name: str) -> None:
+        self.turn = asyncio.Lock()
         self._name = name
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
         """Wait for a call, and return what it returns.
 
-        If the caller is cancelled, the next caller gets the result: nothing is lost.
+        If the caller is cancelled, the next call gets the result in place of its own, so that nothing is lost.
         """
         if self._pending is None:
             self._pending = self._begun(what)
-        pending = self._pending
-        try:
-            return await asyncio.shield(pending)
-        finally:
-            if pending.done():
-                self._pending = None
+        # ``ensure_future`` raises ``ValueError`` in another event loop, in which the result would never come.
+        pending = asyncio.ensure_future(self._pending, loop=asyncio.get_running_loop())
+        await asyncio.wait([pending])
+        # A caller that is cancelled as the result comes does not get here, and leaves the result to the next one.
+        if self._pending is pending:
+            self._pending = None
+        return pending.result()
 
     def _begun(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
@@ -99,15 +106,30 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
     def __init__(self, begin: Callable[[], StateScan]) -> None:
         self._begin = begin
         self._scan: StateScan | None = None
+        self._left: deque[pa.RecordBatch] = deque()  # a cancelled caller has read more than the next one takes
         self._calls = BlockingCalls("statestore-scan")
 
     def __await__(self) -> Generator[Any, None, AsyncStateScan]:
         return self._begun().__await__()
 
     async def _begun(self) -> AsyncStateScan:
+        async with self._calls.turn:
+            await self._started()
+        return self
+
+    async def _started(self) -> StateScan:
         if self._scan is None:
             self._scan = await self._calls.call(self._begin)
-        return self
+        return self._scan
+
+    async def _read(self, scan: StateScan, num_batches: int | None) -> bool:
+        """Read some batches, or all; return whether there were any.
+
+        They are those of the call before if its caller was cancelled. So every call of a begun scan gives batches.
+        """
+        batches: list[pa.RecordBatch] = await self._calls.call(lambda: list(islice(scan, num_batches)))
+        self._left.extend(batches)
+        return bool(batches)
 
     @property
     def version(self) -> int:
@@ -130,17 +152,21 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
         return self._scan
 
     async def __anext__(self) -> pa.RecordBatch:
-        await self._begun()
-        scan = self._required()
-        batch = await self._calls.call(lambda: next(scan, None))
-        if batch is None:
-            raise StopAsyncIteration
-        return batch
+        async with self._calls.turn:
+            scan = await self._started()
+            if not self._left and not await self._read(scan, 1):
+                raise StopAsyncIteration
+            return self._left.popleft()
 
     async def to_arrow(self) -> pa.Table:
         """Return all rows that are left."""
-        await self._begun()
-        return await self._calls.call(self._required().to_arrow)
+        async with self._calls.turn:
+            scan = await self._started()
+            while await self._read(scan, None):
+                pass
+            rows = pa.Table.from_batches(self._left, scan.schema)
+            self._left.clear()
+            return rows
 
     async def to_pandas(self) -> Any:
         """Return all rows that are left as a pandas frame."""
@@ -157,9 +183,11 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
 
     async def aclose(self) -> None:
         """End the scan, so that the hosts stop."""
-        await self._calls.settled()
-        if self._scan is not None:
-            await asyncio.to_thread(self._scan.close)
+        async with self._calls.turn:
+            await self._calls.settled()
+            self._left.clear()
+            if self._scan is not None:
+                await asyncio.to_thread(self._scan.close)
 
     async def __aenter__(self) -> AsyncStateScan:
         return await self._begun()
@@ -186,7 +214,8 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
         return self._watch.run_id
 
     async def __anext__(self) -> StateChange:
-        change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
+        async with self._calls.turn:
+            change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
         if change is None:
             raise StopAsyncIteration
         return change
@@ -224,9 +253,16 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         return self._begun().__await__()
 
     async def _begun(self) -> AsyncSqlRows:
-        if self._opened is None:
-            self._opened = await self._calls.call(self._open)
+        async with self._calls.turn:
+            await self._started()
         return self
+
+    async def _started(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        if self._opened is None:
+            if self._is_closed:
+                raise RequestError("The statement has been ended.")
+            self._opened = await self._calls.call(self._open)
+        return self._opened
 
     def _open(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """Bind and start the statement, in a thread. Raises ``RequestError`` for wrong SQL."""
@@ -267,9 +303,9 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         return self._relation.times
 
     async def __anext__(self) -> pa.RecordBatch:
-        await self._begun()
-        batches = self._required()[1]
-        batch: pa.RecordBatch | None = await self._calls.call(lambda: next(batches, None))
+        async with self._calls.turn:
+            _, batches = await self._started()
+            batch: pa.RecordBatch | None = await self._calls.call(lambda: next(batches, None))
         if batch is None:
             raise StopAsyncIteration
         return batch

@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import watch
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
@@ -305,6 +305,62 @@ def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run(cluster, check)
     cluster.close()
+
+
+async def cancel(rows: AsyncStateScan | AsyncStateWatch, what: Coroutine[Any, Any, Any], *, with_answer: bool) -> None:
+    """Cancel a call under way, or in the same round of the loop in which its answer comes."""
+    caller = asyncio.ensure_future(what)
+    while rows._calls._pending is None:
+        await asyncio.sleep(0)
+    while with_answer and not rows._calls._pending.done():
+        await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def iterated(scan: AsyncStateScan) -> list[int]:
+    return [user async for batch in scan for user in batch["user"].to_pylist()]
+
+
+async def in_a_table(scan: AsyncStateScan) -> list[int]:
+    users: list[int] = (await scan.to_arrow())["user"].to_pylist()
+    return users
+
+
+@pytest.mark.parametrize("with_answer", [False, True])
+@pytest.mark.parametrize("then", [iterated, in_a_table])
+@pytest.mark.parametrize("cancelled", [AsyncStateScan.__anext__, AsyncStateScan.to_arrow])
+def test_a_cancelled_read_of_a_scan_loses_no_rows(
+    filled: Cluster,
+    cancelled: Callable[[AsyncStateScan], Coroutine[Any, Any, Any]],
+    then: Callable[[AsyncStateScan], Coroutine[Any, Any, list[int]]],
+    with_answer: bool,
+) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        scan = await client.scan("totals")
+        await cancel(scan, cancelled(scan), with_answer=with_answer)
+        assert sorted(await then(scan)) == list(USERS)
+
+    run(filled, check)
+
+
+def test_a_change_that_comes_as_its_caller_is_cancelled_is_not_lost(filled: Cluster) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        async with client.watch("totals", from_version=0) as changes:
+            await cancel(changes, changes.__anext__(), with_answer=True)
+            assert (await asyncio.wait_for(anext(changes), PATIENCE)).version == 1
+
+    run(filled, check)
+
+
+def test_readers_of_one_scan_at_once_share_its_rows(filled: Cluster) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        scan = await client.scan("totals")
+        parts = await asyncio.gather(iterated(scan), iterated(scan), in_a_table(scan))
+        assert sorted(user for part in parts for user in part) == list(USERS)
+
+    run(filled, check)
 
 
 def test_a_watch_that_was_left_does_not_hold_up_the_end_of_the_program(
