@@ -38,12 +38,14 @@ if TYPE_CHECKING:
 class BlockingCalls:
     """Runs blocking calls one after the other, each in a daemon thread, which does not delay the end of the program.
 
-    If there may be several callers at once, each calls while it holds ``turn``.
+    If there may be several callers at once, each calls while it holds ``turn``. ``drop`` gets a result that no caller
+    takes.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, drop: Callable[[Any], None] = lambda result: None) -> None:
         self.turn = asyncio.Lock()
         self._name = name
+        self._drop = drop
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
@@ -79,11 +81,29 @@ class BlockingCalls:
                 result = what()
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 failure = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
+            try:
                 loop.call_soon_threadsafe(answer, result, failure)
+            except RuntimeError:  # the loop was closed, and no caller waits any more
+                if failure is None:
+                    self._drop(result)
 
         threading.Thread(target=run, name=self._name, daemon=True).start()
         return future
+
+    def leave(self) -> None:
+        """Drop the result of the call that a cancelled caller has left, unless a caller waits when it comes."""
+
+        def drop(done: asyncio.Future[Any]) -> None:
+            if self._pending is done and not self.turn.locked():
+                self._pending = None
+                self._drop_result(done)
+
+        if self._pending is not None:
+            self._pending.add_done_callback(drop)
+
+    def _drop_result(self, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._drop(done.result())
 
     async def settled(self, timeout: float | None = None) -> bool:
         """Wait for the call that a cancelled caller has left; return False if it is not done after ``timeout``."""
@@ -92,11 +112,10 @@ class BlockingCalls:
             done, _ = await asyncio.wait([pending], timeout=timeout)
             if not done:
                 return False
-            if not pending.cancelled():
-                pending.exception()  # no other caller asks for it any more
             # Another caller may have taken the result while this one waited, and begun the next call.
             if self._pending is pending:
                 self._pending = None
+                self._drop_result(pending)
         return True
 
 
@@ -107,7 +126,7 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
         self._begin = begin
         self._scan: StateScan | None = None
         self._left: deque[pa.RecordBatch] = deque()  # a cancelled caller has read more than the next one takes
-        self._calls = BlockingCalls("statestore-scan")
+        self._calls = BlockingCalls("statestore-scan", _end_scan)
 
     def __await__(self) -> Generator[Any, None, AsyncStateScan]:
         return self._begun().__await__()
@@ -119,7 +138,12 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
 
     async def _started(self) -> StateScan:
         if self._scan is None:
-            self._scan = await self._calls.call(self._begin)
+            try:
+                self._scan = await self._calls.call(self._begin)
+            except asyncio.CancelledError:
+                # The caller may never come again, and a scan that nobody reads keeps its place at the host.
+                self._calls.leave()
+                raise
         return self._scan
 
     async def _read(self, scan: StateScan, num_batches: int | None) -> bool:
@@ -194,6 +218,11 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _end_scan(result: Any) -> None:
+    if isinstance(result, StateScan):
+        result.close()
 
 
 class AsyncStateWatch(AsyncIterator[StateChange]):

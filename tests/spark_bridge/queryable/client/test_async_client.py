@@ -24,6 +24,7 @@ from spark_bridge.exceptions import (
 from spark_bridge.queryable.client import watch
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
@@ -341,6 +342,61 @@ def test_a_cancelled_read_of_a_scan_loses_no_rows(
         scan = await client.scan("totals")
         await cancel(scan, cancelled(scan), with_answer=with_answer)
         assert sorted(await then(scan)) == list(USERS)
+
+    run(filled, check)
+
+
+@pytest.mark.parametrize("with_answer", [False, True])
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_scan_that_is_cancelled_while_it_begins_is_closed(
+    filled: Cluster, with_answer: bool, is_closed: bool
+) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        begun: list[StateScan] = []
+
+        def begin() -> StateScan:
+            begun.append(client._client.scan("totals"))
+            return begun[0]
+
+        scan = AsyncStateScan(begin)
+        await cancel(scan, scan.to_arrow(), with_answer=with_answer)
+        if is_closed:
+            await scan.aclose()
+        elif scan._calls._pending is not None:
+            await asyncio.wait([scan._calls._pending])
+            await asyncio.sleep(0.01)
+        assert begun[0].to_arrow().num_rows == 0, "it was closed"
+
+    run(filled, check)
+
+
+def test_a_scan_whose_loop_has_ended_while_it_begins_is_closed(filled: Cluster) -> None:
+    begun, may_begin = list[StateScan](), threading.Event()
+    client = filled.client()
+
+    def begin() -> StateScan:
+        assert may_begin.wait(PATIENCE)
+        begun.append(client.scan("totals"))
+        return begun[0]
+
+    async def leave() -> None:
+        scan = AsyncStateScan(begin)
+        await cancel(scan, scan.to_arrow(), with_answer=False)
+
+    asyncio.run(leave())
+    may_begin.set()
+    (thread,) = [t for t in threading.enumerate() if t.name == "statestore-scan"]
+    thread.join(PATIENCE)
+    assert begun[0].to_arrow().num_rows == 0, "it was closed"
+
+
+def test_a_scan_whose_first_caller_was_cancelled_begins_for_the_next_one(filled: Cluster) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        scan = client.scan("totals")
+        await cancel(scan, scan.to_arrow(), with_answer=False)
+        pending = scan._calls._pending
+        assert sorted(await iterated(scan)) == list(USERS)
+        assert pending is not None and pending.result() is scan._scan, "it has begun once"
 
     run(filled, check)
 
