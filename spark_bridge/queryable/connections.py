@@ -266,6 +266,11 @@ class ClientConnection:
         self.close()
         raise error
 
+    def cut(self) -> None:
+        """End the connection while another thread uses it, which then fails at once and closes it."""
+        with contextlib.suppress(OSError):  # it was closed
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS would take its state from the other thread
+
     def close(self) -> None:
         """Close the connection, also while it is in use. Closing it twice does no harm."""
         self._sock.close()
@@ -459,6 +464,12 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         if not self._is_over:
             self._is_over = True
             self._connections.discard(self._connection)
+
+    def cut(self) -> None:
+        """End the answer while another thread reads it, which then gets an error and closes the exchange."""
+        self._is_reused = False  # the request is not sent again
+        if not self._is_over:
+            self._connection.cut()
 
     def abandon(self) -> None:
         """Give up the answer. The connection is used again once the answer has come, unless that takes too long."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
 from spark_bridge.queryable.client.results import whole
+from spark_bridge.queryable.connections import KvExchange
 from spark_bridge.queryable.routing.scatter_gather import Attempts
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
 
 AWAIT_SECONDS = 2.0
-"""A host waits this many seconds for the next version before it answers that there is none; ``close`` may take as long.
+"""A host waits this many seconds for the next version before it answers that there is none. A thread that waits then
+notices a ``close``.
 """
 VERSIONS_AT_ONCE = 64
 """A watch that is far behind asks for at most this many versions at a time."""
@@ -88,6 +91,8 @@ class StateWatch:
         self._given_by = from_run or ""
         self._every_version = every_version
         self._closed = threading.Event()
+        self._stream: KvExchange | None = None
+        self._reading = threading.Lock()
         self._changes = self._all_changes()
 
     @property
@@ -104,11 +109,26 @@ class StateWatch:
         return self
 
     def __next__(self) -> StateChange:
-        return next(self._changes)
+        try:
+            with self._reading:
+                return next(self._changes)
+        finally:
+            if self._closed.is_set():
+                self._release()
 
     def close(self) -> None:
-        """End the watch. A waiting thread notices within ``AWAIT_SECONDS``."""
+        """End the watch, and release what it holds at the hosts. A waiting thread notices within ``AWAIT_SECONDS``."""
         self._closed.set()
+        self._release()
+
+    def _release(self) -> None:
+        if self._reading.acquire(blocking=False):
+            try:
+                self._changes.close()
+            finally:
+                self._reading.release()
+        elif (stream := self._stream) is not None:
+            stream.cut()  # the thread that reads it releases the rest
 
     def __enter__(self) -> StateWatch:
         return self
@@ -121,7 +141,7 @@ class StateWatch:
         deadline = time.monotonic() + self._timeout
         return Attempts(f"watch({operator!r})", deadline, had_answer=self._run_id is not None)
 
-    def _all_changes(self) -> Iterator[StateChange]:
+    def _all_changes(self) -> Generator[StateChange, None, None]:
         attempts, has_ended = self._attempts(), False
         while not self._closed.is_set():
             begun = self._position
@@ -132,6 +152,8 @@ class StateWatch:
                     raise
                 attempts = self._attempts()  # the caller took long over the changes: the rest is another answer
             except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
+                if self._closed.is_set():
+                    return
                 if self._position != begun:
                     attempts = self._attempts()
                 has_ended = has_ended or (isinstance(error, exceptions.QueryEndedError) and self._run_id is not None)
@@ -157,11 +179,15 @@ class StateWatch:
         completed = self._completed(target, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
         while position < completed and not self._closed.is_set():
             until = min(completed, position + VERSIONS_AT_ONCE)
-            for change in self._changes_until(target, position, until, time.monotonic() + self._timeout):
-                self._position, self._given_by = change.version, target.location.run_id
-                yield change
-                if self._closed.is_set():
-                    return
+            # ``closing`` ends the stream of a watch that is closed at a ``yield``.
+            with closing(self._changes_until(target, position, until, time.monotonic() + self._timeout)) as changes:
+                for change in changes:
+                    self._position, self._given_by = change.version, target.location.run_id
+                    yield change
+                    if self._closed.is_set():
+                        return
+            if self._closed.is_set():
+                return  # perhaps without changes of versions that come before ``until``
             is_last_empty = self._position != until
             self._position, self._given_by = until, target.location.run_id
             if is_last_empty and self._every_version:
@@ -218,7 +244,9 @@ class StateWatch:
             )
         return reply.count
 
-    def _changes_until(self, target: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
+    def _changes_until(
+        self, target: KnownOperator, after: int, until: int, deadline: float
+    ) -> Generator[StateChange, None, None]:
         """Yield the changes of each version up to ``until``, each once all changes of the version have arrived."""
         location = target.location
         view = target.view(self._state)
@@ -233,8 +261,10 @@ class StateWatch:
         )
         decoder = protocol.RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
-        stream = self._access.stream(request, body, deadline)
+        self._stream = stream = self._access.stream(request, body, deadline)
         try:
+            if self._closed.is_set():
+                return  # ``close`` came before there was a stream to cut
             for reply, content in stream:
                 rows = decoder.decode(content) if isinstance(reply, protocol.RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
@@ -245,6 +275,7 @@ class StateWatch:
                     version = first_version
                     parts.append(part)
         finally:
+            self._stream = None
             stream.close()
         if parts:
             yield StateChange(version, without_last_columns(parts))

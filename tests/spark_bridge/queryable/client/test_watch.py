@@ -26,6 +26,7 @@ from spark_bridge.queryable.client import watch
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.queryable.reads import answer_version, operator_plan
 from spark_bridge.queryable.server import request_handler
+from spark_bridge.queryable.server.limits import RequestLimits
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
@@ -323,6 +324,43 @@ def test_closing_ends_the_wait_of_another_thread(
     at(changes, 1, changes.close)
     assert list(changes) == []
     assert time.monotonic() - begun < PATIENCE
+
+
+def test_a_closed_watch_keeps_nothing_at_the_host(cluster: Callable[..., Cluster]) -> None:
+    c = cluster(hosts=1, limits=RequestLimits(max_scans=1))
+    for n in range(4):  # more than the buffers of a connection hold
+        c.batch(dict.fromkeys(range(20_000), (n, "x" * 200)))
+    client = c.client(direct=True, timeout=5.0)
+    with client.watch("totals", from_version=0) as changes:
+        assert next(changes).version == 1
+    assert client.scan("totals").to_arrow().num_rows == 20_000
+    assert (changes.position, changes.run_id) == (1, "run1")
+    assert list(changes) == []
+
+
+def test_closing_ends_a_stream_that_another_thread_reads(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = cluster(hosts=1)
+    c.batch({1: (1, "a")})
+    reads, asked, may_answer = c.hosts[0].proxy._reads, threading.Event(), threading.Event()
+    of_host = reads.changes
+
+    def held(*args: Any) -> Any:
+        asked.set()
+        may_answer.wait(HANG)
+        return of_host(*args)
+
+    monkeypatch.setattr(reads, "changes", held)
+    changes = c.client(timeout=2 * HANG).watch("totals", from_version=0)
+    got = list[list[StateChange]]()
+    thread = threading.Thread(target=lambda: got.append(list(changes)), daemon=True)
+    thread.start()
+    assert asked.wait(PATIENCE)
+    changes.close()
+    thread.join(PATIENCE)
+    assert got == [[]] and changes.position == 0
+    may_answer.set()
 
 
 def test_rollback_before_the_first_change_is_an_error_however_late_it_is_seen(
