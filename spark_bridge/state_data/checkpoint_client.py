@@ -43,6 +43,7 @@ from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownFeatureViewError, UnknownOperatorError
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import KnownOperator, KnownView
+from spark_bridge.queryable.client.lookups import operator_description
 from spark_bridge.queryable.client.watch import StateChange, without_last_columns
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import At, ChangesRequest, FeatureAnswer, FeaturesRequest, StateAnswer
@@ -382,10 +383,9 @@ class CheckpointClient(QueryableStateClient):
         return self.reads.operators()
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return the description of one operator, which no host holds."""
-        self.reads.locate(operator, query)
-        (description,) = self.reads.describe(operator, query)["operators"]
-        return {**description, "hosts": []}
+        """Return the description of one operator. Its only host is the storage, which holds nothing in memory."""
+        target = KnownOperator.of(self.reads.locate(operator, query))
+        return operator_description(target, [self.reads.describe(operator, query)])
 
     def _ask_features(
         self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
@@ -480,13 +480,18 @@ class StoredWatch:
         self.close()
 
     def __iter__(self) -> Iterator[StateChange]:
+        return self
+
+    def __next__(self) -> StateChange:
         while not self._closed.is_set():
             try:
                 newest = self._reads.versions().resolve(None)
             except VersionNotFoundError as error:
                 raise StateVersionError(str(error)) from error
-            yield from self.up_to(newest)
+            for change in self.up_to(newest):
+                return change
             self._closed.wait(WATCH_POLL_SECONDS)
+        raise StopIteration
 
     def up_to(self, version: int) -> Iterator[StateChange]:
         """Yield the changes that are after ``position``, up to a completed version."""

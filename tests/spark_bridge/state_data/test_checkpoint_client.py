@@ -143,12 +143,11 @@ def test_watch_gives_each_version_and_follows_the_query(stream: Any) -> None:
     s = stream(batches=2)
     client = of_stream(s)
     with client.watch("op", from_version=0) as changes:
-        found = iter(changes)
         seen: dict[int, dict[int, int]] = {}
 
         def take(until: int) -> None:
             while len(seen.get(until, {})) < len(range(until - 1, 30, 2)):
-                change = next(found)
+                change = next(changes)
                 for row in change.batch.to_pylist():
                     seen.setdefault(change.version, {})[row["k"]] = row["after"]["n"]
 
@@ -156,6 +155,17 @@ def test_watch_gives_each_version_and_follows_the_query(stream: Any) -> None:
         s.batch(2)
         take(3)
     assert seen == {v: {k: (v - 1) * 1000 + k for k in range(v - 1, 30, 2)} for v in (1, 2, 3)}
+
+
+def test_description_of_an_operator_is_that_of_the_query_client(rolled_back: tuple[Cluster, CheckpointClient]) -> None:
+    cluster, client = rolled_back
+    stored, of_hosts = client.describe("totals"), cluster.client().describe("totals")
+    of_cluster = ("hosts", "partitions", "query_name", "requests")
+    assert stored.keys() == of_hosts.keys()
+    assert all(stored[name] == of_hosts[name] for name in of_hosts if name not in of_cluster)
+    assert stored["states"][0]["index"] == []
+    assert [p["partition"] for p in stored["partitions"]] == [p["partition"] for p in of_hosts["partitions"]]
+    assert stored["hosts"][0]["oldest_version"] == 0
 
 
 def test_a_watch_of_a_key_loads_only_what_its_changes_need(stream: Any, monkeypatch: Any) -> None:
