@@ -347,7 +347,7 @@ def results_of(
     for output, horizons in rolling.outputs:
         column = columns[output]
         if functions[output] == "sum" and column.null_count:
-            column = pc.fill_null(column, pa.scalar(0).cast(column.type))
+            column = pc.fill_null(column, pa.scalar(0, column.type))  # a cast to a decimal needs room for any long
         for horizon in horizons:
             place = places[horizon.us, horizon.hop]
             answer = column.slice(place * num_keys, num_keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from backends import FileStateStoreProvider, RocksDBStateStoreProvider
 from backends.conf import HOUR, MINUTE, SECOND
 from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved, horizons_since
 from coordinator_actor.messages import BatchTimes
+from spark_bridge.aggregates.computation import Output
 from spark_bridge.aggregates.rolling import Rolling, declared_rolling
 from spark_bridge.exceptions import StateTimeError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY
 from spark_bridge.state_format.stored_rows import VariableRows
 from tests.effort import effort
-from tests.spark_bridge.operators.operator_runs import OperatorRun, Watermark, batch_of
+from tests.spark_bridge.operators.operator_runs import TS, OperatorRun, Watermark, batch_of
 from tests.spark_bridge.operators.rolling_model import (
     EVERY_FUNCTION,
     HORIZONS,
@@ -219,6 +221,19 @@ def test_horizons_are_named_after_their_duration(text: str, name: str, us: int) 
     ((_, (horizon,)),) = declared_rolling({"n": [text]}, exact=False).outputs
     assert (horizon.name, horizon.us) == (name, us)
     assert horizon.hop * 10 <= us
+
+
+@pytest.mark.parametrize("kind", [pa.decimal128(10, 2), pa.decimal128(38, 20), pa.decimal128(38, 38)])
+def test_a_sum_of_no_decimals_is_zero(kind: pa.DataType) -> None:
+    """For any number of digits: of a horizon without rows, and of one whose rows are all null."""
+    logic, _ = rolling_operator(("10 minutes",), outputs=[Output("spent", "sum", "d", None, kind)])
+    rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS), pa.field("d", kind)])
+    run = OperatorRun(logic, logic.schema, ["k"], 1)
+    emitted = run.batch(batch_of(rows, [("a", 10_000, Decimal("0.5")), ("b", 10_000, None)]), BatchTimes(0, 0, 0))
+    assert {row["k"]: row["spent_10m"] for row in emitted} == {"a": Decimal("0.5"), "b": 0}
+    later = answers_at(run, 20_000 * SECOND)
+    assert {key: row["spent_10m"] for key, row in later.items()} == {"a": 0, "b": 0}
+    run.close()
 
 
 MILLISECONDS, DAYS = ("5 ms", "40 ms", "1 second"), ("1 hour", "36 hours", "10 days")
