@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from backends.encoding.columns import from_spark_type, normalized_type
+from backends.encoding.columns import RESERVED_PREFIX, from_spark_type, normalized_type
 from backends.encoding.operator_schema import HORIZONS, ROLLING_KIND, OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import StateStoreError
@@ -247,6 +248,9 @@ def aggregate(
     aggregator = Aggregator(outputs)
     _check_keys(df, keys, aggregator)
 
+    if isinstance(keys.window, SessionWindow) and not isinstance(keys.window.gap, str):
+        # The gap may refer to any column of the DataFrame, also as ``df.gap``: what follows renames the columns.
+        df = df.select("*", _checked_gap(df, keys.window.gap))
     if output_mode == "append" and marked:
         df = with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
@@ -408,7 +412,25 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence
     inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs, *more])]
     if keys.window is None:
         return rows.select(*inputs)
-    return rows.select(columns.window_column(keys.window, by_name[keys.window.time_column]), *inputs)
+    window = keys.window
+    if isinstance(window, SessionWindow) and SESSION_GAP in by_name:
+        window = replace(window, gap=by_name[SESSION_GAP])
+    return rows.select(columns.window_column(window, by_name[window.time_column]), *inputs)
+
+
+SESSION_GAP = f"{RESERVED_PREFIX}session_gap"
+"""The column of a session window's gap, if each row has its own."""
+
+
+def _checked_gap(df: DataFrame, gap: Column) -> Column:
+    try:
+        df.select(F.session_window(F.current_timestamp(), gap))
+    except AnalysisException as error:
+        raise InvalidOperatorError(
+            f"S.session_window: the gap {gap} must be a column of durations such as '10 minutes': {error}"
+        ) from error
+    # PySpark 3.5 has no type for a column of intervals.
+    return gap.cast("string").alias(SESSION_GAP)
 
 
 def _rolling(

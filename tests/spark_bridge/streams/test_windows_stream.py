@@ -99,6 +99,21 @@ def test_sessions_that_end_are_those_of_spark(stream: Stream) -> None:
     same_when_closed(ours, native, stream)
 
 
+@pytest.mark.spark42
+def test_sessions_with_a_gap_of_each_row_are_those_of_spark(stream: Stream) -> None:
+    df = read(stream).withColumn("gap", F.when(F.col("v") < 50, "3 seconds").otherwise("9 seconds"))
+    by_value = F.when(F.col("v") < 50, "3 seconds").otherwise("9 seconds")
+    for gap in (F.col("gap"), by_value, F.expr("make_interval(0, 0, 0, 0, 0, 0, 9)"), df.gap):
+        by = [S.session_window("ts", gap), "k"]
+        ours = aggregate(df, by=by, operator="gaps", output_mode="append", **AGGREGATES)
+        assert ours.columns == ["session_window", "k", *AGGREGATES]
+    native = df.groupBy(F.session_window("ts", df.gap), "k").agg(*native_aggregates())
+    same_when_closed(ours, native, stream)
+    for wrong in (df.v, F.col("nope")):
+        with pytest.raises(InvalidOperatorError, match="must be a column of durations such as '10 minutes'"):
+            aggregate(df, by=[S.session_window("ts", wrong), "k"], operator="gaps", n=S.count())
+
+
 def test_windows_of_windows_are_those_of_spark(stream: Stream) -> None:
     """The watermark of the second operator is what the first one lets through."""
     first = aggregate(
