@@ -24,7 +24,7 @@ from coordinator_actor.messages import OperatorLocation
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, VersionTimes
 from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
-from spark_bridge.operators.columns import arrow_type, other_case
+from spark_bridge.operators.columns import arrow_type, column_literal, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.state_views import StateView
@@ -406,13 +406,14 @@ def state_as_of(
 
         state_as_of(orders, "s3://bucket/ck", "user_totals", on="user", time="ordered_at", columns=["spent"])
 
-    ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: the
-    state that a client received at that moment. Rows after the last completion get the last version. Rows without a
-    time have no match. ``version`` is a column with the version of each row, if clients have recorded it
-    (``answered_version``): hosts learn of a version up to about a second after it completes. Rolling aggregates are as
-    of each row's time (``answered_at``), so that both columns give exactly the numbers that a client received. The
-    other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options`` are those of
-    ``read_state``. Rows are shuffled by version, and are returned in another order.
+    ``time`` is a timestamp column of ``df``; one without a time zone is refused: cast it to timestamp. A row gets the
+    state of the last version that was completed by then: the state that a client received at that moment. Rows after
+    the last completion get the last version. Rows without a time have no match. ``version`` is a column with the
+    version of each row, if clients have recorded it (``answered_version``): hosts learn of a version up to about a
+    second after it completes. Rolling aggregates are as of each row's time (``answered_at``), so that both columns give
+    exactly the numbers that a client received. The other arguments are those of ``lookup``; ``checkpoint``,
+    ``state_location`` and ``storage_options`` are those of ``read_state``. Rows are shuffled by version, and are
+    returned in another order.
 
     Only the versions that the query keeps can be read (``min_versions_to_retain``). For the last one, in its first 10
     s, the time when Spark committed the batch counts, a moment before the version was completed. State with a TTL shows
@@ -423,10 +424,16 @@ def state_as_of(
     """
     if df.isStreaming:
         raise InvalidOperatorError("state_as_of takes a batch DataFrame; for a stream use lookup.")
-    if time not in df.columns or not df.schema[time].dataType.typeName().startswith("timestamp"):
-        timestamps = (
-            ", ".join(f.name for f in df.schema.fields if f.dataType.typeName().startswith("timestamp")) or "none"
+    kinds = {f.name: f.dataType.typeName() for f in df.schema.fields}
+    if kinds.get(time) == "timestamp_ntz":
+        # Its microseconds are those of a wall clock, which no version has.
+        named = column_literal(time)
+        raise InvalidOperatorError(
+            f"time={time!r} has type timestamp_ntz, which is no moment: .withColumn({time!r}, "
+            f'F.col({named}).cast("timestamp")) takes it for a time of the session\'s time zone.'
         )
+    if kinds.get(time) != "timestamp":
+        timestamps = ", ".join(name for name, kind in kinds.items() if kind == "timestamp") or "none"
         raise InvalidOperatorError(
             f"time={time!r} must be a timestamp column of the DataFrame; it has {timestamps}."
             f"{other_case([time], df.columns)}"

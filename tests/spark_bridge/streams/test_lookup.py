@@ -223,3 +223,8 @@ def test_wrong_use(spark: SparkSession, make_stream: Callable[..., Stream]) -> N
             lookup(frame, "looked_up", **options)
     with pytest.raises(UnknownOperatorError, match="operator 'nothing'"):
         lookup(frame, "nothing", on="key")
+    wall_clock = frame.selectExpr("key", "timestamp_ntz'2024-01-01 00:00:00' at")
+    with pytest.raises(
+        InvalidOperatorError, match=r"time='at' has type timestamp_ntz.*F.col\('at'\).cast\(\"timestamp"
+    ):
+        state_as_of(wall_clock, looked_up.checkpoint, "looked_up", on={"key": "k"}, time="at")
