@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, IllegalArgumentException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -395,6 +395,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
             raise InvalidOperatorError(f"Output {output.name!r} has the name of a key column; choose another name.")
     if keys.window is None:
         return
+    columns.check_time_window(df.sparkSession, df.schema, keys.window)
     if len(set(keys.names)) != len(keys.names) or keys.window.name in aggregator.inputs:
         raise InvalidOperatorError(
             f"The window is called {keys.window.name!r}, as another column that is used; give it a different name, for "
@@ -415,7 +416,10 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence
     window = keys.window
     if isinstance(window, SessionWindow) and SESSION_GAP in by_name:
         window = replace(window, gap=by_name[SESSION_GAP])
-    return rows.select(columns.window_column(window, by_name[window.time_column]), *inputs)
+    try:
+        return rows.select(columns.window_column(window, by_name[window.time_column]), *inputs)
+    except (AnalysisException, IllegalArgumentException) as error:
+        raise InvalidOperatorError(f"by={window!r}: Spark has no such windows: {error}") from error
 
 
 SESSION_GAP = f"{RESERVED_PREFIX}session_gap"

@@ -189,6 +189,8 @@ def session_event_time(schema: T.StructType, columns: Sequence[str], window: str
 
 DAYS_PER_MONTH = 31
 """As in Spark's ``withWatermark``."""
+WINDOW_TIMES = (T.TimestampType, T.TimestampNTZType, T.DateType, T.StringType)
+"""Spark casts dates and strings."""
 MICROSECONDS_PER_DAY = 86_400_000_000
 
 
@@ -202,6 +204,22 @@ def window_column(window: Window | SessionWindow, time: Column) -> Column:
     slide, start_time = window.slide, window.start_time
     arguments = [a for a in (slide or (start_time and window.duration), start_time) if a]
     return F.window(time, window.duration, *arguments).alias(window.name)
+
+
+def check_time_window(spark: Any, schema: T.StructType, window: Window | SessionWindow) -> None:
+    """Raise ``InvalidOperatorError`` for a window of a column that has no time, or with a duration that is none."""
+    where = f"S.{'session_window' if isinstance(window, SessionWindow) else 'window'}: "
+    kind = column_type(schema, window.time_column, where)
+    is_window = isinstance(kind, T.StructType) and kind.names == ["start", "end"]
+    if not all(isinstance(of, WINDOW_TIMES) for of in ([f.dataType for f in kind.fields] if is_window else [kind])):
+        raise InvalidOperatorError(
+            f"{where}column {window.time_column!r} has type {kind.simpleString()}; it must be a timestamp, or the "
+            "window of an operator before this one."
+        )
+    given = (window.gap,) if isinstance(window, SessionWindow) else (window.duration, window.slide, window.start_time)
+    for duration in given:
+        if isinstance(duration, str):
+            microseconds(spark, duration)
 
 
 def microseconds(spark: Any, duration: str) -> int:

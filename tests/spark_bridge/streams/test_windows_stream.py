@@ -191,6 +191,15 @@ def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Ca
         ({"by": ["k", S.window("ts", "1 minute").alias("k")], "n": S.count()}, "a different name"),
         ({"by": ["k", S.window("ts", "1 minute").alias("v")], "n": S.sum("v")}, "a different name"),
         ({"by": ["k", 3], "n": S.count()}, "is not a key"),
+        ({"by": S.window("nope", "1 minute"), "n": S.count()}, "S.window: 'nope': the column does not exist"),
+        ({"by": S.window("TS", "1 minute"), "n": S.count()}, "case-sensitive here, .*: write 'ts'"),
+        ({"by": S.window("v", "1 minute"), "n": S.count()}, "'v' has type bigint; it must be a timestamp"),
+        ({"by": ["k", S.session_window("v", "1 minute")], "n": S.count()}, "S.session_window: column 'v' has type big"),
+        ({"by": S.window("ts", "1 foo"), "n": S.count()}, "'1 foo' is not a duration"),
+        ({"by": S.window("ts", "1 hour", start_time="now"), "n": S.count()}, "'now' is not a duration"),
+        ({"by": ["k", S.session_window("ts", "1 foo")], "n": S.count()}, "'1 foo' is not a duration"),
+        ({"by": S.window("ts", "1 minute", "1 hour"), "n": S.count()}, "Spark has no such windows.*slide"),
+        ({"by": S.window("ts", "1 month"), "n": S.count()}, "Spark has no such windows.*greater than a month"),
         (
             {"by": ["k", S.session_window("ts", "1 minute")], "n": S.count(), "partial_aggregation": True},
             "session windows",
@@ -202,6 +211,13 @@ def test_wrong_windows_are_rejected_while_building(
 ) -> None:
     with pytest.raises(InvalidOperatorError, match=message):
         aggregate(make_stream(SCHEMA).read(), **{"operator": "wrong", **arguments})
+
+
+def test_a_window_of_an_ambiguous_column_is_refused(make_stream: Callable[..., Stream]) -> None:
+    df = make_stream("k long, ts timestamp, ts2 timestamp").read().toDF("k", "ts", "ts")
+    for by in (S.window("ts", "1 minute"), ["k", S.session_window("ts", "1 minute")]):
+        with pytest.raises(InvalidOperatorError, match="'ts': the column is ambiguous"):
+            aggregate(df, by=by, operator="wrong", n=S.count())
 
 
 def test_a_session_window_without_the_watermark_is_refused(make_stream: Callable[..., Stream]) -> None:
