@@ -45,6 +45,7 @@ from spark_bridge.task.state_task import StateTask
 
 OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop", "percentile_approx")
 WITH_ORDER = ("first", "last")
+COMPARING = ("min", "max", "top_k", "collect_set", "approx_count_distinct")
 
 
 def output_of(schema: T.StructType, name: str, function: AggregateFunction, watermark_column: str | None) -> Output:
@@ -73,6 +74,9 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
 
 
 def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> None:
+    column = function.column if function.column is not None else ", ".join(function.columns)
+    if function.name in COMPARING:
+        _check_collation(kind, f"{where}column {column!r}")
     match function.name:
         case "count":
             is_fine = True
@@ -85,7 +89,6 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         case _:
             is_fine = columns.is_ordered(kind)
     if not is_fine:
-        column = function.column if function.column is not None else ", ".join(function.columns)
         remedy = ""
         if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
             # Spark casts, and counts strings that are not numbers as null, or fails on them in ANSI mode: the user must
@@ -94,6 +97,14 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
             remedy = f" Say what is meant: {cast} is what Spark does."
         raise InvalidOperatorError(
             f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"
+        )
+
+
+def _check_collation(kind: T.DataType, where: str) -> None:
+    if columns.is_collated(kind):
+        raise InvalidOperatorError(
+            f"{where} has type {kind.simpleString()}, and values are compared by their bytes: cast it to "
+            f"{columns.plain_type(kind)}."
         )
 
 
@@ -112,6 +123,7 @@ def _order(
     kind = columns.column_type(schema, by, f"{where}by=")
     if not columns.is_ordered(kind):
         raise InvalidOperatorError(f"{where}by={by!r} has type {kind.simpleString()}, which has no order.")
+    _check_collation(kind, f"{where}by={by!r}")
     return by, columns.arrow_type(kind)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,24 @@ def is_ordered(kind: T.DataType) -> bool:
     if isinstance(kind, T.ArrayType):
         return is_ordered(kind.elementType)
     return isinstance(kind, ORDERED)
+
+
+PLAIN_COLLATION = "UTF8_BINARY"
+"""The collation of plain strings, which are compared by their bytes."""
+
+
+def is_collated(kind: T.DataType) -> bool:
+    """Return whether Spark compares values of the type, or strings in them, by other rules than their bytes."""
+    if isinstance(kind, T.StructType):
+        return any(is_collated(f.dataType) for f in kind.fields)
+    if isinstance(kind, T.ArrayType):
+        return is_collated(kind.elementType)
+    return bool(getattr(kind, "collation", PLAIN_COLLATION) != PLAIN_COLLATION)
+
+
+def plain_type(kind: T.DataType) -> str:
+    """Return the type without collations, as ``cast`` takes it."""
+    return re.sub(r" collate \w+", "", kind.simpleString())
 
 
 def column_type(schema: T.StructType, column: str, where: str) -> T.DataType:
@@ -86,10 +105,6 @@ def spark_struct(fields: pa.Schema) -> T.StructType:
     return T.StructType.fromJson({"type": "struct", "fields": of_spark})
 
 
-PLAIN_COLLATION = "UTF8_BINARY"
-"""The collation of plain strings, which are compared by their bytes."""
-
-
 def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
     """Raise ``InvalidOperatorError`` for key columns that do not exist, come twice, or cannot be compared."""
     if not keys:
@@ -100,10 +115,10 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
         kind = column_type(schema, key, "by=")
         if not is_ordered(kind):
             raise InvalidOperatorError(f"Key column {key!r} has type {kind.simpleString()}, which cannot be a key.")
-        if getattr(kind, "collation", PLAIN_COLLATION) != PLAIN_COLLATION:
+        if is_collated(kind):
             raise InvalidOperatorError(
                 f"Key column {key!r} has type {kind.simpleString()}, and keys are compared by their bytes: cast it "
-                "to string, or group by an expression such as lower()."
+                f"to {plain_type(kind)}, or group by an expression such as lower()."
             )
         if key.startswith(RESERVED_PREFIX):
             raise InvalidOperatorError(

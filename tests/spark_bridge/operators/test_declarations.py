@@ -6,6 +6,7 @@ The driver takes the names that the store takes, and no others. It aims at a Spa
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate import output_of
 from spark_bridge.operators.columns import (
     check_keys,
+    is_ordered,
     session_event_time,
     watermark_columns,
     watermark_lag_ms,
@@ -74,15 +76,46 @@ def test_names_of_the_state_stores_own_columns_are_refused() -> None:
         check_keys(schema, ["user", "__statestore_key_group"])
 
 
+HAS_COLLATIONS = "collation" in inspect.signature(T.StringType).parameters
+NESTED: dict[str, Callable[[T.DataType], T.DataType]] = {
+    "string": lambda kind: kind,
+    "array<string>": T.ArrayType,
+    "struct<name:string>": lambda kind: T.StructType().add("name", kind),
+    "array<struct<name:string>>": lambda kind: T.ArrayType(T.StructType().add("name", kind)),
+}
+
+
 @pytest.mark.spark42
-@pytest.mark.skipif(
-    "collation" not in inspect.signature(T.StringType).parameters, reason="This Spark has no collations."
-)
-def test_keys_that_are_equal_by_another_collation_are_refused() -> None:
-    kind = T.StringType("UTF8_LCASE")  # type: ignore[call-arg]
-    with pytest.raises(InvalidOperatorError, match=r"'name'.*UTF8_LCASE.*by their bytes: cast it to string"):
-        check_keys(T.StructType().add("name", kind), ["name"])
-    check_keys(T.StructType().add("name", T.StringType()), ["name"])
+@pytest.mark.skipif(not HAS_COLLATIONS, reason="This Spark has no collations.")
+@pytest.mark.parametrize("plain", NESTED)
+def test_values_that_are_equal_by_another_collation_are_not_compared(plain: str) -> None:
+    kind = NESTED[plain](T.StringType("UTF8_LCASE"))
+    schema = T.StructType().add("name", kind).add("n", "long")
+    words = f"'name'.*UTF8_LCASE.*by their bytes: cast it to {plain}[.,]"
+    with pytest.raises(InvalidOperatorError, match=words):
+        check_keys(schema, ["name"])
+    compare = [S.min("name"), S.max("name"), S.top_k("name", 2), S.collect_set("name"), S.approx_count_distinct("name")]
+    for function in [*compare, S.last("n", by="name"), S.collect_list("n", by="name"), S.top_k("n", 2, by="name")]:
+        with pytest.raises(InvalidOperatorError, match=words):
+            output_of(schema, "o", function, None)
+    with pytest.raises(InvalidOperatorError, match=r"'n, name' has type struct.*UTF8_LCASE.*by their bytes"):
+        output_of(schema, "o", S.top_k(["n", "name"], 2), None)
+    output_of(schema, "o", S.count("name"), None)
+    bytewise = T.StructType().add("name", NESTED[plain](T.StringType()))
+    check_keys(bytewise, ["name"])
+    output_of(bytewise, "o", S.max("name"), None)
+
+
+MAP = T.MapType(T.StringType(), T.LongType())
+
+
+@pytest.mark.parametrize("kind", [MAP, T.ArrayType(MAP), T.StructType().add("a", "long").add("m", MAP)])
+def test_maps_have_no_order_wherever_they_are(kind: T.DataType) -> None:
+    assert not is_ordered(kind)
+    assert not is_ordered(T.ArrayType(T.StructType().add("deep", kind)))
+    assert is_ordered(T.ArrayType(T.StructType().add("deep", "string").add("n", "decimal(10,2)")))
+    with pytest.raises(InvalidOperatorError, match="which cannot be a key"):
+        check_keys(T.StructType().add("k", kind), ["k"])
 
 
 SCHEMA = T.StructType().add("text", "string").add("flag", "boolean")
