@@ -50,6 +50,26 @@ __all__ = [
 ]
 
 
+def as_list(given: Any) -> list[Any]:
+    """Return one thing or several as a list; a Column, which cannot be iterated, is one."""
+    try:
+        return [given] if isinstance(given, str) else list(given)
+    except TypeError:
+        return [given]
+
+
+def checked_names(where: str, given: Any) -> list[str]:
+    """Return one name of a column or several as a list; raises ``InvalidOperatorError`` for what is no name."""
+    names = as_list(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidOperatorError(
+                f"{where}{name!r} is not the name of a column: give the column's name, as 'amount' for "
+                "F.col('amount'). Put an expression into a column first (withColumn)."
+            )
+    return names
+
+
 @dataclass(frozen=True)
 class UserFunctions:
     """The arguments of ``merge``; ``state`` and ``result`` are types as the user wrote them."""
@@ -83,6 +103,14 @@ class AggregateFunction:
     user: UserFunctions | None = None
     max_bytes: int | None = None
     horizons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        needs_column = self.name != "count" and self.user is None and not self.columns
+        if needs_column or self.column is not None:
+            checked_names(f"S.{self.name}: ", [self.column])
+        checked_names(f"S.{self.name}: ", self.columns)
+        if self.by is not None:
+            checked_names(f"S.{self.name}: by=", [self.by])
 
     def rolling(self, *horizons: str) -> AggregateFunction:
         """Return the same aggregate over the last time of each key, as of the time of the request.
@@ -119,6 +147,9 @@ class Window:
     start_time: str | None = None
     name: str = "window"
 
+    def __post_init__(self) -> None:
+        checked_names("S.window: ", [self.time_column])
+
     def alias(self, name: str) -> Window:
         """Return the same windows under another column name."""
         return replace(self, name=name)
@@ -131,6 +162,9 @@ class SessionWindow:
     time_column: str
     gap: str | Column
     name: str = "session_window"
+
+    def __post_init__(self) -> None:
+        checked_names("S.session_window: ", [self.time_column])
 
     def alias(self, name: str) -> SessionWindow:
         """Return the same windows under another column name."""
@@ -164,7 +198,7 @@ def session_window(time_column: str, gap: str | Column) -> SessionWindow:
 
 def count(column: str | None = None) -> AggregateFunction:
     """Count the rows of each key, or those whose ``column`` is not null. Result: long, never null."""
-    return AggregateFunction("count", None if column == "*" else column)
+    return AggregateFunction("count", None if isinstance(column, str) and column == "*" else column)
 
 
 def count_if(column: str) -> AggregateFunction:
@@ -284,7 +318,7 @@ def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descend
     Several columns make an array of structs; without ``by``, these are ordered by their fields. Raises
     ``InvalidOperatorError`` unless ``k`` is a positive integer.
     """
-    columns = (None, tuple(column)) if not isinstance(column, str) else (column, ())
+    columns = (column, ()) if isinstance(column, str) else (None, tuple(checked_names("S.top_k: ", column)))
     arguments = (_positive("top_k", "k", k), *(() if descending else ("ascending",)))
     return AggregateFunction("top_k", columns[0], by, columns[1], arguments)
 
@@ -355,7 +389,7 @@ def merge(
         S.merge("x", state="s double", partial=lambda rows: rows.group_by("group_id").aggregate([("x", "product")])
                 .rename_columns(["group_id", "s"]), merge=...)
     """
-    names = (columns,) if isinstance(columns, str) else tuple(columns)
+    names = tuple(checked_names("S.merge: ", columns))
     for what, function in (("partial", partial), ("merge", merge), ("finish", finish)):
         if not callable(function) and (what != "finish" or function is not None):
             raise InvalidOperatorError(f"merge: {what}={function!r} is not a function of an Arrow table.")

@@ -24,6 +24,7 @@ from coordinator_actor.messages import OperatorLocation
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, VersionTimes
 from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
+from spark_bridge.functions import checked_names
 from spark_bridge.operators.columns import arrow_type, column_literal, other_case
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
@@ -326,7 +327,7 @@ def _names(on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     """Return the column of the DataFrame for each column of the state."""
     if isinstance(on, Mapping):
         return {key: name for name, key in on.items()}
-    return {name: name for name in ([on] if isinstance(on, str) else on)}
+    return {name: name for name in checked_names("on=", on)}
 
 
 def _keys(

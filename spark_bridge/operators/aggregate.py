@@ -21,7 +21,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
 from spark_bridge.aggregates.rolling import Rolling, declared_rolling, piece_fields
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window
+from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window, as_list, checked_names
 from spark_bridge.operators import columns
 from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
 from spark_bridge.operators.map_in_arrow import (
@@ -330,7 +330,7 @@ class _Declared:
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
-    keys = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    keys = as_list(by)
     if not keys:
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
     windows = [k for k in keys if isinstance(k, (Window, SessionWindow))]
@@ -367,8 +367,8 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
 
 
 def _indexed_columns(index: str | Sequence[str]) -> tuple[str, ...]:
-    names = (index,) if isinstance(index, str) else index
-    if isinstance(names, AggregateFunction) or not all(isinstance(name, str) for name in names):
+    names = as_list(index)
+    if not all(isinstance(name, str) for name in names):
         raise InvalidOperatorError(
             f'index={index!r} must name the columns to index, as index="merchant". An output cannot be called index.'
         )
@@ -471,6 +471,8 @@ def _rolling(
             f"output_mode={output_mode!r}: a horizon has no end at which it could be emitted. Horizons are emitted in "
             '"update" mode: a row for each key that a batch touches.'
         )
+    if event_time is not None:
+        checked_names("event_time=", [event_time])
     if event_time is None or event_time not in columns.watermark_columns(df.schema):
         marked = [n for n in columns.watermark_columns(df.schema) if isinstance(df.schema[n].dataType, T.TimestampType)]
         which = f"event_time={marked[0]!r}" if marked else "event_time='ts', and df.withWatermark('ts', '1 hour')"

@@ -18,6 +18,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.messages import DUPLICATES, OperatorFigures, OperatorSpec
 from spark_bridge.aggregates.row_groups import group_rows, order_codes, plain
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import checked_names
 from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
     DeclaredOperator,
@@ -234,7 +235,7 @@ def deduplicate(
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
-    keys = [by] if isinstance(by, str) else list(by)
+    keys = checked_names("by=", by)
     if not df.isStreaming:
         raise InvalidOperatorError(
             "deduplicate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "

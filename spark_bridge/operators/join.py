@@ -14,6 +14,7 @@ from pyspark.sql import types as T
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import checked_names
 from spark_bridge.operators import columns, join_sides
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
 from spark_bridge.operators.join_task import Apply, JoinLogic, join_logic
@@ -423,7 +424,7 @@ def join(
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrames and the arguments show.
     """
-    keys = [on] if isinstance(on, str) else list(on)
+    keys = checked_names("on=", on)
     check_frames(left, right, how, apply, output)
     check_columns(left, right, keys, how)
     placing = placing_of(left, right, operator, num_partitions)
@@ -501,7 +502,7 @@ def join_asof(
 
     Raises ``InvalidOperatorError`` for every mistake that the DataFrames and the arguments show.
     """
-    keys = [on] if isinstance(on, str) else list(on)
+    keys = checked_names("on=", on)
     check_frames(left, right, join_sides.LEFT_OUTER, None, None)
     if direction not in DIRECTIONS:
         raise InvalidOperatorError(f"direction={direction!r} is not one of {', '.join(map(repr, DIRECTIONS))}.")

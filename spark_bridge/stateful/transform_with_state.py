@@ -16,6 +16,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import checked_names
 from spark_bridge.operators import columns
 from spark_bridge.operators.map_in_arrow import (
     DeclaredOperator,
@@ -85,7 +86,7 @@ def checked_arguments(
         raise InvalidOperatorError(
             f'time_mode={time_mode!r} is unknown: choose "none", "processingTime" or "eventTime".'
         )
-    keys = [by] if isinstance(by, str) else list(by)
+    keys = checked_names("by=", by)
     _check_names(df.schema, "The DataFrame")
     columns.check_keys(df.schema, keys)
     key_schema = pa.schema([pa.field(k, columns.arrow_type(df.schema[k].dataType)) for k in keys])

@@ -111,6 +111,9 @@ STATE = pa.schema([("p", pa.float64())])
         (lambda: S.first("s"), "o=S.first: which event time"),
         (lambda: S.sum("nope"), "o=S.sum: 'nope': the column does not exist; the DataFrame has i, x, m"),
         (lambda: S.sum("twice"), "o=S.sum: 'twice': the column is ambiguous"),
+        (lambda: S.sum(None), "S.sum: None is not the name of a column: give the column's name"),  # type: ignore[arg-type]
+        (lambda: S.top_k([], 2), "S.top_k: None is not the name of a column"),
+        (lambda: S.top_k(["i", 3], 2), "S.top_k: 3 is not the name of a column"),  # type: ignore[list-item]
         (lambda: S.top_k("i", 0), "top_k: k=0 must be a positive integer"),
         (lambda: S.collect_list("s", limit=True), "collect_list: limit=True must be a positive integer"),
         (lambda: S.collect_list("s", max_bytes=0), "collect_list: max_bytes=0 must be a positive integer"),

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from backends.formats.manifest import seal, unseal
 from coordinator_actor.durable.manifests import QueryFile
-from spark_bridge import aggregate, attach, init_spark, state_table
+from spark_bridge import aggregate, attach, deduplicate, init_spark, join, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
 from spark_bridge.session.current import current_cluster
@@ -87,6 +88,33 @@ def test_errors_in_the_dataframe_are_raised_while_building_it(
 ) -> None:
     with pytest.raises(InvalidOperatorError, match=f"(?s){message}"):
         aggregate(typed.read(), **{"operator": "wrong", **arguments})
+
+
+@pytest.mark.spark42
+def test_columns_are_given_by_their_names(typed: Stream) -> None:
+    df = typed.read()
+    other: Any = F.col("k")
+    for call in (
+        lambda: S.sum(other),
+        lambda: S.count(other),
+        lambda: S.last("s", by=other),
+        lambda: S.top_k(other, 3),
+        lambda: S.merge(other, state="n long", partial=len, merge=len),  # type: ignore[arg-type]
+        lambda: S.window(other, "1 minute"),
+        lambda: S.session_window(other, "1 minute"),
+        lambda: aggregate(df, by="k", operator="o", event_time=other, n=S.count().rolling("1 hour")),
+        lambda: deduplicate(df, other, operator="o"),
+        lambda: deduplicate(df, [other], operator="o"),
+        lambda: join(df, df, on=other, operator="o"),
+        lambda: join(df, df, on=["s", other], operator="o"),
+    ):
+        with pytest.raises(InvalidOperatorError, match=r"'k'.* is not the name of a column: give the column's name"):
+            call()
+    for by in (other, ["s", other]):
+        with pytest.raises(InvalidOperatorError, match=r"by=Column.*'k'.* is not a key; give column names"):
+            aggregate(df, by=by, operator="o", n=S.count())
+    with pytest.raises(InvalidOperatorError, match=r"index=.* must name the columns to index"):
+        aggregate(df, by="k", operator="o", index=other, n=S.count())
 
 
 @pytest.mark.spark42
