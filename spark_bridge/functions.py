@@ -59,7 +59,7 @@ def as_list(given: Any) -> list[Any]:
 
 
 def checked_names(where: str, given: Any) -> list[str]:
-    """Return one name of a column or several as a list; raises ``InvalidOperatorError`` for what is no name."""
+    """Return one name of a column or several as a list; raises ``InvalidOperatorError`` for anything else."""
     names = as_list(given)
     for name in names:
         if not isinstance(name, str):

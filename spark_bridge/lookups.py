@@ -430,7 +430,7 @@ def state_as_of(
         # Its microseconds are those of a wall clock, which no version has.
         named = column_literal(time)
         raise InvalidOperatorError(
-            f"time={time!r} has type timestamp_ntz, which is no moment: .withColumn({time!r}, "
+            f"time={time!r} has type timestamp_ntz, which does not name a moment: .withColumn({time!r}, "
             f'F.col({named}).cast("timestamp")) takes it for a time of the session\'s time zone.'
         )
     if kinds.get(time) != "timestamp":

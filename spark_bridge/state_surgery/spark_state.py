@@ -200,7 +200,7 @@ class SparkQuery:
 
     @property
     def id(self) -> str:
-        """Read the id of the query. A checkpoint that is removed and made anew has another one."""
+        """Read the id of the query. A checkpoint that is removed and created again has another one."""
         return str(json.loads(self.storage.get(METADATA))["id"])
 
     @cached_property

@@ -141,7 +141,7 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
             try:
                 self._scan = await self._calls.call(self._begin)
             except asyncio.CancelledError:
-                # The caller may never come again, and a scan that nobody reads keeps its place at the host.
+                # The caller may never return, and a scan without a reader keeps its place at the host.
                 self._calls.leave()
                 raise
         return self._scan

@@ -296,7 +296,7 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
 def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
     """Return the version of each query of a view, as of the moment that is asked for.
 
-    Raises ``RequestError`` for other queries than it has, and for an isolation level besides.
+    Raises ``RequestError`` for other queries than it has, and for an isolation level as well.
     """
     if asked.isolation != "completed":
         raise exceptions.RequestError(
