@@ -189,6 +189,21 @@ class PartitionCache:
             self._by_run.pop(instance.run_key, None)
             return True
 
+    def withdraw(self, instance: Instance) -> bool:
+        """Let a partition serve no longer whose files are dropped to make room; return whether it did.
+
+        Its accepted commits are kept, for the report to a coordinator that was restarted.
+        """
+        with self.lock:
+            if not self.remove_instance(instance):
+                return False
+            if instance.acknowledged:
+                run_id = instance.registration.run_id
+                before = self._evicted.get(instance.key)
+                earlier = before.acknowledged if before is not None and before.run_id == run_id else {}
+                self._evicted[instance.key] = Evicted(run_id, {**earlier, **instance.acknowledged})
+            return True
+
     def loading_lock(self, key: InstanceKey) -> threading.Lock:
         with self.lock:
             return self._loading_locks.setdefault(key, threading.Lock())
@@ -245,14 +260,8 @@ class PartitionCache:
             try:
                 if if_damaged and instance.state.is_whole:
                     return False
-                with self.lock:
-                    if not self.remove_instance(instance):
-                        return False
-                    if instance.acknowledged:
-                        run_id = instance.registration.run_id
-                        before = self._evicted.get(instance.key)
-                        earlier = before.acknowledged if before is not None and before.run_id == run_id else {}
-                        self._evicted[instance.key] = Evicted(run_id, {**earlier, **instance.acknowledged})
+                if not self.withdraw(instance):
+                    return False
                 instance.state.destroy()
             finally:
                 instance.commit_lock.release()

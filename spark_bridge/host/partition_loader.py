@@ -418,7 +418,7 @@ class PartitionLoader:
                 own = 0
                 if instance is not None:
                     # Readers of the latest version must not meet the empty version that is left.
-                    self._cache.remove_instance(instance)
+                    self._cache.withdraw(instance)
                     # Two loads that wait might hold the room that each other needs.
                     fetched = bytes_below(instance.state.local_dir)
                     with instance.commit_lock:

@@ -465,6 +465,8 @@ def test_the_latest_version_is_not_read_of_files_that_were_dropped_for_want_of_r
     assert begun.wait(HANG) and served.state.version == 0 and not served.state.is_loading
     with pytest.raises(HostUnavailableError, match=r"Partition 0 .* is being loaded"):
         reads.lookup_one(request, key)
+    reported = {(a.partition, a.version) for a in host.cache.report().pending}
+    assert {version for partition, version in reported if partition == 0} == set(served.acknowledged) != set()
     monkeypatch.undo()
     over.set()
     waiting.result(HANG)
