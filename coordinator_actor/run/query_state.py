@@ -109,8 +109,8 @@ class QueryState:
     ``spark_logs`` have separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read
     it. ``looked_at`` is when a follower's last successful look at storage began, or when the state of a mirror
     (``is_mirror``) was that of the mirrored query; None for other runs. ``feature_views`` are those whose record is in
-    the state of the query. ``copy_lags`` has, by operator and partition, how many versions each standby copy that
-    exists is behind.
+    the state of the query. ``unfinished_records`` are the paths of records that were being written at the last look for
+    them. ``copy_lags`` has, by operator and partition, how many versions each standby copy that exists is behind.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class QueryState:
         self.registration = registration
         self.adopt(operators)
         self.copy_lags: Mapping[str, list[list[int]]] = {}
+        self.unfinished_records: set[str] = set()
         self.assignment = RunAssignment(self.run_id, self.tasks(), registration.query_id, registration.standby_replicas)
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()

@@ -14,11 +14,15 @@ from backends.formats.changelog import GROUPS_DIRECTORY
 from backends.formats.manifest import Manifest, SnapshotDescriptor, SnapshotRef, version_in
 from backends.formats.manifest_chain import full_bytes
 from backends.spans import Pool
-from coordinator_actor.durable.fencing import READERS
-from coordinator_actor.durable.manifests import manifest_path
+from coordinator_actor.durable.fencing import EPOCHS, MANIFESTS, READERS
+from coordinator_actor.durable.manifests import CHECKPOINTS, FOLDS, REWRITTEN, manifest_path
+from coordinator_actor.durable.records import AUDIT, DIRECTORY, FEATURE_VIEWS, HISTORY, LOOKUPS
 from coordinator_actor.run.query_state import QueryState
 
 log = logging.getLogger(__name__)
+
+RECORDS = (MANIFESTS, FOLDS, EPOCHS, REWRITTEN, CHECKPOINTS, HISTORY, AUDIT, LOOKUPS, FEATURE_VIEWS, DIRECTORY)
+"""The directories of all records."""
 
 
 def remove_garbage(run: QueryState, now: float) -> list[str]:
@@ -86,7 +90,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 
 def tidy_records(run: QueryState) -> None:
     """Fold manifests, and remove claims and savepoint records that are no longer needed: a new coordinator reads them
-    all.
+    all. Remove records whose writers died in the middle of them.
 
     To be called after ``remove_garbage`` by the same thread, which has checked that no other coordinator has taken
     over.
@@ -98,8 +102,12 @@ def tidy_records(run: QueryState) -> None:
         oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
     if run.lifetime.records_are_due:
+        storage = manifests.storage
+        unfinished = {path for directory in RECORDS for path in storage.unfinished(directory)}
+        # A writer that is still at work has finished its file long before the next of these looks.
+        abandoned, run.unfinished_records = sorted(unfinished & run.unfinished_records), unfinished
         records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(record_id)]
-        manifests.storage.delete_all([*records, *manifests.obsolete_records(oldest)])
+        storage.delete_all([*records, *manifests.obsolete_records(oldest), *abandoned])
 
 
 def loaded_bytes(run: QueryState) -> tuple[Manifest, int | None] | None:

@@ -19,6 +19,7 @@ from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import HostReport, SnapshotUploaded
 from coordinator_actor.reading.verification import _damaged_records
 from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
+from coordinator_actor.run.query_state import RECORDS_EVERY
 from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.coordinator_actor.run.retention_steps import KEEP, begin, maintain, names, plan_spark, run_batches, upload
 
@@ -396,3 +397,24 @@ def test_a_damaged_record_of_a_lookup_does_not_stop_the_removal_of_files(
     assert min(names(world, 0, "changelog")) > 3
     assert "batch 7 of query other has looked up is not kept" in caplog.text
     assert [d.path for d in _damaged_records(run_of(c).manifests.storage)] == [LookupRecords.path("other", 7)]
+
+
+def test_records_whose_writers_died_are_removed_at_the_second_look(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    state = world.root / "ck/statestore"
+
+    def write_in_part() -> list[Path]:
+        paths = [state / directory / "00000000000000000009.json#7" for directory in ("manifests", "lookups/q", "audit")]
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{")
+        return paths
+
+    paths = write_in_part()
+    for _ in range(RECORDS_EVERY):
+        maintain(world, c)
+    assert all(path.exists() for path in paths), "a writer may be at work"
+    maintain(world, c)
+    assert not any(path.exists() for path in paths)
+    assert c.lineage("run1", "op", 0, 3).head is not None
