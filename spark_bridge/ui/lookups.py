@@ -129,9 +129,10 @@ def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
 
 def has_key(call: PageCall, table: StateTable) -> bool:
     """Return whether the request names a key."""
-    return any(f"{KEY_PREFIX}{name}" in {**call.query, **call.form} for name in table.key) or (
-        not table.key and bool(call.given("look"))
-    )
+    if not table.key:
+        return bool(call.given("look"))
+    given = {**call.query, **call.form}
+    return any(f"{prefix}{name}" in given for prefix in (KEY_PREFIX, NULL_PREFIX) for name in table.key)
 
 
 def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:

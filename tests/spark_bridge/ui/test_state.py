@@ -62,6 +62,7 @@ def test_a_key_has_inputs_of_its_types_and_a_value(page: TestClient) -> None:
     assert 'inputmode="decimal" value="5"' in text and "int64" in text
     assert cells(text) == ["5", "7", "user 5"] and "Version 3" in text
     assert "The key has nothing" in page.get("/keys", params={"table": TABLE, "key.user": "5000"}).text
+    assert "The key has nothing" in page.get("/keys", params={"table": TABLE, "null.user": "1"}).text
 
 
 def test_versions_of_a_key_are_shown_side_by_side(page: TestClient) -> None:
