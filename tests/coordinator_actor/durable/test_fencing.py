@@ -11,7 +11,7 @@ from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, KEPT_CLAIMS, MANIFESTS, EpochFile, place_path
-from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.exceptions import FencedError
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
@@ -122,7 +122,9 @@ def test_manifests_of_an_earlier_release_are_read_and_epochs_without_any_are_clo
     new.claim("run2")
     assert sorted(new.manifests) == [5] and stored.storage.get(place_path(1, 1)) == FENCE
     kept = new.append(manifest(new, 5, 6), CheckpointIDCounter(7))
-    assert new.forget({kept.id}) == [f"{MANIFESTS}/{5:020d}.json"]
+    assert [manifest_path(m) for m in new.unneeded({kept.id})] == [f"{MANIFESTS}/{5:020d}.json"]
+    new.forget({kept.id})
+    assert new.unneeded({kept.id}) == []
 
 
 def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: Stored) -> None:

@@ -164,8 +164,11 @@ def test_folds_go_with_the_last_of_their_manifests() -> None:
     store = grown("outlived-folds", 1, 0)
     log = ManifestLog(store.state, "reader")
     log.refresh()
-    assert log.folds.forget(set(range(FOLDED, VERSIONS))) == []
-    assert log.folds.forget(set(range(FOLDED + 1, VERSIONS))) == [store.state.list(FOLDS)[0][0]]
+    assert log.folds.unneeded(set(range(FOLDED, VERSIONS))) == []
+    kept = set(range(FOLDED + 1, VERSIONS))
+    assert log.folds.unneeded(kept) == [store.state.list(FOLDS)[0][0]]
+    log.folds.forget(kept)
+    assert log.folds.unneeded(kept) == []
 
 
 def test_a_claim_of_an_earlier_release_names_no_earlier_runs_and_all_claims_are_read() -> None:
