@@ -80,7 +80,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 
     unused = [path for path in garbage if not is_in_use(path)]
     storage.delete_all([*unused, *manifests])
-    # Not before: what a failed deletion has left is tried again.
+    # After the deletion: if it fails, the next maintenance deletes these files.
     files.removed(unused)
     with run.lock:
         run.manifests.forget(kept)

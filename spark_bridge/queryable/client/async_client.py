@@ -51,11 +51,11 @@ class BlockingCalls:
     async def call(self, what: Callable[[], Any]) -> Any:
         """Wait for a call, and return what it returns.
 
-        If the caller is cancelled, the next call gets the result in place of its own, so that nothing is lost.
+        If the caller is cancelled, the next call returns this result and does not run. So no result is lost.
         """
         if self._pending is None:
             self._pending = self._begun(what)
-        # ``ensure_future`` raises ``ValueError`` in another event loop, in which the result would never come.
+        # Another event loop would never get the result: ``ensure_future`` raises ``ValueError`` there.
         pending = asyncio.ensure_future(self._pending, loop=asyncio.get_running_loop())
         await asyncio.wait([pending])
         # A caller that is cancelled as the result comes does not get here, and leaves the result to the next one.

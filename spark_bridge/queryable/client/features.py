@@ -315,7 +315,7 @@ def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) 
 def at_one_version(
     answers: Sequence[FeatureRows], read_again: Callable[[int, dict[str, int]], FeatureRows]
 ) -> list[FeatureRows]:
-    """Return answers of which each query has one version: those of an older one, or an older run, are read again.
+    """Return the answers at one version per query: answers of an older version or run are read again.
 
     ``read_again`` returns the answer of this index at some versions. It has the ages of the answers that had them, and
     ``max_age`` bounds these: another query of the view may have been too old all the time.

@@ -118,7 +118,7 @@ def _map(items: Any) -> list[dict[str, Any]]:
 
 
 def rows_to_json(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """Return rows as objects, in which columns of one name are told apart as by ``distinct_names``."""
+    """Return rows as objects. ``distinct_names`` renames columns that share a name."""
     columns = [column_to_json(column) for column in batch.columns]
     names = distinct_names(batch.schema.names)
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
