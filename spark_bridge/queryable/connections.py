@@ -76,6 +76,15 @@ class _PartOfFrame:
     num_received: int
 
 
+def clock_offset_us(host_us: int, began_us: int, ended_us: int) -> int:
+    """Return how far a host's clock is ahead, in microseconds, by one round trip.
+
+    The host read ``host_us`` between ``began_us`` and ``ended_us`` of this process. That leaves a range as long as the
+    round trip, and the offset is the one nearest to 0: a slow round trip makes no difference between equal clocks.
+    """
+    return min(max(0, host_us - ended_us), host_us - began_us)
+
+
 class ClientConnection:
     """One connection, for one thread at a time.
 
@@ -113,7 +122,7 @@ class ClientConnection:
         if not isinstance(reply, Welcome):
             self._fail(ConnectionClosedError(f"{address} answered the first frame by a {type(reply).__name__}."))
         self.welcome: Welcome = reply
-        self.clock_offset_us = reply.now_us - (began + ended) // 2000 if reply.now_us else 0
+        self.clock_offset_us = clock_offset_us(reply.now_us, began // 1000, ended // 1000) if reply.now_us else 0
 
     def send(self, header: Request, body: FrameBody, deadline: float) -> None:
         self._arm(deadline)

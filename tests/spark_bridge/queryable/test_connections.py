@@ -31,7 +31,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable import connections as connections_module
-from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.connections import KvConnections, clock_offset_us
 from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     EndOfRows,
@@ -591,3 +591,12 @@ import coordinator_actor.messages, backends.encoding.keys, backends.encoding.ope
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host_us", "offset"),
+    [(1_000, 0), (1_900, 0), (2_000, 0), (2_500, 500), (700, -300)],
+)
+def test_a_slow_round_trip_moves_no_clock(host_us: int, offset: int) -> None:
+    """A host's time within the round trip is the client's own; one outside differs by what the round trip proves."""
+    assert clock_offset_us(host_us, 1_000, 2_000) == offset
