@@ -230,9 +230,9 @@ class Lane:
         for name, values in steps.items():
             self.store_steps.setdefault(name, []).extend(values)
 
-    @property
-    def counted(self) -> list[dict[str, Any]]:
-        return self.progress[self.counted_from :]
+    def profile(self, spark: SparkSession) -> str:
+        """Report where the time of the counted batches went."""
+        return profile(spark, self.contestant.name, self.progress[self.counted_from :], self.store_steps, self.cpu)
 
 
 def start(
@@ -279,24 +279,26 @@ def chosen(wanted: Sequence[str]) -> list[str]:
 def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> dict[str, list[list[float]]]:
     """Return the seconds of each batch, turn by turn; Lanes keep their CPU.
 
-    Slow contestants have one batch in each of the first ``SLOW_TURNS`` turns.
+    Slow contestants have ``SLOW_TURNS`` turns of one batch after all turns of the others. In between, they would keep
+    the others waiting for minutes, and Spark ends Python workers that are idle for one minute.
     """
-    found: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+    seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
     for lane in lanes:
         lane.counted_from = len(lane.progress)
-    for turn in range(turns):
-        for lane in rotated(lanes, turn):
-            if lane.contestant.is_slow and turn >= SLOW_TURNS:
-                continue
+    fast, slow = ([lane for lane in lanes if lane.contestant.is_slow == is_slow] for is_slow in (False, True))
+    rounds = [(turn, fast, batches) for turn in range(turns)]
+    rounds += [(turn, slow, 1) for turn in range(min(turns, SLOW_TURNS))]
+    for turn, group, count in rounds:
+        for lane in rotated(group, turn):
             steps.now(f"{what}: turn {turn + 1} of {turns}, {lane.contestant.name}")
-            count, before = 1 if lane.contestant.is_slow else batches, cpu_seconds()
-            found[lane.contestant.name].append(lane.run(count))
+            before = cpu_seconds()
+            seconds[lane.contestant.name].append(lane.run(count))
             lane.note_cpu(before, count)
             lane.note_store()
             steps.advance()
     for lane in lanes:
         lane.check()
-    return found
+    return seconds
 
 
 def cpu(name: str, lanes: Sequence[Lane]) -> Case:
@@ -305,21 +307,22 @@ def cpu(name: str, lanes: Sequence[Lane]) -> Case:
     return Case(f"{name}: CPU of all processes", "CPU s a batch", turns)
 
 
-def profile(spark: SparkSession, lane: Lane) -> str:
-    """Report where the time of a contestant's batches went, in medians."""
-    name, batches = lane.contestant.name, [p["batchId"] for p in lane.counted]
+def profile(
+    spark: SparkSession, query: str, progress: Sequence[Mapping[str, Any]], store: Figures, cpu: Figures
+) -> str:
+    """Report where the time of these batches of a query went, in medians. ``store`` has the steps of its commits."""
     sections = {
-        "Spark, ms a batch": spark_steps(lane.counted),
-        **{f"{stage}, ms": steps for stage, steps in stages(spark, name, batches).items()},
-        "state store, ms a partition": lane.store_steps,
-        "CPU, ms a batch": lane.cpu,
+        "Spark, ms a batch": spark_steps(progress),
+        **{f"{stage}, ms": steps for stage, steps in stages(spark, query, [p["batchId"] for p in progress]).items()},
+        "state store, ms a partition": store,
+        "CPU, ms a batch": cpu,
     }
     said = []
     for section, steps in sections.items():
         medians = sorted(((statistics.median(values), step) for step, values in steps.items()), reverse=True)
         if shown := ", ".join(f"{step} {value:.0f}" for value, step in medians if value >= 1):
             said.append(f"{section}: {shown}")
-    return f"Where the time of `{name}` goes. {'; '.join(said)}."
+    return f"Where the time of `{query}` goes. {'; '.join(said)}."
 
 
 def warmed(

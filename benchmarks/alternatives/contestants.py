@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +87,11 @@ ALTERNATIVES = {
     a.name: a
     for a in (
         *_ours(OURS_42, "", "rocksdb", "RocksDB"),
+        replace(
+            _ours(OURS_42, "-partial", "rocksdb", "RocksDB")[0],
+            mode="aggregate_partial rocksdb",
+            label="aggregate(partial_aggregation=True), RayDP",
+        ),
         *_ours(OURS_FILE, "-file", "file", "file"),
         _ours(OURS_35, "-3.5", "rocksdb", "RocksDB")[0],
         _spark(SPARK_42, "spark-native", "native", "groupBy().agg()", "fast"),

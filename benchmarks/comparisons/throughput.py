@@ -69,7 +69,7 @@ def run(size: Size, steps: Steps) -> Measured:
             )
             measured.cases.append(lanes.cpu(workload.label, running))
             if size["profile"]:
-                measured.notes += [lanes.profile(spark, lane) for lane in running]
+                measured.notes += [lane.profile(spark) for lane in running]
             for lane in running:
                 lane.stop()
     return measured
@@ -94,8 +94,8 @@ THROUGHPUT = Comparison(
     name="throughput",
     title="Throughput: running count and sum",
     about="Random users, each as likely as any other; a count and a sum of each user's amounts. The time of a batch is "
-    "Spark's `triggerExecution`. The pandas forms and Spark's Python forms take one batch in each of the first two "
-    "turns, and none to warm up.",
+    "Spark's `triggerExecution`. The pandas forms and Spark's Python forms take two turns of one batch after all turns "
+    "of the others, and none to warm up.",
     run=run,
     sizes={
         "full": {"workloads": ["long"], "contestants": ALL, **FULL},
@@ -223,7 +223,7 @@ def run_latency(size: Size, steps: Steps) -> Measured:
         running = lanes.warmed(spark, names, root, given, size["warm_up"], steps)
         turns = lanes.in_turns(running, size["turns"], size["batches"], steps, "batches")
         if size["profile"]:
-            measured.notes += [lanes.profile(spark, lane) for lane in running]
+            measured.notes += [lane.profile(spark) for lane in running]
     # The first batch of a turn waits for Spark's next look into the directory, and its JVM was idle: not counted.
     ms = {name: [[seconds * 1e3 for seconds in turn[1:]] for turn in its] for name, its in turns.items()}
     p99 = {name: [[float(np.quantile(np.concatenate(its), 0.99))]] for name, its in ms.items()}

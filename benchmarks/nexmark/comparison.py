@@ -7,6 +7,7 @@ from suite.runner import Steps
 
 LABELS = {
     "aggregate": "`aggregate`",
+    "identity": "a shuffle and `mapInArrow` of an identity (q11, q12, q18, q19)",
     "join": "`join` (q4, q9: and `aggregate`)",
     "native": "Spark's own aggregation (q4, q9: behind a join; q8, q20: a join)",
 }
@@ -41,7 +42,7 @@ def run(size: Size, steps: Steps) -> Measured:
         },
         notes=[
             "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas "
-            "computes from the same events; of q12 from the times that the batches had.",
+            "computes from the same events; of q12 from the times that the batches had. `identity` answers nothing.",
             "A batch without data that closes windows or auctions, or removes rows of a join, counts with the batch "
             "before. No contestant runs in another's turn; the first batch of a turn does not count.",
             "Spark 3.5 has no `max_by` of several rows, which Spark's own aggregation needs for q19.",
@@ -49,8 +50,9 @@ def run(size: Size, steps: Steps) -> Measured:
     )
     with lanes.session(size["partitions"]) as spark:
         for query, names in chosen.items():
-            turns = lanes.measure(spark, query, names, size, conf, steps.now)
+            turns, profiles = lanes.measure(spark, query, names, size, conf, steps.now)
             measured.cases.append(Case(TITLES[query], "s a batch", turns))
+            measured.notes += profiles
     return measured
 
 
@@ -68,7 +70,11 @@ def _targets() -> tuple[Target, ...]:
 
 
 _USUAL = dict(
-    queries=list(TITLES), contestants=["aggregate", "join", "native"], out_of_order=1, partitions=2, batches=1
+    queries=list(TITLES),
+    contestants=["aggregate", "join", "identity", "native"],
+    out_of_order=1,
+    partitions=2,
+    batches=1,
 )
 COMPARISONS = (
     Comparison(

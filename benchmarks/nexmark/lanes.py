@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from lanes import has_spark_4
+from lanes import CpuSeconds, Figures, cpu_seconds, cpu_since, has_spark_4, profile, store_steps
 from lanes import session as streams
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
@@ -83,6 +83,7 @@ class Batch:
     has_data: bool
     watermark_ms: int
     check: Check
+    progress: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, progress: dict[str, Any]) -> Batch:
@@ -95,6 +96,7 @@ class Batch:
             sum(data) > 0,
             -1 if watermark is None else _milliseconds(watermark),
             Check(check.get("rows") or 0, check.get("hashes") or 0),
+            progress,
         )
 
 
@@ -119,6 +121,9 @@ class Lane:
     begin: Callable[[], Any]
     executed: list[Batch] = field(default_factory=list)
     given: int = 0
+    counted: list[dict[str, Any]] = field(default_factory=list)
+    store_steps: Figures = field(default_factory=dict)
+    cpu: Figures = field(default_factory=dict)
 
     @classmethod
     def start(cls, spark: SparkSession, contestant: NexmarkContestant, root: Path, conf: NexmarkConf) -> Lane:
@@ -142,6 +147,8 @@ class Lane:
         Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if a batch takes too long.
         """
         first = len(self.executed)
+        if not self.contestant.answers:  # it has no state, so nothing runs after the batch to close windows
+            watermark_ms = -1
         for source in directories:
             # Files appear all at once, by a rename.
             draft = self.root / f"draft-{source.name}"
@@ -161,6 +168,21 @@ class Lane:
             self._look()
         self._look()
         return seconds_by_batch(self.executed, first)
+
+    def note_turn(self, first: int, before: CpuSeconds, batches: int) -> None:
+        """Keep where the time of a turn went: its batches from ``first`` on, their CPU, and what the hosts say."""
+        from spark_bridge.session.current import current_cluster
+
+        self.counted += [batch.progress for batch in self.executed[first:] if batch.has_data]
+        for role, seconds in cpu_since(before).items():
+            self.cpu.setdefault(role, []).append(seconds / batches * 1e3)
+        for name, values in store_steps(current_cluster().describe_hosts(), str(self.query.runId)).items():
+            self.store_steps.setdefault(name, []).extend(values)
+
+    def profile(self, spark: SparkSession) -> str:
+        """Report where the time of the counted batches with data went."""
+        name = f"{self.contestant.query}_{self.contestant.name}"
+        return profile(spark, name, self.counted, self.store_steps, self.cpu)
 
     def pause(self) -> None:
         """End the query until ``resume``, if it has a source that always has rows."""
@@ -250,8 +272,8 @@ class _Input:
 
 def measure(
     spark: SparkSession, query: str, names: Sequence[str], size: Size, conf: NexmarkConf, report: Callable[[str], None]
-) -> dict[str, list[list[float]]]:
-    """Return the seconds of the batches of each turn, by contestant of a query.
+) -> tuple[dict[str, list[list[float]]], list[str]]:
+    """Return the seconds of the batches of each turn, by contestant of a query, and a profile of each contestant.
 
     The batches of a turn are given at once, after one that does not count, since the queries may have been stopped
     before. Raises ``AssertionError`` for a contestant with wrong output.
@@ -277,11 +299,14 @@ def measure(
                     report(f"{query}: turn {i + 1} of {turns}: {lane.contestant.name}")
                     lane.resume()
                     lane.run(given.directories[first : first + 1], given.watermarks_ms[first])
+                    executed, before = len(lane.executed), cpu_seconds()
                     taken = lane.run(given.directories[first + 1 : end], given.watermarks_ms[end - 1])
+                    lane.note_turn(executed, before, batches)
                     lane.pause()
                     seconds[lane.contestant.name].append(taken)
             report(f"{query}: checking results")
-            for lane in lanes:
+            profiles = [lane.profile(spark) for lane in lanes]
+            for lane in (lane for lane in lanes if lane.contestant.answers):
                 lane.resume()
                 if query in CLOSES_BY_WATERMARK:
                     lane.run(given.directories[-1:], given.watermarks_ms[-1])
@@ -289,7 +314,7 @@ def measure(
         finally:
             for lane in lanes:
                 lane.stop()
-    return seconds
+    return seconds, profiles
 
 
 def available(query: str, wanted: Sequence[str] | None = None) -> list[str]:

@@ -18,11 +18,14 @@ queries leave the order of equal rows open; these definitions are deterministic:
 
 In each batch, q18, q19 and q12 emit the changed rows, and q20 the pairs with at least one new row. The watermark is
 nexmark-flink's, 4 seconds behind.
+
+``identity`` gives the rows of our ``aggregate`` the same shuffle and a Python stage that passes them on. It keeps no
+state and answers no query: it is the floor of any operator in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +83,7 @@ Make = Callable[[DataFrame, NexmarkConf], DataFrame]
 class NexmarkContestant:
     """One way to write a query: ``make`` from the stream of events, started with Spark's ``output_mode``.
 
-    ``needs_spark_4``: Spark 3.5 lacks a function that the query uses.
+    ``needs_spark_4``: Spark 3.5 lacks a function that the query uses. ``answers``: it gives the query's rows.
     """
 
     query: str
@@ -88,18 +91,35 @@ class NexmarkContestant:
     make: Make
     output_mode: str = "append"
     needs_spark_4: bool = False
+    answers: bool = True
+
+
+def passed_on(rows: DataFrame, *by: str) -> DataFrame:
+    """Return the rows behind a shuffle by these columns and a Python stage that does nothing."""
+
+    def same(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+
+    return rows.repartition(*by).mapInArrow(same, rows.schema)
 
 
 # q18: last bids
 
 
 def q18_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    rows = bids(events).select("bidder", "auction", _last_bid().alias("bid"))
-    return _q18(aggregate(rows, by=["bidder", "auction"], operator="last_bids", last=S.max("bid")))
+    return _q18(aggregate(_last_bids(events), by=["bidder", "auction"], operator="last_bids", last=S.max("bid")))
+
+
+def q18_identity(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    return passed_on(_last_bids(events), "bidder", "auction")
 
 
 def q18_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     return _q18(bids(events).groupBy("bidder", "auction").agg(F.max(_last_bid()).alias("last")))
+
+
+def _last_bids(events: DataFrame) -> DataFrame:
+    return bids(events).select("bidder", "auction", _last_bid().alias("bid"))
 
 
 def _last_bid() -> Column:
@@ -116,6 +136,10 @@ def _q18(df: DataFrame) -> DataFrame:
 def q19_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     top = S.top_k(_RANKED, TOP)
     return _q19(aggregate(bids(events), by="auction", operator="top_bids", top=top))
+
+
+def q19_identity(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    return passed_on(bids(events).select("auction", *_RANKED), "auction")
 
 
 def q19_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -142,6 +166,10 @@ def q11_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     )
 
 
+def q11_identity(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    return passed_on(bids(timed(events)).select("bidder", "date_time"), "bidder")
+
+
 def q11_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     session = F.session_window("date_time", SESSION_GAP).alias("window")
     return _windows(bids(timed(events)).groupBy("bidder", session).agg(F.count(F.lit(1)).alias("bid_count")))
@@ -153,6 +181,10 @@ def q11_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 def q12_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     window = S.window("p_time", WINDOW)
     return _windows(aggregate(_with_p_time(events), by=["bidder", window], operator="bids", bid_count=S.count()))
+
+
+def q12_identity(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    return passed_on(_with_p_time(events), "bidder")
 
 
 def q12_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -346,14 +378,18 @@ CONTESTANTS = (
     NexmarkContestant("q9", "join", q9_join),
     NexmarkContestant("q9", "native", q9_native),
     NexmarkContestant("q11", "aggregate", q11_aggregate),
+    NexmarkContestant("q11", "identity", q11_identity, answers=False),
     NexmarkContestant("q11", "native", q11_native),
     NexmarkContestant("q12", "aggregate", q12_aggregate),
+    NexmarkContestant("q12", "identity", q12_identity, answers=False),
     NexmarkContestant("q12", "native", q12_native, "update"),
     NexmarkContestant("q18", "aggregate", q18_aggregate),
+    NexmarkContestant("q18", "identity", q18_identity, answers=False),
     NexmarkContestant("q18", "native", q18_native, "update"),
     NexmarkContestant("q20", "join", q20_join),
     NexmarkContestant("q20", "native", q20_native),
     NexmarkContestant("q19", "aggregate", q19_aggregate),
+    NexmarkContestant("q19", "identity", q19_identity, needs_spark_4=True, answers=False),
     NexmarkContestant("q19", "native", q19_native, "update", True),
 )
 

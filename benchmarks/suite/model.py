@@ -498,5 +498,5 @@ def _number(name: str, kind: type, text: str) -> Any:
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
     """Return the items in the order of a turn: each turn begins with another one."""
-    first = turn % len(items)
+    first = turn % len(items) if items else 0
     return [*items[first:], *items[:first]]

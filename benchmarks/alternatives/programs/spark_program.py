@@ -21,7 +21,10 @@ from spark_bridge.session.ray_cluster import ensure_java
 
 PARTITIONS = 2
 WORKLOAD = Workload("long", "a long key", 0, 0)  # its columns: the rows are given
-OPERATORS = {"aggregate": "totals", "arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"}
+OPERATORS = {
+    **dict.fromkeys(("aggregate", "aggregate_partial"), "totals"),
+    **{"arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"},
+}
 POLLING = {lanes.POLLING: "10ms"}
 """Spark's default, for queries that run alone."""
 
