@@ -202,13 +202,17 @@ class HostMemory:
         """The bytes that all copies may use together: loads must not take the room of commits."""
         return self.limit // 4
 
-    def claim_copy(self, nbytes: int) -> Claim | None:
-        """Count changes of a copy, ``nbytes`` large, with the memory for merging them; None if there is no room."""
+    def claim_copy(self, nbytes: int, *, is_optional: bool = False) -> Claim | None:
+        """Count changes of a copy, ``nbytes`` large, with the memory for merging them; None if there is no room.
+
+        Optional changes, which could be written instead, get a quarter of the memory of copies.
+        """
         peak = PEAK_OF_COPY * nbytes
+        limit = self.copies_bytes // 4 if is_optional else self.copies_bytes
         with _lock:
             self._settle()
             needed = sum(self._held[k] for k in NEEDED)
-            if self._held[COPIES] + peak > self.copies_bytes or needed + peak > self._working:
+            if self._held[COPIES] + peak > limit or needed + peak > self._working:
                 return None
             claim = self._new(COPIES, peak, None)
         self._make_room()

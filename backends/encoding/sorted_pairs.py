@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import binary_content, gather_fixed, one_array
+from backends.encoding.columns import binary_content, even_rows, gather_fixed, one_array, placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument
 
 
@@ -95,6 +95,8 @@ def _with_ties_resolved(keys: pa.BinaryArray, words: npt.NDArray[np.uint64], ord
     return pa.array(order)
 
 
+MAX_COPIED_KEYS = 1 << 16
+"""Of so many keys a copy is made for the search of single keys."""
 _HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.11
 
 
@@ -167,6 +169,13 @@ class SortedPairs:
 
     def _search(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return where each key is or would be inserted, and whether the key is there. Not for an empty ``self``."""
+        here, asked = even_rows(self.keys), even_rows(keys)
+        if here is not None and asked is not None and here.dtype == asked.dtype:
+            # Strings of one width, which numpy compares byte by byte in a third of Arrow's time.
+            text = f"S{here.dtype.itemsize}"
+            strings, needles = here.view(text), asked.view(text)
+            at = np.searchsorted(strings, needles)
+            return at, strings[np.minimum(at, len(self) - 1)] == needles
         if _HAS_SEARCH:
             at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
         else:
@@ -193,9 +202,26 @@ class SortedPairs:
         rows[is_here] = np.arange(len(changed))
         return pa.concat_arrays([changed, below]).take(pa.array(rows))
 
+    @cached_property
+    def _even_keys(self) -> tuple[bytes, int] | None:
+        """All keys as one object, and their width; None if their widths differ, or if the copy would be large."""
+        rows = even_rows(self.keys) if len(self) <= MAX_COPIED_KEYS else None
+        return None if rows is None else (rows.tobytes(), rows.dtype.itemsize)
+
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a key is among these changes, and its new value (None: removed)."""
-        at = self.lower_bound(key)
+        even = self._even_keys
+        if even is None:
+            at = self.lower_bound(key)
+        else:  # three times as fast
+            content, width = even
+            at, high = 0, len(self)
+            while at < high:
+                middle = (at + high) // 2
+                if content[middle * width : (middle + 1) * width] < key:
+                    at = middle + 1
+                else:
+                    high = middle
         if at == len(self) or self.keys[at].as_py() != key:
             return False, None
         return True, self.values[at].as_py()
@@ -243,16 +269,13 @@ class SortedPairs:
         stays = np.ones(len(self), np.bool_)
         stays[at[is_here]] = False
         below = np.concatenate([[0], np.cumsum(stays)])
-        rows = np.empty(int(below[-1]) + len(newer), np.int64)
-        is_newer = np.zeros(len(rows), np.bool_)
+        if not below[-1]:
+            return newer
+        is_newer = np.zeros(int(below[-1]) + len(newer), np.bool_)
         is_newer[below[at] + np.arange(len(newer))] = True
-        rows[is_newer] = len(self) + np.arange(len(newer))
-        rows[~is_newer] = np.flatnonzero(stays)
-        positions = pa.array(rows)
-        return SortedPairs(
-            pa.concat_arrays([self.keys, newer.keys]).take(positions),
-            pa.concat_arrays([self.values, newer.values]).take(positions),
-        )
+        left, rows = np.flatnonzero(stays), (np.flatnonzero(~is_newer), np.flatnonzero(is_newer))
+        keys = placed((take_binary(self.keys, left), newer.keys), rows)
+        return SortedPairs(keys, placed((take_binary(self.values, left), newer.values), rows))
 
     def slice(self, offset: int, length: int | None = None) -> SortedPairs:
         """Return ``length`` changes from the position ``offset``; nothing is copied."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
@@ -25,7 +26,7 @@ from backends.engines.sorted_map_engine import SortedMap, SortedMapScan
 from backends.exceptions import InvalidStateStoreArgument, LocalDiskFullError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from backends.host_memory import Claim, host_memory
+from backends.host_memory import PEAK_OF_COPY, Claim, host_memory
 
 
 class StateEngine(Protocol):
@@ -197,6 +198,10 @@ UNWRITTEN_BYTES = 256 << 10
 """A host's partition that buffers more bytes than this writes them to the underlying engine: all reads merge buffered
 changes, and buffered changes leave less memory for batches.
 """
+GATHERED_BYTES = 16 << 20
+"""A host's partition that gathers changes of the same keys writes them when they have more bytes than this."""
+SAMPLED_KEYS = 64
+"""Keys by which a partition finds out whether a version changes the keys of the version before."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,12 @@ class _Buffer:
     def merged(self) -> _Buffer:
         """Return the same changes, all of them merged."""
         families = {family for changes in self.unmerged for family in changes.families}
-        return replace(self, unmerged=(), maps={**self.maps, **{family: self._merged(family) for family in families}})
+        maps = {**self.maps, **{family: self._merged(family) for family in families}}
+        nbytes, claims = sum(family_map.nbytes for family_map in maps.values()), self.claims
+        # Merged changes may take less memory: give up the claims that they do not need.
+        while len(claims) > 1 and sum(claim.nbytes for claim in claims[1:]) >= PEAK_OF_COPY * nbytes:
+            claims = claims[1:]
+        return replace(self, unmerged=(), maps=maps, nbytes=nbytes, claims=claims)
 
     def _merged(self, family: str) -> SortedMap:
         parts = [changes.families[family] for changes in self.unmerged if family in changes.families]
@@ -264,9 +274,8 @@ class BufferedEngine:
             self._buffer = _Buffer(is_over_pairs=state != LocalState())
         self.state = state
 
-    @property
-    def _most_bytes(self) -> int:
-        """Limit of buffered changes, in bytes."""
+    def _max_buffered(self, changes: Changes) -> int:
+        """Return the limit of buffered changes with ``changes`` among them, in bytes; -1 if nothing is buffered."""
         return BUFFERED_CHANGES_BYTES
 
     @property
@@ -277,7 +286,7 @@ class BufferedEngine:
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
         changes = self._changes(column_family)
-        return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
+        return changes.get_or_read(keys, lambda others: self._below.get_many(others, column_family, keep=keep))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         is_changed, value = self._changes(column_family).find(key)
@@ -300,7 +309,7 @@ class BufferedEngine:
         below = self._below.scan_ranges(ranges, column_family)
         if not changes.runs:
             return below
-        scan = SortedMapScan(merged_scan(below, changes.between(None, None).within(ranges)))
+        scan = SortedMapScan(merged_scan(below, changes.within(ranges)))
         self._scans.add(scan)
         return scan
 
@@ -317,16 +326,23 @@ class BufferedEngine:
 
     def _add(self, changes: Changes, state: LocalState) -> None:
         new = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._buffer.nbytes + new.nbytes > self._most_bytes:
+        max_bytes = self._max_buffered(new)
+        if self._buffer.nbytes + new.nbytes > max_bytes:
             self._write_below()
-        claim = self._memory.claim_copy(new.nbytes) if new.nbytes <= self._most_bytes else None
+        claim = self._claim(new.nbytes) if new.nbytes <= max_bytes else None
         if claim is None:
             self._write_below()
             self._write(new, state)
             return
-        with self._changing:
-            self._buffer = self._buffer.with_more(new, claim)
+        self._buffer_more(new, claim)
         self.state = state
+
+    def _claim(self, nbytes: int) -> Claim | None:
+        return self._memory.claim_copy(nbytes)
+
+    def _buffer_more(self, changes: Changes, claim: Claim) -> None:
+        with self._changing:
+            self._buffer = self._buffer.with_more(changes, claim)
 
     def _of_range(self, pairs: SortedPairs) -> SortedPairs:
         if self._range == (None, None):
@@ -403,25 +419,49 @@ class BufferedEngine:
 
 
 class DeferredEngine(BufferedEngine):
-    """The engine of a host's partition: changes stay in memory until the first snapshot, or ``UNWRITTEN_BYTES``.
+    """The engine of a host's partition.
 
-    From then on, everything goes into the underlying engine. If the process ends before, changelogs have the buffered
-    changes, as for a database that has not written its memory to files. If ``host_memory`` has no room, nothing is
-    buffered.
+    Changes stay in memory until the first snapshot, or ``UNWRITTEN_BYTES``. From then on they go into the underlying
+    engine, except for changes that mostly replace those of the version before: of these, ``GATHERED_BYTES`` stay in
+    memory, so that a key that changes in every version is written once for many of them. The next snapshot, or changes
+    of other keys, end that.
+
+    If the process ends before, changelogs have the buffered changes, as for a database that has not written its memory
+    to files. If ``host_memory`` has no room, nothing is buffered.
     """
+
+    _sample: tuple[str, pa.BinaryArray, int] | None = None
+    """A family, some of the keys that the last version has changed there, and their number."""
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
         # An unfinished engine buffers nothing. Either it rejects changes, or they complete its version.
         self._is_written = state.is_unfinished
 
-    @property
-    def _most_bytes(self) -> int:
-        return -1 if self._is_written else UNWRITTEN_BYTES
+    def _max_buffered(self, changes: Changes) -> int:
+        if not self._is_written:
+            return UNWRITTEN_BYTES
+        return GATHERED_BYTES if self._replace_the_last(changes) else -1
+
+    def _replace_the_last(self, changes: Changes) -> bool:
+        """Return whether changes have at least half of the keys that the last version has changed, and few others."""
+        if self._sample is None:
+            return False
+        family, keys, num_keys = self._sample
+        pairs = changes.families.get(family)
+        if pairs is None or not 0 < len(pairs) <= 2 * num_keys or self.state.is_unfinished:
+            return False
+        return bool(2 * np.count_nonzero(pairs.find(keys) >= 0) >= len(keys))
+
+    def _note_keys(self, changes: Changes) -> None:
+        family, pairs = max(changes.families.items(), key=lambda of: len(of[1]), default=("", SortedPairs.empty()))
+        if len(pairs):
+            positions = np.linspace(0, len(pairs) - 1, min(len(pairs), SAMPLED_KEYS), dtype=int)
+            self._sample = family, pairs.keys.take(pa.array(positions)), len(pairs)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Return a function that buffers the changes, or writes them."""
-        if not self._is_written:
+        if not self._is_written or self._replace_the_last(changes):
             return super().prepare(changes)
         write = self._below.prepare(changes)
         return lambda state: self._apply(changes, write, state)
@@ -430,10 +470,27 @@ class DeferredEngine(BufferedEngine):
         if not self._is_written:  # the engine was reloaded since, and buffers changes
             self._add(changes, state)
             return
+        self._write_below()
         try:
             write(state)
         finally:
             self.state = self._below.state
+        self._note_keys(changes)
+
+    def _add(self, changes: Changes, state: LocalState) -> None:
+        super()._add(changes, state)
+        self._note_keys(changes)
+
+    def _claim(self, nbytes: int) -> Claim | None:
+        return self._memory.claim_copy(nbytes, is_optional=self._is_written)
+
+    def _buffer_more(self, changes: Changes, claim: Claim) -> None:
+        """Merge gathered changes at once, in the thread that completes a version: reads then need not wait for it."""
+        buffer = self._buffer.with_more(changes, claim)
+        if self._is_written:
+            buffer = buffer.merged()
+        with self._changing:
+            self._buffer = buffer
 
     def _write(self, changes: Changes, state: LocalState) -> None:
         super()._write(changes, state)
@@ -448,7 +505,12 @@ class DeferredEngine(BufferedEngine):
         self._is_written = True
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot of the underlying engine, which gets all changes from now on."""
+        """Begin a snapshot of the underlying engine, with all changes."""
         captured = super().capture(directory)
         self._is_written = True
         return captured
+
+    def write_gathered(self) -> None:
+        """Write gathered changes: the local files then have the last version."""
+        if self._is_written:
+            self._write_below()

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import json_decoder
+from backends.encoding.columns import placed, take_binary
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import (
     PAIRS_SCHEMA,
@@ -80,6 +82,18 @@ class Run:
             if end > start
         ]
         return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+    def find(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.bool_], pa.BinaryArray]:
+        """Return which of the sorted ``keys`` are in this run, and the values of these (null: removed)."""
+        masks, values = [], []
+        for chunk, start, end in self._spans(keys):
+            if end > start:
+                at = chunk.find(keys.slice(start, end - start))
+                masks.append(at >= 0)
+                values.append(take_binary(chunk.values, at[masks[-1]]))
+        if len(masks) == 1:
+            return masks[0], values[0]
+        return np.concatenate(masks), pa.concat_arrays(values)
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a key is in this run, and its value (None: removed)."""
@@ -205,6 +219,29 @@ class SortedMap:
         back[order] = np.arange(len(order))
         return values.take(pa.array(back))
 
+    def get_or_read(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
+        """Return the values in the order of ``keys``. ``read`` returns those of the keys that no run has."""
+        if not self.runs or not len(keys):
+            return read(keys)
+        order = None if is_strictly_sorted(keys) else np.asarray(key_order(keys))
+        missing = keys if order is None else keys.take(pa.array(order))
+        rows = np.arange(len(keys)) if order is None else order
+        parts: list[pa.BinaryArray] = []
+        rows_of_parts = []
+        for run in reversed(self.runs):
+            is_here, values = run.find(missing)
+            if len(values):
+                parts.append(values)
+                rows_of_parts.append(rows[is_here])
+                left = np.flatnonzero(~is_here)
+                rows, missing = rows[left], take_binary(missing, left)
+            if not len(missing):
+                break
+        else:
+            parts.append(read(missing))
+            rows_of_parts.append(rows)
+        return parts[0] if order is None and len(parts) == 1 else placed(parts, rows_of_parts)
+
     def find(self, key: bytes) -> tuple[bool, bytes | None]:
         """Return whether a run has a key, and its value (None: removed)."""
         for run in reversed(self.runs):
@@ -234,6 +271,10 @@ class SortedMap:
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
         """Return the pairs of a range, with a null value for each removed key that a run still has."""
         return _changes(self.runs, lambda run: run.between(start, end))
+
+    def within(self, ranges: Sequence[KeyRange]) -> SortedPairs:
+        """Return the pairs of ascending ranges that do not overlap, as ``between`` does."""
+        return _changes(self.runs, lambda run: run.within(ranges))
 
     def flat(self) -> Iterator[SortedPairs]:
         """Return all pairs, a part at a time."""

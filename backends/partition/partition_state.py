@@ -585,20 +585,31 @@ class PartitionState:
             return StateStoreMetrics(num_keys, nbytes, figures)
 
     def close(self) -> None:
-        """Close the engine once the reads under way have ended; scans under way end with an error. Files stay."""
+        """Close the engine once the reads under way have ended; scans under way end with an error.
+
+        Files stay, and have the completed version, if they can be written.
+        """
+        self._close(writes=True)
+
+    def destroy(self) -> None:
+        """Close, and remove the local files. The durable ones stay."""
+        self._close(writes=False)
+        self._local.remove()
+
+    def _close(self, *, writes: bool) -> None:
         if self._versions.is_closed:
             return
         with self._mutation:
             self._versions.close()
             self._recent_reads.clear()
+            if writes and isinstance(self._engine, DeferredEngine):
+                try:
+                    self._engine.write_gathered()
+                except Exception:  # a full disk, for instance: the next load takes the changelogs
+                    log.warning("The local files of %s lack its last versions", self._context.directory, exc_info=True)
             self._engine.close()
         self.snapshots.close()
         self._local.unlock()
-
-    def destroy(self) -> None:
-        """Close, and remove the local files. The durable ones stay."""
-        self.close()
-        self._local.remove()
 
 
 def open_partition(

@@ -44,6 +44,7 @@ class Model:
     def __init__(self, engine: BufferedEngine, backend: str, rng: random.Random) -> None:
         self.engine, self.backend, self.rng = engine, backend, rng
         self.held: dict[str, dict[bytes, bytes]] = {}
+        self.last: dict[str, list[bytes]] = {}
         self.version = 0
 
     def change(self) -> None:
@@ -51,10 +52,11 @@ class Model:
             self.version += 1
         changes: dict[str, SortedPairs] = {}
         for family in self.rng.sample(FAMILIES, self.rng.randint(1, 3)):
-            of = {
-                k: self.rng.choice([None, self.rng.randbytes(5)])
-                for k in self.rng.sample(KEYS, self.rng.randint(0, 20))
-            }
+            keys = self.rng.sample(KEYS, self.rng.randint(0, 20))
+            if self.rng.random() < 0.6:  # a partition gathers changes of the same keys
+                keys = self.last.get(family, keys)
+            self.last[family] = keys
+            of = {k: self.rng.choice([None, self.rng.randbytes(5)]) for k in keys}
             changes[family] = SortedPairs.from_dict(of)
             held = {**self.held.get(family, {}), **of}
             self.held[family] = {k: v for k, v in held.items() if v is not None}
@@ -93,7 +95,7 @@ def test_reads_are_those_of_a_dict(
     seed: int, made: type[BufferedEngine], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    for limit in ("BUFFERED_CHANGES_BYTES", "UNWRITTEN_BYTES"):
+    for limit in ("BUFFERED_CHANGES_BYTES", "UNWRITTEN_BYTES", "GATHERED_BYTES"):
         monkeypatch.setattr(buffered_engine, limit, rng.choice([300, 1 << 20]))
     monkeypatch.setattr(sorted_map_engine, "MAP_CHUNK_ROWS", 8)
     monkeypatch.setattr(sorted_map_engine, "MAP_SCAN_ROWS", 3)

@@ -22,6 +22,7 @@ from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage
+from backends.host_memory import PEAK_OF_COPY, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.backends.partition.partition_steps import changes, commit
@@ -239,6 +240,71 @@ def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_
     assert read(restored, KEYS[:2]) == [b"new", b"old"]
 
 
+def written(engine: DeferredEngine) -> int:
+    """Return the version of the underlying engine."""
+    return engine._below.state.version
+
+
+def test_changes_of_the_same_keys_are_gathered(restored: DeferredEngine, tmp_path: Path) -> None:
+    """From the first snapshot on: until another snapshot, or changes of other keys."""
+    capture(restored, tmp_path / "first snapshot")
+    for version in range(2, 7):
+        write(restored, version, dict.fromkeys(KEYS[: 60 + version], b"%d" % version))
+        assert read(restored, [KEYS[0], KEYS[59 + version], KEYS[-1]]) == [b"%d" % version, b"%d" % version, b"old"]
+        assert restored.get_one(KEYS[1], "default") == b"%d" % version
+    assert written(restored) == 2 and restored.state.version == 6
+    assert host_memory(CONF).held()["copies"] < 2 * PEAK_OF_COPY * restored._buffer.nbytes, "merged, not added up"
+    write(restored, 7, dict.fromkeys(KEYS[90:], b"7"))
+    assert written(restored) == 7 and not restored._buffer.families
+    write(restored, 8, {**dict.fromkeys(KEYS[85:]), KEYS[0]: b"8"})
+    assert written(restored) == 7
+    expected = {**dict.fromkeys(KEYS[:66], b"6"), **dict.fromkeys(KEYS[66:85], b"old"), KEYS[0]: b"8"}
+    assert rows(restored.scan(None, None, "default")) == expected
+    assert rows(restored.scan_ranges([(KEYS[60], KEYS[70]), (KEYS[75], None)], "default")) == {
+        key: value for key, value in expected.items() if KEYS[60] <= key < KEYS[70] or KEYS[75] <= key
+    }
+    capture(restored, tmp_path / "second snapshot")
+    assert written(restored) == 8 and host_memory(CONF).held()["copies"] == 0
+    assert rows(restored.scan(None, None, "default")) == expected
+
+
+def test_gathered_changes_are_written_when_they_are_many(
+    restored: DeferredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffered_engine, "GATHERED_BYTES", 2_000)
+    capture(restored, tmp_path / "snapshot")
+    for version in range(2, 12):  # each has ten keys more
+        write(restored, version, dict.fromkeys(KEYS[: 10 * (version - 1)], b"%09d" % version))
+        assert restored._buffer.nbytes <= 2_000
+    assert 2 < written(restored) < 11 and read(restored) == [b"%09d" % 11] * 100
+
+
+def test_gathering_leaves_memory_to_copies(restored: DeferredEngine, tmp_path: Path) -> None:
+    memory = host_memory(CONF)
+    capture(restored, tmp_path / "snapshot")
+    write(restored, 2, dict.fromkeys(KEYS, b"2"))
+    claim = memory.claim_copy(memory.copies_bytes // PEAK_OF_COPY // 2)
+    assert claim is not None
+    write(restored, 3, dict.fromkeys(KEYS, b"3"))
+    assert written(restored) == 3 and read(restored) == [b"3"] * 100
+    del claim
+    write(restored, 4, dict.fromkeys(KEYS, b"4"))
+    assert written(restored) == 3 and read(restored) == [b"4"] * 100
+
+
+def test_changes_that_were_prepared_for_the_database_follow_gathered_ones(
+    restored: DeferredEngine, tmp_path: Path
+) -> None:
+    capture(restored, tmp_path / "snapshot")
+    write(restored, 2, dict.fromkeys(KEYS[:50], b"2"))
+    prepared = restored.prepare(changes(dict.fromkeys([KEYS[0], *KEYS[60:]], b"4")))
+    write(restored, 3, dict.fromkeys(KEYS[:50], b"3"))
+    assert written(restored) == 2
+    prepared(LocalState(4, "head 4"))
+    assert written(restored) == 4
+    assert read(restored, [KEYS[0], KEYS[1], KEYS[55], KEYS[60]]) == [b"4", b"3", b"old", b"4"]
+
+
 DYING = """
 import os, sys
 from pathlib import Path
@@ -272,7 +338,7 @@ def work(root, point, number):
         for version in (4, 5, 6):
             ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
             refs.write(msgspec.json.encode(ref) + b"\\n")
-            if version == 5:
+            if version >= 5:
                 state.snapshots.store(None)
 
 keep_pandas_out()

@@ -423,6 +423,7 @@ def test_the_latest_version_is_not_read_of_files_that_were_dropped_for_want_of_r
 ) -> None:
     """RocksDB finds the disk full, so a partition that serves is loaded again, and the load waits for room."""
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
+    monkeypatch.setattr(engine, "GATHERED_BYTES", 0)
     stream = Stream(tmp_path / "world", tmp_path / "local", "rocksdb", 1)
     host = stream.host
     numbers = pa.record_batch({"k": pa.array(range(100), pa.int64())})

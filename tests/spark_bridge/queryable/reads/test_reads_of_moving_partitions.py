@@ -179,6 +179,7 @@ def test_partition_with_an_interrupted_write_is_reloaded(make, monkeypatch):
     world = make(backend="rocksdb")
     monkeypatch.setattr(rocksdb_files, "WRITE_ROWS", 2)
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
+    monkeypatch.setattr(engine, "GATHERED_BYTES", 0)
     keys = range(40)
     world.batch(dict.fromkeys(keys, 1))
     world.batch(dict.fromkeys(keys, 2))
