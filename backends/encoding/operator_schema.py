@@ -260,18 +260,23 @@ def horizons_since(stored: str, declared: str, watermark_us: int) -> str:
 
     A setting is JSON: for each output its name and its horizons, each with name, microseconds, hop, and that time (0:
     always), in microseconds since 1970. Rows before the longest stored horizon, as of ``watermark_us``, may have been
-    removed. Rows before the watermark may be in tiles that are too long for a shorter hop.
+    removed. Rows before the watermark may be in tiles that are too long for a shorter hop. A new output lacks the rows
+    of earlier batches, which reach the watermark at least.
     """
-    before = sorted((us, hop, since) for _, horizons in json.loads(stored) for _, us, hop, since in horizons)
-    oldest = max(0, watermark_us - before[-1][0])
+    before = json.loads(stored)
+    horizons = [(us, hop, since) for _, output in before for _, us, hop, since in output]
+    oldest = max(0, watermark_us - max(us for us, _, _ in horizons))
+    of_output = {name: min(since for *_, since in output) for name, output in before}
 
-    def since(us: int, hop: int) -> int:
-        longer = [(of_hop, earlier) for length, of_hop, earlier in before if length >= us]
+    def since(output: str, us: int, hop: int) -> int:
+        longer = [(of_hop, earlier) for length, of_hop, earlier in horizons if length >= us]
         fitting = [earlier for of_hop, earlier in longer if of_hop <= hop]
-        return fitting[0] if fitting else watermark_us if longer else oldest
+        of_tiles: int = min(fitting) if fitting else watermark_us if longer else oldest
+        of_rows: int = of_output.get(output, watermark_us)
+        return max(of_tiles, of_rows)
 
     outputs = json.loads(declared)
-    return json.dumps([[o, [[name, us, hop, since(us, hop)] for name, us, hop, _ in hs]] for o, hs in outputs])
+    return json.dumps([[o, [[name, us, hop, since(o, us, hop)] for name, us, hop, _ in hs]] for o, hs in outputs])
 
 
 def _evolved_rows(

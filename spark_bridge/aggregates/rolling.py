@@ -90,8 +90,9 @@ class Rolling:
 
     @cached_property
     def horizons(self) -> tuple[Horizon, ...]:
-        """Return the horizons of all outputs, the shortest first."""
-        by_length = {(h.us, h.hop): h for _, horizons in self.outputs for h in horizons}
+        """Return the horizons of all outputs, the shortest first; of equal ones that which is complete the longest."""
+        newest_first = sorted((h for _, horizons in self.outputs for h in horizons), key=lambda h: -h.since)
+        by_length = {(h.us, h.hop): h for h in newest_first}
         return tuple(by_length[key] for key in sorted(by_length))
 
     @property

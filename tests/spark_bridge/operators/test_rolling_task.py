@@ -16,7 +16,7 @@ from backends.conf import HOUR, MINUTE, SECOND
 from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, evolved, horizons_since
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.computation import Output
-from spark_bridge.aggregates.rolling import Rolling, declared_rolling
+from spark_bridge.aggregates.rolling import Rolling, declared_rolling, horizon_of
 from spark_bridge.exceptions import StateTimeError
 from spark_bridge.operators import rolling_task
 from spark_bridge.state_format.layouts import DUE_FAMILY, LOST_FAMILY, TILES_FAMILY
@@ -185,6 +185,24 @@ def test_a_longer_horizon_answers_though_older_rows_are_gone() -> None:
     with pytest.raises(StateTimeError, match="older than the retained rows"):
         answers_at(run, 100_000 * SECOND)
     run.close()
+
+
+def test_a_new_output_is_complete_since_the_watermark_of_its_first_start() -> None:
+    """An output that a restart adds lacks earlier rows, also after further restarts. The others stay complete."""
+
+    def setting(**outputs: str) -> str:
+        horizons = {name: (horizon_of(horizon),) for name, horizon in outputs.items()}
+        return Rolling(tuple(horizons.items())).to_text()
+
+    def since(text: str) -> dict[str, list[int]]:
+        return {name: [h.since for h in horizons] for name, horizons in Rolling.of_text(text).outputs}
+
+    second = horizons_since(setting(n="1 hour"), setting(n="1 hour", spent="1 hour"), 7_000 * SECOND)
+    assert since(second) == {"n": [0], "spent": [7_000 * SECOND]}
+    assert [h.since for h in Rolling.of_text(second).horizons] == [0]
+    third = horizons_since(second, setting(n="1 hour", spent="1 hour"), 9_000 * SECOND)
+    assert since(third) == {"n": [0], "spent": [7_000 * SECOND]}
+    assert since(horizons_since(third, setting(spent="1 day"), 9_000 * SECOND)) == {"spent": [7_000 * SECOND]}
 
 
 def test_state_of_a_key_does_not_grow_with_its_rows() -> None:
