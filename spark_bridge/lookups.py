@@ -326,6 +326,7 @@ def _now(version: int) -> LookupRecord:
 def _names(on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     """Return the column of the DataFrame for each column of the state."""
     if isinstance(on, Mapping):
+        checked_names("on=", [*on, *on.values()])
         return {key: name for name, key in on.items()}
     return {name: name for name in checked_names("on=", on)}
 
@@ -425,6 +426,7 @@ def state_as_of(
     """
     if df.isStreaming:
         raise InvalidOperatorError("state_as_of takes a batch DataFrame; for a stream use lookup.")
+    checked_names("time=", [time])
     kinds = {f.name: f.dataType.typeName() for f in df.schema.fields}
     if kinds.get(time) == "timestamp_ntz":
         # Its microseconds are those of a wall clock, which no version has.
@@ -439,6 +441,8 @@ def state_as_of(
             f"time={time!r} must be a timestamp column of the DataFrame; it has {timestamps}."
             f"{other_case([time], df.columns)}"
         )
+    if version is not None:
+        checked_names("version=", [version])
     if version is not None and (version not in df.columns or df.schema[version].dataType.typeName() != "long"):
         raise InvalidOperatorError(
             f"version={version!r} must be a column of longs of the DataFrame; it has {', '.join(df.columns)}."

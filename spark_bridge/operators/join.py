@@ -212,6 +212,7 @@ def _event_time(df: DataFrame, side: str, column: str | None) -> EventTime | Non
     """Return the column of a side that has the watermark: the given one of several."""
     if column is None:
         return columns.event_time_of(df.schema, df.columns)
+    checked_names(f"{side}_time=", [column])
     columns.column_type(df.schema, column, f"{side}_time=")
     if column not in columns.watermark_columns(df.schema):
         raise InvalidOperatorError(

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from backends.formats.manifest import seal, unseal
 from coordinator_actor.durable.manifests import QueryFile
-from spark_bridge import aggregate, attach, deduplicate, init_spark, join, state_table
+from spark_bridge import aggregate, attach, deduplicate, init_spark, join, state_as_of, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
 from spark_bridge.session.current import current_cluster
@@ -107,6 +107,8 @@ def test_columns_are_given_by_their_names(typed: Stream) -> None:
         lambda: deduplicate(df, [other], operator="o"),
         lambda: join(df, df, on=other, operator="o"),
         lambda: join(df, df, on=["s", other], operator="o"),
+        lambda: join(df, df.select("k"), on="k", operator="o", within=("0 seconds", "1 hour"), left_time=other),
+        lambda: state_as_of(df.sparkSession.range(1), "nowhere", "o", on="id", time=other),
     ):
         with pytest.raises(InvalidOperatorError, match=r"'k'.* is not the name of a column: give the column's name"):
             call()
