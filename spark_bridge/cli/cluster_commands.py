@@ -28,7 +28,7 @@ from spark_bridge.cli import output, sources
 from spark_bridge.exceptions import EnvironmentProblemError, RequestError, UnknownFeatureViewError
 from spark_bridge.grafana import config_map, dashboard, written
 from spark_bridge.queryable.client.features import age_of
-from spark_bridge.queryable.connections import LOOPBACK
+from spark_bridge.queryable.client_connection import LOOPBACK
 
 if TYPE_CHECKING:
     from spark_bridge.overview.model import Overview

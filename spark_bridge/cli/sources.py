@@ -22,7 +22,7 @@ from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import from_environment
 from spark_bridge.queryable.client.json_values import from_json, key_of_json, key_of_text
-from spark_bridge.queryable.connections import LOOPBACK
+from spark_bridge.queryable.client_connection import LOOPBACK
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:

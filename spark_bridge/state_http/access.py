@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from coordinator_actor.access_tokens import Scope
 from spark_bridge import exceptions
-from spark_bridge.queryable.client.async_client import AsyncSqlRows, AsyncStateScan
+from spark_bridge.queryable.client.async_results import AsyncSqlRows, AsyncStateScan
 from spark_bridge.queryable.client.json_values import json_bytes
 from spark_bridge.queryable.server.tokens import MAX_TOKEN, TokenVerifier
 

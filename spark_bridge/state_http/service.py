@@ -26,12 +26,8 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values
-from spark_bridge.queryable.client.async_client import (
-    AsyncQueryableStateClient,
-    AsyncStateScan,
-    AsyncStateWatch,
-    scoped_async_client,
-)
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, scoped_async_client
+from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.features import FeatureRows
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.protocol import WATERMARK

@@ -23,7 +23,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
-from spark_bridge.queryable.client.async_client import BlockingCalls
+from spark_bridge.queryable.client.async_results import BlockingCalls
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.state_data.checkpoint_client import CheckpointClient

@@ -30,8 +30,10 @@ from spark_bridge.exceptions import (
     TlsError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable import client_connection
 from spark_bridge.queryable import connections as connections_module
-from spark_bridge.queryable.connections import KvConnections, clock_offset_us
+from spark_bridge.queryable.client_connection import ClientConnection, clock_offset_us
+from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     EndOfRows,
@@ -200,13 +202,13 @@ def test_abandoned_exchanges_are_closed_if_they_are_too_many_or_too_old(
 def test_only_connecting_has_the_limit_for_connecting(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, send = [], connections_module.ClientConnection.send
+    sent, send = [], ClientConnection.send
 
     def recorded(self: Any, header: Any, body: Any, deadline: float) -> None:
         sent.append((type(header).__name__, deadline - time.monotonic() > PATIENCE / 2))
         send(self, header, body, deadline)
 
-    monkeypatch.setattr(connections_module.ClientConnection, "send", recorded)
+    monkeypatch.setattr(ClientConnection, "send", recorded)
     with serving() as (server, _):
         connections.begin(server.server_address, LOOKUP, pack_one(b"k1"), soon(PATIENCE), PATIENCE / 4).finish()
     assert sent == [("Hello", False), ("LookupRequest", True)]
@@ -312,7 +314,7 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
 def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     # The clock stands still: no deadline passes, only time-outs of the socket.
-    for module in (connections_module, connections_module, connections_module, connections_module):
+    for module in (client_connection, connections_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with serving() as (server, reads):
         address = server.server_address
@@ -428,7 +430,7 @@ def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connec
 def test_stream_timeout_applies_to_each_frame(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     connections.timeout = 0.2
     ahead = 0.0
-    for module in (connections_module, connections_module, connections_module, connections_module):
+    for module in (client_connection, connections_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
 
     def pause(peer: socket.socket) -> None:

@@ -22,7 +22,8 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import watch
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.server import request_handler

@@ -17,7 +17,7 @@ from coordinator_actor.messages import HostInfo
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.connections import ClientConnection
+from spark_bridge.queryable.client_connection import ClientConnection
 from spark_bridge.queryable.protocol import LookupReply, LookupRequest, pack_one
 from spark_bridge.queryable.server import framed_socket
 from spark_bridge.queryable.server.server import KvStateServer

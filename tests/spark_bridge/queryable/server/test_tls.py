@@ -20,7 +20,7 @@ from coordinator_actor.messages import HostInfo, OperatorFigures
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.connections import ClientConnection
+from spark_bridge.queryable.client_connection import ClientConnection
 from spark_bridge.queryable.protocol import DescribeRequest
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.tokens import ClusterTokens

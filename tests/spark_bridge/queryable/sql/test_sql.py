@@ -29,7 +29,7 @@ from spark_bridge.exceptions import (
     RequestLimitError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.async_client import AsyncSqlRows
+from spark_bridge.queryable.client.async_results import AsyncSqlRows
 from spark_bridge.queryable.sql import sql as duckdb_connections
 from spark_bridge.queryable.sql import statement_process
 from spark_bridge.queryable.sql.sql import SqlLimits, sql
