@@ -198,7 +198,7 @@ UNWRITTEN_BYTES = 256 << 10
 """A host's partition that buffers more bytes than this writes them to the underlying engine: all reads merge buffered
 changes, and buffered changes leave less memory for batches.
 """
-GATHERED_BYTES = 16 << 20
+GATHERED_BYTES = 8 << 20
 """A host's partition that gathers changes of the same keys writes them when they have more bytes than this."""
 SAMPLED_KEYS = 64
 """Keys by which a partition finds out whether a version changes the keys of the version before."""

@@ -88,7 +88,7 @@ COMPARISONS = (
             "full": {**_USUAL, **dict(events=100_000, event_rate=10_000, warm_up=2, turns=3)},
             "smoke": {**_USUAL, **dict(events=5_000, event_rate=500, warm_up=1, turns=2)},
         },
-        minutes={"full": 60, "smoke": 4},
+        minutes={"full": 60, "smoke": 8},
         environments=(VENV, VENV42),
         targets=_targets(),
         in_smoke=False,
