@@ -6,8 +6,8 @@ when memory is short:
 
 - needed: changes of running batches, scans, copies that are read once, changes that a host's partition has not written
   to its database yet (counted as copies), and the fixed memory of each open database. Everything else makes room for
-  them. A commit or a scan that does not fit even then is rejected. Copies have a quarter of the budget at most, and use
-  the disk instead.
+  them. A commit or a scan that does not fit even then is rejected. Copies have a quarter of the budget at most, changes
+  that a host gathers to save time a quarter of that, and both use the disk instead.
 - passing: requests that are being received, and changelogs that are being written. All spared memory makes room for
   them. They are short-lived, so nothing is rejected for them; a commit waits for its turn (``admitted``).
 - spared: before-images and last reads, a quarter of the budget at most. They never evict anything else; the oldest of
