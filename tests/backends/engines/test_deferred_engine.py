@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -303,6 +304,29 @@ def test_changes_that_were_prepared_for_the_database_follow_gathered_ones(
     prepared(LocalState(4, "head 4"))
     assert written(restored) == 4
     assert read(restored, [KEYS[0], KEYS[1], KEYS[55], KEYS[60]]) == [b"4", b"3", b"old", b"4"]
+
+
+def test_a_partition_closes_though_its_gathered_changes_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
+    state = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
+    refs = [ChangelogRef(*commit(state, {b"a": b"1"}))]
+    snapshot = state.snapshots.store(None)
+    refs += [ChangelogRef(*commit(state, {b"a": b"%d" % version})) for version in (2, 3)]
+
+    def full(engine: LocalRocksDB, changes: Changes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalRocksDB, "prepare", full)
+        state.close()
+    assert f"The local files of {DIRECTORY} lack its last versions" in caplog.text
+    again = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
+    assert again.version == 1
+    again.load(Lineage(3, tuple(refs), (snapshot,)))
+    assert rows(again.reads.scan()) == {b"a": b"3"}
+    again.close()
 
 
 DYING = """
