@@ -267,6 +267,8 @@ def test_changes_of_the_same_keys_are_gathered(restored: DeferredEngine, tmp_pat
     capture(restored, tmp_path / "second snapshot")
     assert written(restored) == 8 and host_memory(CONF).held()["copies"] == 0
     assert rows(restored.scan(None, None, "default")) == expected
+    write(restored, 9, dict.fromkeys(KEYS, b"9"))
+    assert written(restored) == 9, "most of these keys are others than the last version's"
 
 
 def test_gathered_changes_are_written_when_they_are_many(
