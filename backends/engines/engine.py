@@ -201,7 +201,7 @@ changes, and buffered changes leave less memory for batches.
 GATHERED_BYTES = 8 << 20
 """A host's partition that gathers changes of the same keys writes them when they have more bytes than this."""
 SAMPLED_KEYS = 64
-"""Keys by which a partition finds out whether a version changes the keys of the version before."""
+"""A partition looks for this many keys of its last version to see whether the next one changes them again."""
 
 
 @dataclass(frozen=True)

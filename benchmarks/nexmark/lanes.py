@@ -170,7 +170,7 @@ class Lane:
         return seconds_by_batch(self.executed, first)
 
     def note_turn(self, first: int, before: CpuSeconds, batches: int) -> None:
-        """Keep where the time of a turn went: its batches from ``first`` on, their CPU, and what the hosts say."""
+        """Record the time of a turn: its batches from ``first`` on, their CPU, and the steps in the hosts."""
         from spark_bridge.session.current import current_cluster
 
         self.counted += [batch.progress for batch in self.executed[first:] if batch.has_data]

@@ -600,5 +600,5 @@ import coordinator_actor.messages, backends.encoding.keys, backends.encoding.ope
     [(1_000, 0), (1_900, 0), (2_000, 0), (2_500, 500), (700, -300)],
 )
 def test_a_slow_round_trip_moves_no_clock(host_us: int, offset: int) -> None:
-    """A host's time within the round trip is the client's own; one outside differs by what the round trip proves."""
+    """A host's time within the round trip equals the client's own. Outside, the distance to the round trip counts."""
     assert clock_offset_us(host_us, 1_000, 2_000) == offset
