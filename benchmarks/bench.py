@@ -14,7 +14,8 @@ smoke run do without their second compiler, which does not pay in a short run. A
 ends with status 1 only if a comparison failed, for instance because results were not equal.
 
 Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the
-environment that STATESTORE_VENV42 names.
+environment that STATESTORE_VENV42 names; those on Spark 4.3 with that of ``make test-matrix``. No RayDP works with
+Spark 4.3: there Spark's own cluster runs the executors, and ``attach`` starts the hosts.
 
 ``remarks/<comparison>.md`` is written by hand and explains targets that are missed. ``RESULTS.md`` has it below the
 figures.

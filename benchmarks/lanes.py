@@ -1,4 +1,4 @@
-"""Streams side by side: a session on RayDP, batches given to queries one by one, and the progress of each query.
+"""Streams side by side: a session, batches given to queries one by one, and the progress of each query.
 
 Each contestant is one streaming query, reading parquet files. A batch is a directory with one file per executor that
 appears in its input directory, and the trigger is Spark's default (a batch as soon as there is one). Between turns a
@@ -7,14 +7,16 @@ query only looks into its empty directory.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,33 +84,37 @@ def session(
     configs: Mapping[str, str] | None = None,
     object_store_memory: int = 200 << 20,
 ) -> Iterator[SparkSession]:
-    """Give a session on RayDP with two executors of one core, two hosts, and the settings of all contestants."""
+    """Give a session with two executors of one core, two hosts, and the settings of all contestants.
+
+    The executors are RayDP's, or those of Spark's own cluster where RayDP is not installed.
+    """
     from backends import StateStoreConf
-    from spark_bridge import init_spark, stop_spark
+    from spark_bridge import attach, init_spark, stop_spark
 
     cloudpickle.register_pickle_by_value(totals)  # executors do not have this directory on their path
-    with own_ray(EXECUTORS + 1, object_store_memory):
-        try:
-            spark = init_spark(
-                "benchmark",
-                num_executors=EXECUTORS,
-                executor_cores=1,
-                executor_memory="1500m",
-                conf=StateStoreConf(provider=provider),
-                configs={
-                    "spark.sql.shuffle.partitions": str(partitions),
-                    "spark.sql.streaming.numRecentProgressUpdates": "1000",
-                    "spark.ui.enabled": "false",
-                    "spark.log.level": "ERROR",
-                    POLLING: "3s",
-                    **ON_ROCKSDB,
-                    **(configs or {}),
-                },
-            )
-            spark.sparkContext.setLogLevel("ERROR")
-            yield spark
-        finally:
-            stop_spark()
+    conf = StateStoreConf(provider=provider)
+    settings = {
+        "spark.sql.shuffle.partitions": str(partitions),
+        "spark.sql.streaming.numRecentProgressUpdates": "1000",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        POLLING: "3s",
+        **ON_ROCKSDB,
+        **(configs or {}),
+    }
+    with own_ray(EXECUTORS + 1, object_store_memory), ExitStack() as stack:
+        stack.callback(stop_spark)
+        if importlib.util.find_spec("raydp") is not None:
+            spark = init_spark("benchmark", EXECUTORS, 1, "1500m", conf=conf, configs=settings)
+        else:
+            os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+            cluster = f"local-cluster[{EXECUTORS},1,1500]"
+            builder = SparkSession.builder.master(cluster).config(map=settings | {"spark.executor.memory": "1500m"})
+            stack.callback((spark := builder.getOrCreate()).stop)
+            attach(spark, num_hosts=EXECUTORS, conf=conf)
+        spark.sparkContext.setLogLevel("ERROR")
+        yield spark
 
 
 class Input:

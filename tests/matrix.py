@@ -208,10 +208,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Other arguments are those of pytest.")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), metavar="CELL")
     parser.add_argument("--if-installable", action="store_true", help="skip a cell whose environment cannot be made")
+    parser.add_argument("--only-make", action="store_true", help="make the environments, and run nothing in them")
     parser.add_argument("--list", action="store_true", help="print the names of all cells as JSON, and end")
     options, rest = parser.parse_known_args(arguments)
     if options.list:
         print(json.dumps(list(CELLS)))
+        return 0
+    if options.only_make:
+        for name in options.cells:
+            make_environment(CELLS[name], VENVS / name, interpreter(CELLS[name].python) or CELLS[name].python)
         return 0
     results = [run_cell(name, rest, needs_environment=not options.if_installable) for name in options.cells]
     print("\n| cell | Python | PySpark | RayDP | Ray | pyarrow | pandas | numpy | result |")

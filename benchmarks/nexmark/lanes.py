@@ -325,7 +325,7 @@ def available(query: str, wanted: Sequence[str] | None = None) -> list[str]:
 
 @contextmanager
 def session(partitions: int = 2) -> Iterator[SparkSession]:
-    """Give the suite's session, on RayDP with two executors of one core, with times in UTC."""
+    """Give the suite's session, with times in UTC."""
     for module in (generator, queries):  # executors do not have this directory on their path
         cloudpickle.register_pickle_by_value(module)
     with streams(partitions, configs={"spark.sql.session.timeZone": "UTC"}) as spark:

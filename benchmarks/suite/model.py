@@ -406,8 +406,8 @@ def _is_slower(kept: Spread, now: Spread, times: float) -> bool:
 
 # -- the definition of a comparison
 
-VENV, VENV42 = "venv", "venv42"
-ENVIRONMENTS = {VENV: "Spark 3.5", VENV42: "Spark 4.2"}
+VENV, VENV42, VENV43 = "venv", "venv42", "venv43"
+ENVIRONMENTS = {VENV: "Spark 3.5", VENV42: "Spark 4.2", VENV43: "Spark 4.3"}
 Kind = Literal["smoke", "full"]
 
 

@@ -24,7 +24,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from suite.machine import machine, memory_by_role, versions
-from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison, Kind, Part, Size, part_from_dict, part_to_json, rotated
+from suite.model import (
+    ENVIRONMENTS,
+    VENV,
+    VENV42,
+    VENV43,
+    Comparison,
+    Kind,
+    Part,
+    Size,
+    part_from_dict,
+    part_to_json,
+    rotated,
+)
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -94,22 +106,29 @@ class EnvironmentMissingError(RuntimeError):
 
 
 def interpreter(environment: str) -> Path:
-    """Return the Python of an environment; ``make venv42`` makes Spark 4.2's if it is missing.
+    """Return the Python of an environment, which is made if it is missing.
 
-    STATESTORE_VENV42 names another environment. Raises ``EnvironmentMissingError`` if it cannot be made.
+    ``make venv42`` makes Spark 4.2's; STATESTORE_VENV42 names another one. Spark 4.3's is a cell of ``make
+    test-matrix``. Raises ``EnvironmentMissingError`` if it cannot be made.
     """
     if environment == VENV:
         return Path(sys.executable)
-    assert environment == VENV42, environment
-    directory = Path(os.environ.get("STATESTORE_VENV42", ROOT / ".venv42"))
+    if environment == VENV43:
+        directory, command = ROOT / ".venvs" / "spark-4.3", [sys.executable, "-m", "tests.matrix"]
+        command += ["--cells", directory.name, "--only-make"]
+    else:
+        assert environment == VENV42, environment
+        directory, command = Path(os.environ.get("STATESTORE_VENV42", ROOT / ".venv42")), ["make", "venv42"]
     python = directory / "bin" / "python"
     if not python.exists():
-        if "STATESTORE_VENV42" in os.environ:
+        if environment == VENV42 and "STATESTORE_VENV42" in os.environ:
             raise EnvironmentMissingError(f"STATESTORE_VENV42={directory} has no bin/python.")
-        if (made := subprocess.run(["make", "venv42"], cwd=ROOT, check=False)).returncode:
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if status or not python.exists():
+            names = ", or name an environment of Spark 4.2 with STATESTORE_VENV42=/path/to/it"
             raise EnvironmentMissingError(
-                f"make venv42 ended with status {made.returncode}; see what it said, or name an environment of Spark "
-                "4.2 with STATESTORE_VENV42=/path/to/it."
+                f"{' '.join(command)} ended with status {status} and did not make {python}; see what it said"
+                f"{names if environment == VENV42 else ''}."
             )
     return python
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 from comparisons import COMPARISONS
 from rich.console import Console
 from suite import runner
-from suite.model import VENV, VENV42
+from suite.model import VENV, VENV42, VENV43
 
 from tests.patience import HANG, PATIENCE
 
@@ -159,3 +160,23 @@ def test_an_environment_that_is_not_there_is_in_the_part(monkeypatch: pytest.Mon
     monkeypatch.setenv("STATESTORE_VENV42", str(tmp_path))
     part = runner.run(COMPARISONS["throughput"], VENV42, "smoke", {}, QUIET)
     assert part.failure == f"STATESTORE_VENV42={tmp_path} has no bin/python."
+
+
+def test_an_environment_that_cannot_be_made_is_in_the_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    given = list[Sequence[str]]()
+
+    def run(command: Sequence[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[bytes]:
+        given.append(command)
+        return subprocess.CompletedProcess(command, 3 if len(given) == 1 else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(runner.EnvironmentMissingError, match="--only-make ended with status 3 and did not make"):
+        runner.interpreter(VENV43)
+    assert given[0][1:] == ["-m", "tests.matrix", "--cells", "spark-4.3", "--only-make"]
+    with pytest.raises(runner.EnvironmentMissingError, match="ended with status 0 and did not make"):
+        runner.interpreter(VENV43)
+    python = tmp_path / ".venvs" / "spark-4.3" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert runner.interpreter(VENV43) == python and len(given) == 2
