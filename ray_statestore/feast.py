@@ -173,7 +173,7 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
         self, config: Any, requests: Sequence[tuple[FeatureView, Sequence[EntityKey], Sequence[str] | None]]
     ) -> list[list[FeastRow]]:
         client = self._client(config.online_store)
-        asked = [(_view_of(table), _keys(client, table, entity_keys)) for table, entity_keys, _ in requests]
+        asked = [(view_of(table), _keys(client, table, entity_keys)) for table, entity_keys, _ in requests]
         answers = client.features_of_views(asked, defaults=config.online_store.defaults)
         now = client.now()
         return [
@@ -242,13 +242,14 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
         self.online_write_batch(config, table, data, progress)
 
 
-def _view_of(table: FeatureView) -> str:
+def view_of(table: FeatureView) -> str:
+    """Return the name of the feature view that a view of Feast stands for."""
     return str(table.tags.get(VIEW_TAG, table.name))
 
 
 def _keys(client: QueryableStateClient, table: FeatureView, entity_keys: Sequence[EntityKey]) -> list[Any]:
     """Return keys as ``features`` takes them. Raises ``RequestError`` for join keys that are not the view's columns."""
-    names = client.entity_schema(_view_of(table)).names
+    names = client.entity_schema(view_of(table)).names
     asked = {tuple(key.join_keys) for key in entity_keys}
     wrong = next((join_keys for join_keys in asked if sorted(join_keys) != sorted(names)), None)
     if wrong is not None:
@@ -349,7 +350,7 @@ def _feast_types(kind: str) -> list[str]:
 
 def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[str, Any]) -> Iterator[str]:
     """Give what the streams do not have of a view of Feast, and the remedies."""
-    name = _view_of(table)
+    name = view_of(table)
     if not isinstance(table, FeatureView):
         yield (
             f"{table.name!r} is a {type(table).__name__}, and Feast would write it: set write_to_online_store=False or "

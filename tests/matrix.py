@@ -80,7 +80,7 @@ CELLS = {
     "install-raydp": Cell("3.11", "raydp", checks=("package", "first_example")),
     "install-raydp-spark4": Cell("3.11", "raydp-spark4", checks=("package", "first_example")),
     "install-serve": Cell("3.11", "serve", checks=("package", "state_api")),
-    "feast": Cell("3.11", "feast", ("feast[redis]", "pytest>=8"), checks=("package", "feast")),
+    "feast": Cell("3.11", "cluster,feast,java,spark", ("feast[redis]", "pytest>=8"), checks=("package", "feast")),
     "install-sdist": Cell("3.11", "dev,demo,java,raydp", checks=("quick_tests",)),
 }
 
