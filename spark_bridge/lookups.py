@@ -25,7 +25,7 @@ from coordinator_actor.reading.stored_versions import StatePlace, StateVersions,
 from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators.columns import arrow_type, column_literal, other_case
+from spark_bridge.operators.columns import arrow_type, column_literal, is_collated, other_case, plain_type
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.state_views import StateView
@@ -352,6 +352,11 @@ def _keys(
         )
     what = "indexed" if by_index else "key"
     for key, name in column_of_key.items():
+        if is_collated(df.schema[name].dataType):
+            raise InvalidOperatorError(
+                f"Column {name!r} has type {df.schema[name].dataType.simpleString()}, and {what} columns are compared "
+                f"by their bytes: cast it to {plain_type(df.schema[name].dataType)}."
+            )
         ours, theirs = arrow_type(df.schema[name].dataType), view.types[key]
         if ours != theirs and not (pa.types.is_integer(ours) and pa.types.is_integer(theirs)):
             raise InvalidOperatorError(

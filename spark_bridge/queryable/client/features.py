@@ -244,7 +244,9 @@ def _read(
                 seen.note(query.run_id, version)
         return FeatureRows(target, of_answer, answer, asked.moment)
 
-    return client._access.answer_of_view(f"features({view!r}) of {len(all_keys)} keys", view, timeout, ask)
+    # A dict has a column of keys for each name.
+    count = len(next(iter(all_keys.values()), ())) if isinstance(all_keys, dict) else len(all_keys)
+    return client._access.answer_of_view(f"features({view!r}) of {count} keys", view, timeout, ask)
 
 
 def features_each(
@@ -296,13 +298,16 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
 def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
     """Return the version of each query of a view, as of the moment that is asked for.
 
-    Raises ``RequestError`` for other queries than it has, and for an isolation level as well.
+    The only query may have any name if its own is not known, as in a checkpoint. Raises ``RequestError`` for other
+    queries than the view has, and for an isolation level as well.
     """
     if asked.isolation != "completed":
         raise exceptions.RequestError(
             f"versions={dict(versions)!r} already select the versions; leave isolation={asked.isolation!r} out."
         )
     titles = location.titles
+    if len(versions) == len(titles) == 1 and location.queries[0].query_name is None:
+        versions = dict(zip(titles, versions.values(), strict=True))
     wrong = [v for v in versions.values() if isinstance(v, bool) or not isinstance(v, int) or v < 0]
     if sorted(versions) != sorted(titles) or wrong:
         raise exceptions.RequestError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,10 +18,12 @@ from backends import StateStoreId
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import functions as S
+from spark_bridge import lookups
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate import output_of
 from spark_bridge.operators.columns import (
+    arrow_type,
     check_keys,
     is_ordered,
     session_event_time,
@@ -101,7 +104,15 @@ def test_values_that_are_equal_by_another_collation_are_not_compared(plain: str)
     with pytest.raises(InvalidOperatorError, match=r"'n, name' has type struct.*UTF8_LCASE.*by their bytes"):
         output_of(schema, "o", S.top_k(["n", "name"], 2), None)
     output_of(schema, "o", S.count("name"), None)
+    codec = SimpleNamespace(by=("name",), in_words="name")
+    types = {"name": arrow_type(NESTED[plain](T.StringType()))}
+    view: Any = SimpleNamespace(codec=codec, operator="o", types=types)
+    df: Any = SimpleNamespace(schema=schema, columns=schema.names)
+    with pytest.raises(InvalidOperatorError, match=words):
+        lookups._keys(df, view, "name", False)
     bytewise = T.StructType().add("name", NESTED[plain](T.StringType()))
+    df.schema = bytewise
+    assert lookups._keys(df, view, "name", False) == {"name": "name"}
     check_keys(bytewise, ["name"])
     output_of(bytewise, "o", S.max("name"), None)
 

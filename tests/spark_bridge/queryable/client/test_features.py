@@ -661,10 +661,26 @@ def test_features_of_a_checkpoint_need_no_cluster(cluster: FeatureCluster) -> No
     assert rows.to_dict()["user_name"] == ["user 1", "unknown"]
     assert client.features("risk", [3]).to_dict()["score"] == [0.75]
     assert 0 <= rows.ages["n"] < PATIENCE
+    assert client.features("risk", [1], versions={"as a host named it": 1}).to_dict()["n"] == [1]
     assert [view["owner"] for view in client.feature_views()] == ["fraud"]
     why = r"has no feature view 'risks'; feature views that exist: 'risk'\. Did you mean 'risk'\?"
     with pytest.raises(UnknownFeatureViewError, match=why):
         client.features("risks", [1])
+
+
+@pytest.mark.parametrize("keys", [[1, 2], {"user": [1, 2]}])
+def test_an_error_names_the_number_of_keys(
+    cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, keys: Any
+) -> None:
+    with cluster.client() as client:
+        client.features("risk", keys)
+
+        def gone(*_: Any) -> Any:
+            raise HostUnavailableError("gone")
+
+        monkeypatch.setattr(client, "_ask_features", gone)
+        with pytest.raises(HostUnavailableError, match=r"features\('risk'\) of 2 keys"):
+            client.features("risk", keys, timeout=0.1)
 
 
 def test_an_error_about_an_unknown_name_lists_ten_names() -> None:
