@@ -58,6 +58,7 @@ class StateStoreConf:
       memory of the coordinator.
     - ``deltas_per_snapshot``: a snapshot is taken when this many versions have been made since the last one (Spark:
       ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
+      A partition without a commit between two rounds of maintenance has one for 8 MiB of changes, too.
     - ``standby_replicas``: streams keep so many copies of each partition up to date on hosts of other machines, in
       other zones if Ray's node labels (``ray.io/availability-zone``) name some. If a machine is lost, the hosts with
       copies go on without loading the state (Kafka Streams: ``num.standby.replicas``).

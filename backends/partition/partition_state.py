@@ -402,6 +402,8 @@ class PartitionState:
         self.reads = VersionReads(self._context, self._versions, self._recent_reads, memory)
         self.attempts = BatchAttempts(self._context, self._versions, self._recent_reads, memory)
         self.snapshots = SnapshotUploads(self._context, self._versions, self._mutation)
+        self.changelog_bytes = 0
+        """The size of the changelogs behind the newest snapshot of the last load, and of all that came since."""
         self._load_ms = 0.0
         self._apply_ms = 0.0
 
@@ -490,6 +492,8 @@ class PartitionState:
                     loading.run(lineage)
             finally:
                 versions.end_loading(loading.version, loading.head)
+                newest = max((s.version for s in lineage.snapshots), default=0)
+                self.changelog_bytes = sum(log.file.size for log in lineage.changelogs if log.version > newest)
                 self._recent_reads.forget_others(loading.head)
             self._load_ms = (time.perf_counter() - started) * 1e3
 
@@ -546,6 +550,7 @@ class PartitionState:
         with self._versions.applying(delta, before):
             fault_points.reached("apply")
             delta.apply.result()(state)
+        self.changelog_bytes += delta.file.size
         self._recent_reads.forget_others(self.head)
         self._apply_ms = (time.perf_counter() - started) * 1e3
 

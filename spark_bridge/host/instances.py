@@ -52,7 +52,8 @@ class Instance:
     changes of ``acknowledged``, which reports copy without it, and of ``keys_at``, which is replaced as a whole. The
     lock of ``PartitionCache`` guards ``invocations``, ``invocations_of``, ``opened_at``, ``commits`` and
     ``dropped_elements``. The thread that loads the partition writes ``epoch`` and ``loaded_at``. Loading and the upload
-    of a snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
+    of a snapshot write ``snapshot_version``, ``snapshot_bytes`` and ``rescaled_at``, each as a whole and without a
+    lock.
     """
 
     registration: QueryRegistration
@@ -79,6 +80,8 @@ class Instance:
     """By version, the number of keys, None if they are not counted, of the last ``REMEMBERED_COMMITS`` versions."""
     snapshot_version: int = 0
     """The version of the newest snapshot in storage."""
+    snapshot_bytes: int = 0
+    """The part of ``state.changelog_bytes`` that the newest snapshot has."""
     rescaled_at: int | None = None
     """The version at which the partition was built from files of another layout; None once it has a snapshot."""
     seen_version: int = -1

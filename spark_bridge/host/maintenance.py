@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 INLINE_FILES_BYTES = 1 << 20
 """At most this many bytes of small files of one snapshot are stored with its descriptor."""
+IDLE_SNAPSHOT_BYTES = 8 << 20
+"""A snapshot of an idle partition is due at this size of the changelogs behind the last one: about 0.3 s of a load."""
 TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
 MEET_SECONDS = 1.0
@@ -52,11 +54,15 @@ MAX_UPLOAD_THREADS = 4096
 
 
 class _Ready(NamedTuple):
-    """A partition whose snapshot is to be stored with others; ``earlier`` is the snapshot that it shares files with."""
+    """A partition whose snapshot is to be stored with others.
+
+    ``earlier`` is the snapshot that it shares files with, ``changelog_bytes`` those of the state in the snapshot.
+    """
 
     instance: Instance
     earlier: SnapshotRef | None
     prepared: PreparedSnapshot
+    changelog_bytes: int
 
 
 class _Together:
@@ -165,7 +171,8 @@ class Maintenance:
     def do_maintenance(self) -> list[Future[None]]:
         """Unload partitions that another host owns, and begin the work that is due; return what was begun.
 
-        The work is uploads of snapshots. While the write buffers or the room for unwritten changes are more than half
+        The work is uploads of snapshots: one is due after ``deltas_per_snapshot`` versions, or if the partition has had
+        no commit since the last maintenance and the changelogs behind its snapshot are large. While the write buffers or the room for unwritten changes are more than half
         full, it is also flushes of partitions that have had no commit since the last maintenance.
         """
         log.debug("Doing maintenance")
@@ -191,11 +198,13 @@ class Maintenance:
                 version = instance.state.version
                 # A partition built from files of an earlier layout is expensive to load until it has its first
                 # snapshot.
+                is_idle, instance.seen_version = version == instance.seen_version, version
                 if instance.rescaled_at is not None:
                     is_due = version > instance.rescaled_at
                 else:
                     is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
-                is_idle, instance.seen_version = version == instance.seen_version, version
+                    changed_bytes = instance.state.changelog_bytes - instance.snapshot_bytes
+                    is_due |= is_idle and version > instance.snapshot_version and changed_bytes >= IDLE_SNAPSHOT_BYTES
                 # A snapshot would wait for a load in a thread that other partitions need.
                 if is_due and not has_ended and not instance.state.is_loading and (running is None or running.done()):
                     due.setdefault(instance.registration.run_id, []).append(instance)
@@ -329,8 +338,9 @@ class Maintenance:
                     # time.
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
+                changelog_bytes = instance.state.changelog_bytes
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
-                ready = together.collect_snapshot(_Ready(instance, earlier, prepared))
+                ready = together.collect_snapshot(_Ready(instance, earlier, prepared, changelog_bytes))
                 unless_prepared.pop_all()
             self._store(ready)
 
@@ -368,24 +378,25 @@ class Maintenance:
                 ready = [r for r in ready if self._is_held(r)]
                 if ready:
                     snapshots = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
-            for (instance, earlier, _), stored in zip(ready, snapshots, strict=False):
-                with self._logged([instance]):
-                    self._report(instance, earlier, stored)
+            for one, stored in zip(ready, snapshots, strict=False):
+                with self._logged([one.instance]):
+                    self._report(one, stored)
         finally:
             self._end_leases(instances)
 
-    def _report(self, instance: Instance, earlier: SnapshotRef | None, stored: StoredSnapshot) -> None:
+    def _report(self, ready: _Ready, stored: StoredSnapshot) -> None:
+        instance = ready.instance
         registration, coordinator = self._registration, self._registration.coordinator
         message = SnapshotUploaded(
             *instance.run_key,
             registration.info.host_id,
             registration.info.incarnation,
             stored.ref,
-            earlier,
+            ready.earlier,
             stored.descriptor.without_content,
         )
         if registration.call(message.run_id, lambda: coordinator.snapshot_uploaded(message)):
-            instance.snapshot_version = stored.ref.version
+            instance.snapshot_version, instance.snapshot_bytes = stored.ref.version, ready.changelog_bytes
             instance.rescaled_at = None
         with self._cache.lock:
             self._leases.pop(instance.key, None)

@@ -503,7 +503,7 @@ class PartitionLoader:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
             with self._files.shared.loading():
                 state.load(lineage, watch)
-        instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
+        instance.snapshot_version, instance.snapshot_bytes = max((s.version for s in lineage.snapshots), default=0), 0
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
         instance.loaded_at = grant.version

@@ -348,8 +348,10 @@ def test_pending_changes_outlive_a_load_from_a_snapshot(tmp_path, state, open_st
     other.load(chain)
     state.load(Lineage(1, chain.changelogs, (other.snapshots.store(None),)))
     assert (state.version, state.metrics().custom["load_ms"] > 0) == (1, True)
+    assert (other.changelog_bytes, state.changelog_bytes) == (first.size, 0), "the snapshot has the changelog"
     state.attempts.accept(2, "a")
     state.complete(2, second.path)
+    assert state.changelog_bytes == second.size
     assert everything(state) == {b"a": b"2", b"b": b"1"} and everything(state, 1) == {b"a": b"1", b"b": b"1"}
 
 

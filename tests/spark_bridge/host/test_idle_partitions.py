@@ -16,6 +16,7 @@ from backends.engines import engine
 from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
+from spark_bridge.host import maintenance
 from spark_bridge.host.host import Host
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import task
@@ -161,3 +162,36 @@ def test_an_ended_query_flushes_at_once(host: tuple[World, Coordinator, Host], m
     files = ended.files()
     host[2].maintenance.write_out_ended("ended")
     assert ended.files() == files
+
+
+def maintain(host: Host) -> None:
+    for begun in host.maintenance.do_maintenance():
+        begun.result()
+
+
+def snapshot_versions(query: Query) -> set[int]:
+    return {instance.snapshot_version for instance in query.instances()}
+
+
+def test_an_idle_partition_with_large_changes_has_a_snapshot(
+    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart need not write the changes of a large fill again."""
+    monkeypatch.setattr(maintenance, "IDLE_SNAPSHOT_BYTES", 70_000)
+    one, query = host[2], Query(*host, "filled")
+    for _ in range(3):
+        query.run_batch(2_000)
+        maintain(one)
+    assert snapshot_versions(query) == {0}, "it was busy"
+    # The host completes the second version: 80,000 bytes of changelogs.
+    maintain(one)
+    assert snapshot_versions(query) == {2}
+    query.run_batch(10)
+    for _ in range(3):
+        maintain(one)
+    assert snapshot_versions(query) == {2}, "the third version has 40,000 bytes"
+    query.run_batch(2_000)
+    query.run_batch(10)
+    for _ in range(2):
+        maintain(one)
+    assert snapshot_versions(query) == {5}

@@ -21,6 +21,7 @@ from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError, l
 from coordinator_actor.feature_views import Feature, FeatureView
 from coordinator_actor.messages import LocatedView
 from spark_bridge.exceptions import (
+    HostUnavailableError,
     QueryTimeoutError,
     RequestError,
     StaleFeatureError,
@@ -672,15 +673,14 @@ def test_features_of_a_checkpoint_need_no_cluster(cluster: FeatureCluster) -> No
 def test_an_error_names_the_number_of_keys(
     cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, keys: Any
 ) -> None:
-    with cluster.client() as client:
-        client.features("risk", keys)
+    client = cluster.client()
 
-        def gone(*_: Any) -> Any:
-            raise HostUnavailableError("gone")
+    def gone(*_: Any) -> Any:
+        raise HostUnavailableError("gone")
 
-        monkeypatch.setattr(client, "_ask_features", gone)
-        with pytest.raises(HostUnavailableError, match=r"features\('risk'\) of 2 keys"):
-            client.features("risk", keys, timeout=0.1)
+    monkeypatch.setattr(client, "_ask_features", gone)
+    with pytest.raises(QueryTimeoutError, match=r"features\('risk'\) of 2 keys"):
+        client.features("risk", keys, timeout=0.1)
 
 
 def test_an_error_about_an_unknown_name_lists_ten_names() -> None:
