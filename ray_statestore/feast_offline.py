@@ -18,16 +18,17 @@ from feast.infra.offline_stores.offline_utils import infer_event_timestamp_from_
 from feast.repo_config import FeastConfigBaseModel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from coordinator_actor.feature_views import Feature
 from coordinator_actor.feature_views import FeatureView as StreamView
 from ray_statestore.feast import view_of
 from spark_bridge.exceptions import RequestError
 from spark_bridge.lookups import state_as_of
-from spark_bridge.operators.columns import arrow_type
+from spark_bridge.operators.columns import arrow_type, spark_struct
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 
-ROW = "__statestore_row"
+ROW_COLUMN = "__statestore_row"
 """The place of a row in ``entity_df``: Spark returns rows in another order."""
 
 
@@ -76,11 +77,12 @@ class RayStatestoreOfflineStore(OfflineStore):  # type: ignore[misc]
         on_demand = utils._get_requested_on_demand_feature_views(feature_refs, project, registry)
         names, _ = utils._get_requested_feature_views_to_features_dict(feature_refs, feature_views, on_demand)
         spark = SparkSession.getActiveSession() or SparkSession.builder.appName("feast").getOrCreate()
-        entities = spark.sql(entity_df) if isinstance(entity_df, str) else spark.createDataFrame(entity_df)
+        is_query = isinstance(entity_df, str)
+        entities = spark.sql(entity_df) if is_query else spark.createDataFrame(entity_df, _schema_of(entity_df))
         kinds = {f.name: np.dtype("M8[us]" if f.dataType.typeName() == "timestamp" else "O") for f in entities.schema}
         time = infer_event_timestamp_from_entity_df(kinds)
         states = _StoredViews(config.offline_store)
-        rows = entities.withColumn(ROW, F.monotonically_increasing_id())
+        rows = entities.withColumn(ROW_COLUMN, F.monotonically_increasing_id())
         for table, features in names.items():
             prefix = f"{table.projection.name_to_use()}__" if full_feature_names else ""
             rows = states.joined(rows, table, {feature: prefix + feature for feature in features}, time)
@@ -134,7 +136,7 @@ class _StoredViews:
         if missing := [column for column in on if column not in rows.columns]:
             raise RequestError(
                 f"entity_df has no column {', '.join(missing)}, a join key of view {table.name!r}; it has "
-                f"{', '.join(name for name in rows.columns if name != ROW)}."
+                f"{', '.join(name for name in rows.columns if name != ROW_COLUMN)}."
             )
         if twice := [output for output in outputs.values() if output in rows.columns]:
             raise RequestError(
@@ -186,6 +188,15 @@ class _StoredViews:
         return self._config.checkpoints[queries[0]]
 
 
+def _schema_of(frame: Any) -> StructType:
+    """Return the columns of a pandas frame as Spark's, also of an empty one. A column without values has strings."""
+    fields = []
+    for field in pa.Schema.from_pandas(frame, preserve_index=False):
+        kind = pa.timestamp("us", field.type.tz) if pa.types.is_timestamp(field.type) else field.type
+        fields.append(pa.field(field.name, pa.string() if pa.types.is_null(kind) else kind))
+    return spark_struct(pa.schema(fields))
+
+
 def _packed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Give each batch as one value, so that ``collect`` returns Arrow's own types."""
     for batch in batches:
@@ -210,7 +221,7 @@ class _AsOfJob(RetrievalJob):  # type: ignore[misc]
         schema = pa.schema([(field.name, arrow_type(field.dataType)) for field in self._rows.schema])
         packed = self._rows.mapInArrow(_packed, "rows binary").collect()
         pieces = [pa.ipc.open_stream(row["rows"]).read_all().cast(schema) for row in packed]
-        return pa.concat_tables([schema.empty_table(), *pieces]).sort_by(ROW).drop_columns([ROW])
+        return pa.concat_tables([schema.empty_table(), *pieces]).sort_by(ROW_COLUMN).drop_columns([ROW_COLUMN])
 
     def _to_df_internal(self, timeout: int | None = None) -> Any:
         return self._to_arrow_internal(timeout).to_pandas()

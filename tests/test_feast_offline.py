@@ -23,8 +23,9 @@ from feast import types as feast_types
 from feast.value_type import ValueType
 from pyspark.sql import SparkSession
 
-from ray_statestore import Feature, S, aggregate, attach, declare_feature_view, stop_spark
+from ray_statestore import Feature, aggregate, attach, declare_feature_view, stop_spark
 from ray_statestore import FeatureView as StreamView
+from ray_statestore import functions as S
 from spark_bridge.exceptions import RequestError
 from tests.scratch import SCRATCH
 
@@ -38,13 +39,23 @@ BEFORE = dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc)
 class World:
     """A stream over two batches, and the moment after each: user 7 has 1, then 3 rows, user 8 none, then one."""
 
-    checkpoint: Path
-    config: RepoConfig
+    root: Path
     after: list[dt.datetime]
 
+    @property
+    def checkpoint(self) -> str:
+        return str(self.root / "totals")
+
     def store(self, **offline_store: Any) -> FeatureStore:
-        section = {"type": STORE, "checkpoints": {"clicks": str(self.checkpoint)}, **offline_store}
-        return FeatureStore(config=self.config.model_copy(update={"offline_store": section}))
+        config = RepoConfig(
+            project="shop",
+            provider="local",
+            registry=str(self.root / "registry.db"),
+            online_store=None,
+            offline_store={"type": STORE, "checkpoints": {"clicks": self.checkpoint}, **offline_store},
+            entity_key_serialization_version=3,
+        )
+        return FeatureStore(config=config)
 
 
 def view_of(name: str, fields: dict[str, Any] = FIELDS, **options: Any) -> FeatureView:
@@ -83,14 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         features = [Feature("n", "user_totals", default=0), Feature("revenue", "user_totals", column="spent")]
         declare_feature_view(StreamView("user_value", "user", features))
         query.stop()
-        config = RepoConfig(
-            project="shop",
-            provider="local",
-            registry=str(root / "registry.db"),
-            online_store=None,
-            entity_key_serialization_version=3,
-        )
-        world = World(root / "totals", config, after)
+        world = World(root, after)
         named = view_of("worth", tags={"statestore.view": "user_value"})
         missing = view_of("no_such_view")
         wrong = view_of("wrong", FIELDS | {"price": feast_types.Float64}, tags={"statestore.view": "user_value"})
@@ -149,7 +153,7 @@ def test_what_does_not_fit_is_refused(world: World, features: list[str], changes
 
 
 def test_checkpoints_must_name_each_view_and_operator_once(world: World) -> None:
-    both = {"clicks": str(world.checkpoint), "copy": str(world.checkpoint)}
+    both = {"clicks": world.checkpoint, "copy": world.checkpoint}
     with pytest.raises(RequestError, match="Two checkpoints below offline_store have a feature view 'user_value'"):
         world.store(checkpoints=both).get_historical_features(asked(world), ["user_value:n"])
 

@@ -172,8 +172,9 @@ class Maintenance:
         """Unload partitions that another host owns, and begin the work that is due; return what was begun.
 
         The work is uploads of snapshots: one is due after ``deltas_per_snapshot`` versions, or if the partition has had
-        no commit since the last maintenance and the changelogs behind its snapshot are large. While the write buffers or the room for unwritten changes are more than half
-        full, it is also flushes of partitions that have had no commit since the last maintenance.
+        no commit since the last maintenance and the changelogs behind its snapshot are large. While the write buffers
+        or the room for unwritten changes are more than half full, it is also flushes of partitions that have had no
+        commit since the last maintenance.
         """
         log.debug("Doing maintenance")
         for work in self._hooks:

@@ -670,9 +670,7 @@ def test_features_of_a_checkpoint_need_no_cluster(cluster: FeatureCluster) -> No
 
 
 @pytest.mark.parametrize("keys", [[1, 2], {"user": [1, 2]}])
-def test_an_error_names_the_number_of_keys(
-    cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, keys: Any
-) -> None:
+def test_an_error_names_the_number_of_keys(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch, keys: Any) -> None:
     client = cluster.client()
 
     def gone(*_: Any) -> Any:
