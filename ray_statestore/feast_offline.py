@@ -145,10 +145,10 @@ class _StoredViews:
             )
         declared = {feature.name: feature for feature in view.features}
         by_source = defaultdict[tuple[str, str, str | None], list[Feature]](list)
-        for feature in outputs:
-            if feature not in declared:
-                raise RequestError(f"View {name!r} has no feature {feature!r}; it has {', '.join(declared)}.")
-            source = declared[feature]
+        for asked in outputs:
+            if asked not in declared:
+                raise RequestError(f"View {name!r} has no feature {asked!r}; it has {', '.join(declared)}.")
+            source = declared[asked]
             by_source[self._checkpoint_of(name, source), source.operator, source.state].append(source)
         own = {column: f"__row_{i}" for i, column in enumerate(rows.columns)}  # the state has columns of its own
         rows = rows.toDF(*own.values())
