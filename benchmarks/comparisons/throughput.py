@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from suite.machine import directory
-from suite.model import VENV, VENV42, Case, Comparison, Measured, Size, Target
+from suite.model import VENV, VENV42, VENV43, Case, Comparison, Measured, Size, Target
 from suite.runner import Steps
 
 LABELS = {
@@ -102,12 +102,14 @@ THROUGHPUT = Comparison(
         "smoke": {"workloads": ["all-at-once"], "contestants": ["native", "aggregate", "arrow", "rows"], **SMOKE},
     },
     minutes={"full": 90, "smoke": 6},
-    environments=(VENV, VENV42),
+    environments=(VENV, VENV42, VENV43),
     targets=(
         Target.times("`aggregate` against native RocksDB", LONG, "aggregate", 2.5, "native"),
         Target.times("the same on Spark 4.2", LONG, "aggregate", 2.5, "native", VENV42),
+        Target.times("the same on Spark 4.3", LONG, "aggregate", 2.5, "native", VENV43),
         Target.times("row form against native RocksDB", LONG, "rows", 1.5, "native"),
         Target.times("the same on Spark 4.2", LONG, "rows", 1.5, "native", VENV42),
+        Target.times("the same on Spark 4.3", LONG, "rows", 1.5, "native", VENV43),
         Target.times("row form against `transformWithState`", LONG, "rows", 15, "spark_rows", VENV42),
         Target.times("pandas form against `transformWithStateInPandas`", LONG, "pandas", 25, "spark_pandas", VENV42),
         Target.times("Arrow form against `applyInPandasWithState`", LONG, "arrow", 40, "spark_pandas_state", VENV42),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench
 import pytest
 from comparisons import COMPARISONS
-from suite.model import ENVIRONMENTS, VENV, VENV42, Comparison
+from suite.model import ENVIRONMENTS, VENV, VENV42, VENV43, Comparison
 
 from tests.benchmarks.measurements import comparison
 
@@ -62,7 +62,7 @@ def test_comparisons_are_whole(one: Comparison) -> None:
 
 def test_a_smoke_run_takes_the_first_environment() -> None:
     throughput = COMPARISONS["throughput"]
-    assert throughput.runs_in("full", None) == [VENV, VENV42]
+    assert throughput.runs_in("full", None) == [VENV, VENV42, VENV43]
     assert throughput.runs_in("smoke", None) == [VENV]
     assert throughput.runs_in("smoke", VENV42) == throughput.runs_in("full", VENV42) == [VENV42]
     assert COMPARISONS["provider"].runs_in("full", VENV42) == []
