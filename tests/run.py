@@ -203,7 +203,8 @@ _CLIENTS = [
 ]
 _PAGE = ["tests/spark_bridge/ui"]
 _PLANTED = "tests/simulation/test_planted_faults.py"
-_OF_THE_TREE = [f"tests/test_{name}.py" for name in ("feast", "imports", "names", "public_names", "run")]
+_FEAST = ("feast", "feast_offline")
+_OF_THE_TREE = [f"tests/test_{name}.py" for name in (*_FEAST, "imports", "names", "public_names", "run")]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/spark_bridge/state_http", *_OF_THE_TREE, _PLANTED]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
