@@ -15,8 +15,10 @@ unpacked lists. Async is one event loop with 64 lookups in flight. Both servers,
 machine's cores.
 
 The features are 20 longs, 25 doubles and 5 strings of one key a request, by one asynchronous client process, or by one
-client in each of two replicas of Ray Serve, which ask in open loop themselves. A stream that runs commits a batch of
-``--rows`` keys every ``--every`` seconds, or without a pause. A rate is not sustained if less than 98 % was answered.
+client in each of two replicas of Ray Serve, which ask in open loop themselves. Beside it, ``redis.asyncio`` reads the
+same values by msgpack, and a client that asks no server shows what the machine itself takes. A stream that runs commits
+a batch of ``--rows`` keys every ``--every`` seconds, or without a pause. A rate is not sustained if less than 98 % was
+answered.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from query_clients import OPERATOR, VIEW, open_loop, redis_key
+from query_clients import OPERATOR, VIEW, features_key, features_of, open_loop, redis_key
 from rich.console import Console
 from suite.machine import own_ray
 
@@ -122,9 +124,14 @@ def await_keys(keys: int) -> None:
             time.sleep(0.05)
 
 
+def totals_entry(user: int) -> tuple[bytes, Any]:
+    """Return the key and the value that Redis has for the totals of a user."""
+    return redis_key(user), [1, user * 0.5, START_US + user]
+
+
 @contextmanager
-def running_redis(keys: int) -> Iterator[int]:
-    """Give the port of a Redis server with the same values."""
+def running_redis(keys: int, entry: Callable[[int], tuple[bytes, Any]] = totals_entry) -> Iterator[int]:
+    """Give the port of a Redis server that has the entries of all users by msgpack."""
     import msgpack
     import redis
 
@@ -139,7 +146,8 @@ def running_redis(keys: int) -> Iterator[int]:
         for first in range(0, keys, 10_000):
             pipe = client.pipeline(transaction=False)
             for user in range(first, min(keys, first + 10_000)):
-                pipe.set(redis_key(user), msgpack.packb([1, user * 0.5, START_US + user]))
+                key, value = entry(user)
+                pipe.set(key, msgpack.packb(value))
             pipe.execute()
         yield port
     finally:
@@ -345,21 +353,30 @@ def open_loop_row(what: str, rate: float, figures: list[dict[str, Any]], more: s
 
 def features(arguments: argparse.Namespace) -> None:
     """Measure requests of 50 features at fixed rates: quiet, during a stream, during a kill, and from Ray Serve."""
-    from ray_statestore import Feature, FeatureView, declare_feature_view
+    from ray_statestore import Feature, FeatureView, QueryableStateClient, declare_feature_view
     from spark_bridge.session.current import current_cluster
 
     keys, rates, seconds = arguments.keys, arguments.rates, arguments.seconds
     columns = ("user", "amount", "ts", "concat('place ', user) as place")
     console.print(f"Load before: {os.getloadavg()[0]:.1f}")
-    with running_stream(keys, arguments.partitions, fifty_features, columns) as (query, inbox):
+    with ExitStack() as ended:
+        stream = running_stream(keys, arguments.partitions, fifty_features, columns)
+        query, inbox = ended.enter_context(stream)
         names = list(fifty_features())
         declare_feature_view(FeatureView(VIEW, entity="user", features=[Feature(name, OPERATOR) for name in names]))
         address, token = connection()
         os.environ["STATESTORE_TOKEN"] = token
+        with QueryableStateClient.connect() as client:
+            rows = client.features(VIEW, list(range(keys))).to_arrow().select(names).to_pylist()
+        port = ended.enter_context(running_redis(keys, lambda user: (features_key(user), rows[user])))
+        addresses = {"ours": address, "redis": str(port), "nothing": ""}
 
-        def turn_of(rate: float, seconds: float, during: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+        def turn_of(
+            contestant: str, rate: float, seconds: float, during: Callable[[], None] = lambda: None
+        ) -> list[dict[str, Any]]:
             count = max(1, round(rate / arguments.per_client))
-            with clients("ours", "features", address, count, seconds, keys, rate / count) as readers:
+            at = addresses[contestant]
+            with clients(contestant, "features", at, count, seconds, keys, rate / count) as readers:
                 begin(readers)
                 during()
                 return [json.loads(heard(reader)) for reader in readers]
@@ -368,16 +385,19 @@ def features(arguments: argparse.Namespace) -> None:
             time.sleep(seconds / 4)
             os.kill(int(current_cluster().describe_hosts()[1]["pid"]), signal.SIGKILL)
 
-        for rate in rates:
-            open_loop_row("quiet", rate, turn_of(rate, seconds))
-        for rate in rates:
-            with Batches(query, inbox, keys, arguments.rows, arguments.every) as batches:
-                figures = turn_of(rate, seconds)
-            batch = statistics.median(batches.seconds)
-            open_loop_row("during a stream", rate, figures, f"; {len(batches.seconds)} batches of {batch:.2f} s")
+        with Batches(query, inbox, keys, arguments.rows, 0.0):
+            time.sleep(arguments.warm_up)  # Java compiles the first batches for long
+        for turn in range(arguments.rounds):
+            for rate in rates:
+                for contestant in sorted(addresses, reverse=bool(turn % 2)):
+                    open_loop_row(f"{contestant}, quiet", rate, turn_of(contestant, rate, seconds))
+                    with Batches(query, inbox, keys, arguments.rows, arguments.every) as batches:
+                        figures = turn_of(contestant, rate, seconds)
+                    more = f"; {len(batches.seconds)} batches of {statistics.median(batches.seconds):.2f} s"
+                    open_loop_row(f"{contestant}, during a stream", rate, figures, more)
         for rate in rates[:2]:
             with Batches(query, inbox, keys, arguments.rows, arguments.every) as batches:
-                figures = turn_of(rate, 2 * seconds, kill)
+                figures = turn_of("ours", rate, 2 * seconds, kill)
             open_loop_row("a host is killed", rate, figures, f"; longest batch {max(batches.seconds):.1f} s")
             time.sleep(5)
         from_serve(arguments, token)
@@ -396,8 +416,9 @@ def from_serve(arguments: argparse.Namespace, token: str) -> None:
             self.replica = serve.get_replica_context().replica_id.unique_id
 
         async def ask(self, rate: float, seconds: float, keys: int) -> tuple[str, dict[str, Any]]:
-            await open_loop(self.client, min(rate, 200.0), 0.5, keys, random.Random(self.replica))
-            return self.replica, await open_loop(self.client, rate, seconds, keys, random.Random(self.replica))
+            call, rng = features_of(self.client), random.Random(self.replica)
+            await open_loop(call, min(rate, 200.0), 0.5, keys, rng)
+            return self.replica, await open_loop(call, rate, seconds, keys, rng)
 
     serve.start(proxy_location="Disabled")
     try:
@@ -423,6 +444,7 @@ def main() -> None:
     parser.add_argument("--per-client", type=float, default=2500.0, help="of these, at most so many of one client")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn of features")
     parser.add_argument("--rows", type=int, default=10_000, help="of a batch during a turn of features")
+    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds of batches before the turns of features")
     parser.add_argument("--every", type=float, default=0.0, help="seconds between the begins of two such batches")
     arguments = parser.parse_args()
     {"beside-stream": beside_stream, "scan": scan, "features": features}[arguments.what](arguments)

@@ -5,7 +5,8 @@
 CONTESTANT is "ours" or "redis", WORK "single", "async", "batched" or "features". ADDRESS is a host's query address, or
 Redis' port; our token is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead
 of as many as it can. One of features asks at that rate in open loop: requests begin on schedule, whether earlier ones
-are answered or not, and the latency of each is from its scheduled time.
+are answered or not, and the latency of each is from its scheduled time. There a third contestant, "nothing", asks no
+server: its latencies are those of the event loop.
 
 Once it is warm, it prints "ready", and then takes a turn for each line of its input: clients that run together begin
 together, and none measures while another is starting.
@@ -19,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,11 @@ Report = dict[str, Any]
 def redis_key(user: int) -> bytes:
     """Return the key under which Redis has a user's totals."""
     return b"totals:%d" % user
+
+
+def features_key(user: int) -> bytes:
+    """Return the key under which Redis has a user's features, by name."""
+    return b"features:%d" % user
 
 
 def report(latencies: list[float], seconds: float, keys_each: int, cpu: float) -> Report:
@@ -103,7 +110,9 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
         say(json.dumps(report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)))
 
 
-async def open_loop(client: Any, rate: float, seconds: float, keys: int, rng: random.Random) -> Report:
+async def open_loop(
+    call: Callable[[int], Awaitable[Any]], rate: float, seconds: float, keys: int, rng: random.Random
+) -> Report:
     """Ask for the features of ``rate`` random keys a second for some seconds, and return the figures.
 
     The latencies of requests that fail count too.
@@ -114,8 +123,7 @@ async def open_loop(client: Any, rate: float, seconds: float, keys: int, rng: ra
 
     async def ask(scheduled: float) -> None:
         try:
-            rows = await client.features(VIEW, [rng.randrange(keys)])
-            assert len(rows.to_dict()) == 51
+            await call(rng.randrange(keys))
         except Exception as error:  # noqa: BLE001 - it is counted
             failures[type(error).__name__] = failures.get(type(error).__name__, 0) + 1
         latencies.append(time.perf_counter() - scheduled)
@@ -139,25 +147,49 @@ async def open_loop(client: Any, rate: float, seconds: float, keys: int, rng: ra
     return figures
 
 
-async def features(address: str, seconds: float, keys: int, rng: random.Random, rate: float) -> None:
-    """Take turns of an open loop."""
+def features_of(client: Any) -> Callable[[int], Awaitable[None]]:
+    """Return a call for the features of one key by our client."""
+
+    async def call(user: int) -> None:
+        rows = await client.features(VIEW, [user])
+        assert len(rows.to_dict()) == 51
+
+    return call
+
+
+async def features(contestant: str, address: str, seconds: float, keys: int, rng: random.Random, rate: float) -> None:
+    """Take turns of an open loop: ours, Redis by its asynchronous client, or calls that ask no server."""
     from spark_bridge import AsyncQueryableStateClient
 
-    async with await AsyncQueryableStateClient.connect(address=address, direct=True) as client:
-        await open_loop(client, min(rate, 200.0), WARM_UP, keys, rng)
+    async with AsyncExitStack() as ended:
+        if contestant == "ours":
+            call = features_of(
+                await ended.enter_async_context(await AsyncQueryableStateClient.connect(address=address, direct=True))
+            )
+        elif contestant == "redis":
+            import msgpack
+            from redis import asyncio as redis_asyncio
+
+            store = await ended.enter_async_context(redis_asyncio.Redis(port=int(address), max_connections=IN_FLIGHT))
+
+            async def call(user: int) -> None:
+                assert len(msgpack.unpackb(await store.get(features_key(user)))) == 50
+
+        else:
+
+            async def call(user: int) -> None:
+                return None
+
+        await open_loop(call, min(rate, 200.0), WARM_UP, keys, rng)
         say("ready")
         while await asyncio.to_thread(sys.stdin.readline):
-            await open_loop(client, rate, AGAIN, keys, rng)
-            say(json.dumps(await open_loop(client, rate, seconds, keys, rng)))
+            await open_loop(call, rate, AGAIN, keys, rng)
+            say(json.dumps(await open_loop(call, rate, seconds, keys, rng)))
 
 
 def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
 
-    if work == "features":
-        assert per_second is not None
-        asyncio.run(features(address, seconds, keys, rng, per_second))
-        return
     if work == "async":
 
         async def run() -> None:
@@ -209,7 +241,9 @@ def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -
 def main() -> None:
     contestant, work, address, seconds, keys, seed = sys.argv[1:7]
     rng = random.Random(int(seed))
-    if contestant == "redis":
+    if work == "features":
+        asyncio.run(features(contestant, address, float(seconds), int(keys), rng, float(sys.argv[7])))
+    elif contestant == "redis":
         redis(work, int(address), float(seconds), int(keys), rng)
     else:
         per_second = float(sys.argv[7]) if len(sys.argv) > 7 else None

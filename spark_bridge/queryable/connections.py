@@ -30,8 +30,8 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
 
     The first frame must come before ``deadline``, a time of ``time.monotonic``. Each further one may take
     ``frame_seconds``; with None, all must come before ``deadline``. A new connection is opened within
-    ``connect_seconds``, or before ``deadline``. A caller that stops early must ``close`` or ``abandon`` the exchange.
-    Raises the host's own error. For one thread.
+    ``connect_seconds``, or before ``deadline``. With an ``idle`` connection none is ever opened. A caller that stops
+    early must ``close`` or ``abandon`` the exchange. Raises the host's own error. For one thread.
     """
 
     __slots__ = (
@@ -47,6 +47,7 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         deadline: float,
         frame_seconds: float | None = None,
         connect_seconds: float = math.inf,
+        idle: ClientConnection | None = None,
     ) -> None:
         self._connections = connections
         self._request = request
@@ -57,7 +58,10 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         self._failure: Exception | None = None
         self._is_whole = False
         self._is_over = False
-        self._connection, self._is_reused = connections.acquire(address, self._connect_by(deadline))
+        if idle is None:
+            self._connection, self._is_reused = connections.acquire(address, self._connect_by(deadline))
+        else:
+            self._connection, self._is_reused = idle, False
         try:
             self._connection.send(*request, deadline)
         except ClosedByPeerError as error:
@@ -270,6 +274,16 @@ class KvConnections:
         if deadline is None:
             deadline = time.monotonic() + self.timeout
         return KvExchange(self, address, (header, body), deadline, connect_seconds=connect_seconds)
+
+    def begin_if_idle(self, address: str, header: Request, body: FrameBody, deadline: float) -> KvExchange | None:
+        """Send a small request on a connection that is free now; return None if none is.
+
+        For event loops: this never connects or waits, also if the host has closed the connection.
+        """
+        connection = self._pool(address).pop_idle()
+        if connection is None:
+            return None
+        return KvExchange(self, address, (header, body), deadline, idle=connection)
 
     def request(
         self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None

@@ -20,7 +20,8 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError
 from spark_bridge.queryable.client.async_results import AsyncSqlRows, AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
-from spark_bridge.queryable.client.features import FeatureRows, features_each
+from spark_bridge.queryable.client.features import BegunFeatures, FeatureRows, begin_each, features_each
+from spark_bridge.queryable.routing.router import SMALL_LOOKUP_SECONDS
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ class LookupGroup:
     def in_words(self, key: Any) -> str:
         return f"get({self.operator!r}, {key!r})"
 
+    def begin(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> None:
+        """Return None: lookups have further ways to an answer, such as copies."""
+
 
 @dataclass(frozen=True)
 class FeatureGroup:
@@ -89,12 +93,21 @@ class FeatureGroup:
         """Return the answer of each request, or its error. Raises the error of all."""
         return features_each(client, self.view, keys, defaults=self.defaults, isolation=self.isolation, timeout=timeout)
 
+    def begin(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> BegunFeatures | None:
+        """Send the requests if that needs no wait. Raises the error of all."""
+        if len(keys) > 1 and sum(map(len, keys)) > GATHERED_KEYS:
+            return None
+        return begin_each(client, self.view, keys, defaults=self.defaults, isolation=self.isolation, timeout=timeout)
+
     def in_words(self, keys: Any) -> str:
         return f"features({self.view!r}) of {len(keys)} keys"
 
 
 class LookupBatcher:
     """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
+
+    Small requests for features are sent and read on the loop itself: a thread would take longer than the request. All
+    others, and those that fail or need a new connection, run in a thread, which repeats them where that may help.
 
     While ``at_once`` batches of the group are under way further lookups gather, and go together when one is back. So
     batches are as large as the load makes them, and a single lookup does not wait. A batch is repeated until the
@@ -116,6 +129,8 @@ class LookupBatcher:
         self._waiting: list[PendingLookup] = []
         self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._begun: dict[int, tuple[BegunFeatures, list[PendingLookup], float, asyncio.TimerHandle]] = {}
+        """The batches that this loop has sent, by the descriptors of their connections."""
 
     def add(self, key: Any, timeout: float | None) -> asyncio.Future[Any]:
         """Return the future of a key's answer. ``timeout`` None means the client's."""
@@ -163,10 +178,65 @@ class LookupBatcher:
         for key, future, until in batch:
             if until + MUCH_LATER_SECONDS < last:
                 self._end_at(key, future, until)
+        if not self._begin(batch, last):
+            self._submit(batch, last)
+
+    def _begin(self, batch: list[PendingLookup], until: float) -> bool:
+        """Send a batch from the event loop if that needs no wait, and answer it when the host's bytes have come."""
+        keys, timeout = [key for key, _, _ in batch], max(0.0, until - self._loop.time())
         try:
-            self._pool.submit(self._look_up, batch, last)
+            begun = self.group.begin(self._client, keys, timeout)
+        except Exception:  # noqa: BLE001 - the thread's attempt raises it, or helps
+            return False
+        if begun is None:
+            return False
+        descriptor = begun.exchange.fileno()
+        # Methods, not closures: a reference cycle in each request would keep Python's garbage collector busy.
+        timer = self._loop.call_later(min(timeout, SMALL_LOOKUP_SECONDS), self._give_up, descriptor)
+        self._begun[descriptor] = begun, batch, until, timer
+        self._loop.add_reader(descriptor, self._read, descriptor)
+        return True
+
+    def _read(self, descriptor: int) -> None:
+        # A connection that fails is closed at once, and its descriptor may then belong to another one.
+        self._loop.remove_reader(descriptor)
+        begun, batch, until, timer = self._begun[descriptor]
+        if not begun.exchange.has_answer():
+            self._loop.add_reader(descriptor, self._read, descriptor)
+            return
+        timer.cancel()
+        del self._begun[descriptor]
+        try:
+            answers = begun.answers()
+        except Exception:  # noqa: BLE001 - the thread's attempt raises it, or helps
+            self._submit(batch, until)
+        else:
+            self._answer(batch, answers)
+
+    def _give_up(self, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        begun, batch, until, _ = self._begun.pop(descriptor)
+        begun.exchange.abandon()
+        self._submit(batch, until)
+
+    def end(self) -> None:
+        """End the batches that the loop has sent, because the client is closed, or the loop is no longer used."""
+        under_way, self._begun = self._begun, {}
+        for descriptor, (begun, batch, _, timer) in under_way.items():
+            if not self._loop.is_closed():
+                self._loop.remove_reader(descriptor)
+                timer.cancel()
+                self._answer_closed(batch)
+            begun.exchange.close()
+
+    def _submit(self, batch: list[PendingLookup], until: float) -> None:
+        try:
+            self._pool.submit(self._look_up, batch, until)
         except RuntimeError:
-            self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
+            self._answer_closed(batch)
+
+    def _answer_closed(self, batch: list[PendingLookup]) -> None:
+        self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
 
     def _next(self) -> None:
         self._under_way -= 1
@@ -325,8 +395,14 @@ class AsyncQueryableStateClient:
     def _new_lookups(self, group: LookupGroup | FeatureGroup) -> LookupBatcher:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._lookups, self._loop = {}, loop
+            self._end_lookups()
+            self._loop = loop
         return self._lookups.setdefault(group, LookupBatcher(self._client, self._pool, group, self._idle))
+
+    def _end_lookups(self) -> None:
+        lookups, self._lookups = self._lookups, {}
+        for of_group in lookups.values():
+            of_group.end()
 
     def _idle(self, lookups: LookupBatcher) -> None:
         if self._lookups.get(lookups.group) is lookups:
@@ -456,6 +532,7 @@ class AsyncQueryableStateClient:
 
     async def close(self) -> None:
         """Close all connections; calls under way fail."""
+        self._end_lookups()
         self._client.close()
         self._pool.shutdown(wait=False)
 

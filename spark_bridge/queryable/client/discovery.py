@@ -373,6 +373,19 @@ class KnownView:
         return [np.dtype(kind.to_pandas_dtype()) for kind in self.columns.types]
 
     @cached_property
+    def names(self) -> list[str]:
+        """The features, in the order of the columns. Arrow makes this list anew each time."""
+        return list(self.columns.names)
+
+    @cached_property
+    def plain_key(self) -> type | None:
+        """The type of Python of which each key that was encoded is its own column's value; None if there is none."""
+        types = self.codec.schema.types
+        if len(types) == 1 and (pa.types.is_integer(types[0]) or pa.types.is_string(types[0])):
+            return int if pa.types.is_integer(types[0]) else str
+        return None
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether hosts send the features of one key as a list of values."""
         return protocol.have_plain_values(self.columns)
@@ -417,10 +430,13 @@ class KnownTargets(Generic[L]):
 
     def get(self, ref: OperatorRef, deadline: float) -> L:
         """Return the known one of that name; look it up if none is known."""
+        target = self.known(ref)
+        return self._look_up(ref, deadline) if target is None else target
+
+    def known(self, ref: OperatorRef) -> L | None:
+        """Return the known one of that name, or None. Never waits: an old location is refreshed by a thread."""
         target = self._known.get(ref)
-        if target is None:
-            return self._look_up(ref, deadline)
-        if time.monotonic() - target.located_at > REFRESH_SECONDS:
+        if target is not None and time.monotonic() - target.located_at > REFRESH_SECONDS:
             self._refresh(ref, target)
         return target
 
@@ -492,6 +508,10 @@ class ClusterAccess:
     def answer_of_view(self, what: str, view: str, timeout: float | None, ask: Callable[[KnownView, float], T]) -> T:
         """Return the result of ``ask(known view, deadline)``; retry if that may help."""
         return self._answer(self._views, what, (view, None), timeout, ask)
+
+    def known_view(self, view: str) -> KnownView | None:
+        """Return a view that has been located, or None. Never waits."""
+        return self._views.known((view, None))
 
     def _answer(
         self,

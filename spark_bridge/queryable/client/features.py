@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -15,14 +17,22 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge import exceptions
-from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED
+from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED, requested_version
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At, FeatureAnswer, ViewLocation
+from spark_bridge.queryable.connections import KvConnections, KvExchange
+from spark_bridge.queryable.protocol import (
+    At,
+    FeatureAnswer,
+    FeaturesReply,
+    FeaturesRequest,
+    ViewLocation,
+    features_of,
+)
 from spark_bridge.queryable.routing.feature_reads import stale_error, stale_queries
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scatter_gather import expected
 
 
 class FeatureRows:
@@ -107,7 +117,11 @@ class FeatureRows:
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the columns of the entity and the features as lists of Python values, None for null."""
-        keys = {name: python_values(column) for name, column in zip(self.keys.schema.names, self.keys, strict=True)}
+        asked, plain = self._asked, self._target.plain_key
+        if isinstance(asked, list) and all(type(key) is plain for key in asked):
+            keys = {self._target.codec.schema.names[0]: asked[:]}  # columns of one key would take longer than its read
+        else:
+            keys = {name: python_values(column) for name, column in zip(self.keys.schema.names, self.keys, strict=True)}
         return {**keys, **self.values()}
 
     def values(self, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
@@ -115,8 +129,10 @@ class FeatureRows:
 
         Raises ``RequestError`` for a name that is not a feature of the view.
         """
-        columns, features = self._answer.columns, self._target.columns.names
+        columns, features = self._answer.columns, self._target.names
         rows = self._answer.rows
+        if names is None and rows is None and isinstance(columns, list):
+            return {name: [value] for name, value in zip(features, columns, strict=True)}
         of_columns = columns if rows is None else map(list, zip(*rows, strict=True))
         by_name = dict(zip(features, of_columns, strict=True))
         wanted = features if names is None else names
@@ -211,6 +227,51 @@ def read_views(
     return at_one_version(answers, lambda i, versions: read(*asked[i], versions=versions))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A request for the features of some keys: the keys as the caller has them and as stored, and the version of each
+    query. ``noted`` says whether later answers must not be older than this one.
+    """
+
+    target: KnownView
+    keys: pa.RecordBatch | list[Any]
+    encoded: pa.BinaryArray | bytes
+    at: list[At]
+    moment: int | None
+    noted: bool
+
+    @classmethod
+    def of(
+        cls,
+        client: ViewClient,
+        target: KnownView,
+        keys: Any,
+        as_of: Callable[[ViewLocation], At],
+        versions: Mapping[str, int] | None,
+    ) -> _Call:
+        codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
+        # Columns of one key would take longer than its look-up.
+        is_one = isinstance(keys, list) and len(keys) == 1 and not isinstance(keys[0], list | dict)
+        of_answer = keys[:] if is_one else codec.columns(keys)
+        encoded = codec.encode_one(of_answer[0]) if is_one else codec.encode(of_answer)
+        client._answered_at = client._answered_at if asked.moment is None else asked.moment
+        is_completed = asked.isolation == "completed" and versions is None
+        if versions is not None:
+            at = versions_of(target.location, versions, asked)
+        elif is_completed:
+            at = [client._router.seen.floor(query.run_id, asked) for query in queries]
+        else:
+            at = [asked] * len(queries)
+        return cls(target, of_answer, encoded, at, asked.moment, is_completed)
+
+    def rows(self, client: ViewClient, answer: FeatureAnswer) -> FeatureRows:
+        """Return the answer, and remember its versions."""
+        if self.noted:
+            for query, version in zip(self.target.location.queries, answer.versions, strict=True):
+                client._router.seen.note(query.run_id, version)
+        return FeatureRows(self.target, self.keys, answer, self.moment)
+
+
 def _read(
     client: ViewClient,
     view: str,
@@ -222,27 +283,10 @@ def _read(
     timeout: float | None,
 ) -> FeatureRows:
     all_keys = keys if hasattr(keys, "__len__") else list(keys)
-    seen = client._router.seen
 
     def ask(target: KnownView, deadline: float) -> FeatureRows:
-        codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
-        # Columns of one key would take longer than its look-up.
-        is_one = isinstance(all_keys, list) and len(all_keys) == 1 and not isinstance(all_keys[0], list | dict)
-        of_answer = all_keys[:] if is_one else codec.columns(all_keys)
-        encoded = codec.encode_one(of_answer[0]) if is_one else codec.encode(of_answer)
-        client._answered_at = client._answered_at if asked.moment is None else asked.moment
-        is_completed = asked.isolation == "completed" and versions is None
-        if versions is not None:
-            of_queries = versions_of(target.location, versions, asked)
-        elif is_completed:
-            of_queries = [seen.floor(query.run_id, asked) for query in queries]
-        else:
-            of_queries = [asked] * len(queries)
-        answer = client._ask_features(target, of_queries, defaults, encoded, deadline)
-        if is_completed:
-            for query, version in zip(queries, answer.versions, strict=True):
-                seen.note(query.run_id, version)
-        return FeatureRows(target, of_answer, answer, asked.moment)
+        call = _Call.of(client, target, all_keys, as_of, versions)
+        return call.rows(client, client._ask_features(target, call.at, defaults, call.encoded, deadline))
 
     # A dict has a column of keys for each name.
     count = len(next(iter(all_keys.values()), ())) if isinstance(all_keys, dict) else len(all_keys)
@@ -275,6 +319,44 @@ def features_each(
             except exceptions.QueryableStateError as error:
                 answers.append(error)
         return answers
+
+
+@dataclass(frozen=True)
+class BegunFeatures:
+    """Several requests under way, in one exchange with a host, for an event loop that waits for the host's bytes."""
+
+    exchange: KvExchange
+    _client: ViewClient
+    _call: _Call
+    _requests: Sequence[list[Any]]
+
+    def answers(self) -> list[FeatureRows]:
+        """Return the answer of each request once the exchange has it. Raises the error of all."""
+        reply, body = self.exchange.finish()
+        reply = expected(reply, FeaturesReply, self.exchange.address)
+        rows = self._call.rows(self._client, features_of(reply, body, self._call.target.columns))
+        return [rows] if len(self._requests) == 1 else list(rows.divided(self._requests))
+
+
+def begin_each(
+    client: ViewClient, view: str, requests: Sequence[list[Any]], *, defaults: bool, isolation: str, timeout: float
+) -> BegunFeatures | None:
+    """Send the requests of ``features_each`` if that needs no wait; else return None.
+
+    It needs one if the view is not known, or no connection is free. Raises the error of all; ``features_each`` tells
+    which request has it, and tries again where that may help.
+    """
+    target = client._access.known_view(view)
+    if target is None:
+        return None
+    asked = requested_version(isolation, None, None)
+    as_of = partial(moment_of, asked=asked, now_us=client._connections.now_us)
+    keys = requests[0] if len(requests) == 1 else [key for keys in requests for key in keys]
+    call, location = _Call.of(client, target, keys, as_of, None), target.location
+    request = FeaturesRequest(location.view.name, location.revision, call.at, defaults, takes_rows=True)
+    deadline = time.monotonic() + timeout
+    exchange = client._router.begin_features(location, request, call.encoded, deadline)
+    return None if exchange is None else BegunFeatures(exchange, client, call, requests)
 
 
 def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> At:

@@ -22,7 +22,7 @@ from backends.encoding.keys import KEY_GROUP_BYTES
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
-from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.connections import KvConnections, KvExchange
 from spark_bridge.queryable.routing.hedged import MARKS_SLOW, HedgedReads, WaitForAny, wait_for_any
 from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
 from spark_bridge.queryable.routing.scatter_gather import (
@@ -472,6 +472,25 @@ class StateRouter:
 
         ``keys`` are stored keys, or one.
         """
+        address, packed, deadline = self._host_of_features(location, keys, deadline)
+        reply, body = self._connections.request(address, request, packed, deadline)
+        return expected(reply, protocol.FeaturesReply, address), body
+
+    def begin_features(
+        self,
+        location: protocol.ViewLocation,
+        request: protocol.FeaturesRequest,
+        keys: pa.BinaryArray | bytes,
+        deadline: float,
+    ) -> KvExchange | None:
+        """Send the request of ``features`` if a connection to the host is free now; else return None. Never waits."""
+        address, packed, deadline = self._host_of_features(location, keys, deadline)
+        return self._connections.begin_if_idle(address, request, packed, deadline)
+
+    def _host_of_features(
+        self, location: protocol.ViewLocation, keys: pa.BinaryArray | bytes, deadline: float
+    ) -> tuple[str, bytes, float]:
+        """Return the address of the host that is asked, the packed keys, and when the host must have answered."""
         if isinstance(keys, bytes):
             first, packed = keys, protocol.pack_one(keys)
             deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
@@ -479,12 +498,9 @@ class StateRouter:
             first = keys[0].as_py() if len(keys) else bytes(KEY_GROUP_BYTES)
             packed, deadline = protocol.pack_bytes(keys), self._earlier(deadline, keys)
         if self._via is not None:
-            address = self._proxy()
-        else:
-            group = int.from_bytes(first[:KEY_GROUP_BYTES], "big")
-            address = location.addresses[group * len(location.addresses) // location.key_groups]
-        reply, body = self._connections.request(address, request, packed, deadline)
-        return expected(reply, protocol.FeaturesReply, address), body
+            return self._proxy(), packed, deadline
+        group = int.from_bytes(first[:KEY_GROUP_BYTES], "big")
+        return location.addresses[group * len(location.addresses) // location.key_groups], packed, deadline
 
     def key_rows(
         self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float
