@@ -20,7 +20,8 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError
 from spark_bridge.queryable.client.async_results import AsyncSqlRows, AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient, scoped_client
-from spark_bridge.queryable.client.features import BegunFeatures, FeatureRows, begin_each, features_each
+from spark_bridge.queryable.client.features import BegunFeatures, FeatureRows, begin_each, features_each, owner_of
+from spark_bridge.queryable.routing.feature_reads import FEW_KEYS
 from spark_bridge.queryable.routing.router import SMALL_LOOKUP_SECONDS
 from spark_bridge.transport.tls import TlsConf
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 KEYS_PER_BATCH = 1000
-GATHERED_KEYS = 16
+GATHERED_KEYS = FEW_KEYS
 """Requests for the features of more keys go alone."""
 FEATURES_AT_ONCE = 2
 """Requests for features gather while so many are under way: a host answers for one key faster than for two."""
@@ -82,11 +83,15 @@ class LookupGroup:
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Requests for the features of few keys that go in one batch."""
+    """Requests for the features of few keys that go in one batch.
+
+    Those of one key have their host in common, so that no host asks another one.
+    """
 
     view: str
     defaults: bool
     isolation: str
+    owner: str
     at_once = FEATURES_AT_ONCE
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
@@ -427,7 +432,9 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.features``."""
         if versions is None and at is None and isinstance(keys, list) and 0 < len(keys) <= GATHERED_KEYS:
             # A copy: the caller may change its list while the request waits.
-            rows: FeatureRows = await self._batched(FeatureGroup(view, defaults, isolation), keys[:], timeout)
+            rows: FeatureRows = await self._batched(
+                FeatureGroup(view, defaults, isolation, owner_of(self._client, view, keys)), keys[:], timeout
+            )
             return rows
         return await self._run(
             self._client.features,

@@ -30,8 +30,8 @@ from spark_bridge.queryable.protocol import (
     ViewLocation,
     features_of,
 )
-from spark_bridge.queryable.routing.feature_reads import stale_error, stale_queries
-from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.feature_reads import FEW_KEYS, stale_error, stale_queries
+from spark_bridge.queryable.routing.router import StateRouter, owner_of_features
 from spark_bridge.queryable.routing.scatter_gather import expected
 
 
@@ -107,7 +107,9 @@ class FeatureRows:
             else:  # many short arrays would take longer
                 part, rows = (of_keys[at], None) if len(keys) == 1 else ([], of_keys[at : at + len(keys)])
             answer = dataclasses.replace(self._answer, columns=part, rows=rows)
-            yield FeatureRows(self._target, self.keys.slice(at, len(keys)), answer, self._moment)
+            asked = self._asked
+            of_request = asked[at : at + len(keys)] if isinstance(asked, list) else asked.slice(at, len(keys))
+            yield FeatureRows(self._target, of_request, answer, self._moment)
             at += len(keys)
 
     def to_arrow(self) -> pa.Table:
@@ -250,10 +252,15 @@ class _Call:
         versions: Mapping[str, int] | None,
     ) -> _Call:
         codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
-        # Columns of one key would take longer than its look-up.
-        is_one = isinstance(keys, list) and len(keys) == 1 and not isinstance(keys[0], list | dict)
-        of_answer = keys[:] if is_one else codec.columns(keys)
-        encoded = codec.encode_one(of_answer[0]) if is_one else codec.encode(of_answer)
+        of_answer: pa.RecordBatch | list[Any]
+        encoded: pa.BinaryArray | bytes
+        if isinstance(keys, list) and 0 < len(keys) <= FEW_KEYS and not any(isinstance(k, list | dict) for k in keys):
+            # Columns of a few keys would take longer than their look-up.
+            of_answer, stored = keys[:], list(map(codec.encode_one, keys))
+            encoded = stored[0] if len(stored) == 1 else pa.array(stored, pa.binary())
+        else:
+            of_answer = codec.columns(keys)
+            encoded = codec.encode(of_answer)
         client._answered_at = client._answered_at if asked.moment is None else asked.moment
         is_completed = asked.isolation == "completed" and versions is None
         if versions is not None:
@@ -319,6 +326,17 @@ def features_each(
             except exceptions.QueryableStateError as error:
                 answers.append(error)
         return answers
+
+
+def owner_of(client: ViewClient, view: str, keys: Sequence[Any]) -> str:
+    """Return the address of the host that has the only key of a request; "" if it is not known. Never waits."""
+    target = client._access.known_view(view)
+    if target is None or len(keys) != 1 or isinstance(keys[0], list | dict):
+        return ""
+    try:
+        return owner_of_features(target.location, target.codec.encode_one(keys[0]))
+    except exceptions.UnknownKeyOrNamespaceError:
+        return ""  # the request raises it
 
 
 @dataclass(frozen=True)

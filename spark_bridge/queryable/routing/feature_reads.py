@@ -135,13 +135,16 @@ class ResolvedView:
         return self.located.view.max_age_seconds
 
     def keys_of(self, source: _Source, keys: Any) -> Any:
-        """Return stored keys of the first operator, or one, as those of another, which may have other key groups."""
+        """Return stored keys of the first operator, an array or a list, as those of another.
+
+        That may have other key groups.
+        """
         groups = source.location.key_groups
         if groups == self.sources[0].location.key_groups:
             return keys
-        columns = decode_keys(pa.array([keys], pa.binary()) if isinstance(keys, bytes) else keys, self.key)
+        columns = decode_keys(pa.array(keys, pa.binary()) if isinstance(keys, list) else keys, self.key)
         encoded = encode_keys(columns, key_groups(columns, groups))
-        return encoded[0].as_py() if isinstance(keys, bytes) else encoded
+        return encoded.to_pylist() if isinstance(keys, list) else encoded
 
     def stale(self, ages_ms: Sequence[int | None], at: Sequence[protocol.At]) -> list[int]:
         """Return the queries that are older than ``max_age``; a version that was asked for may have any age."""
@@ -372,16 +375,18 @@ class FeatureReads:
                 f"View {request.view!r} reads {len(resolved.run_ids)} queries, and the request has versions of "
                 f"{len(request.at)}."
             )
-        is_row = isinstance(keys, bytes) and resolved.is_plain
-        if isinstance(keys, bytes) and not is_row:
-            keys = pa.array([keys], pa.binary())
-        read = self._router.lookup_one_together if is_row else self._router.lookup_together
+        is_one = isinstance(keys, bytes)
+        few: list[bytes] | None = None
+        if resolved.is_plain and (is_one or (request.takes_rows and 0 < len(keys) <= FEW_KEYS)):
+            few = [keys] if isinstance(keys, bytes) else keys.to_pylist()
+        all_keys = few or (pa.array([keys], pa.binary()) if is_one else keys)
+        read = self._router.lookup_together if few is None else self._router.lookup_few_together
         versions: list[int] = []
         ages_ms: list[int | None] = []
         values: list[Any] = []
         for run_id, sources, at in zip(resolved.run_ids, resolved.by_query, request.at, strict=True):
             lookups = [(self._location(run_id, s.location.operator.name), s.family) for s in sources]
-            version, of_query = read(lookups, resolved.keys_of(sources[0], keys), at, deadline)
+            version, of_query = read(lookups, resolved.keys_of(sources[0], all_keys), at, deadline)
             versions.append(version)
             ages_ms.append(self._age_ms(run_id, version, at))
             values += of_query
@@ -389,12 +394,9 @@ class FeatureReads:
         if stale and resolved.located.view.on_stale == "error":
             raise resolved.stale_error(stale[0], ages_ms[stale[0]])
         lag_ms = max(map(self._reads.lag_ms, resolved.run_ids))
-        if is_row:
-            return protocol.FeatureAnswer(versions, ages_ms, lag_ms, resolved.row(values, stale, request.defaults))
-        if request.takes_rows and resolved.is_plain and 0 < len(keys) <= FEW_KEYS:
-            of_keys = zip(*(of_source.to_pylist() for of_source in values), strict=True)
-            rows = [resolved.row(of_key, stale, request.defaults) for of_key in of_keys]
-            return protocol.FeatureAnswer(versions, ages_ms, lag_ms, [], rows)
+        if few is not None:
+            rows = [resolved.row(of_key, stale, request.defaults) for of_key in zip(*values, strict=True)]
+            return protocol.FeatureAnswer(versions, ages_ms, lag_ms, *([rows[0]] if is_one else [[], rows]))
         columns = resolved.rows(values, int(time.time() * 1000), stale, request.defaults)
         return protocol.FeatureAnswer(versions, ages_ms, lag_ms, columns)
 

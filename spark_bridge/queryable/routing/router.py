@@ -37,6 +37,7 @@ from spark_bridge.queryable.routing.scatter_gather import (
     ScatterGather,
     expected,
 )
+from spark_bridge.state_format import layouts
 
 # Cuts keys into chunks that fit into a request, and joins the answers to the chunks.
 
@@ -314,6 +315,12 @@ PROXY_STREAMS = 2
 ROUTED_OPERATORS = 64
 
 
+def owner_of_features(location: protocol.ViewLocation, key: bytes) -> str:
+    """Return the address of the host that has a stored key in the first operator of a view."""
+    group = int.from_bytes(key[:KEY_GROUP_BYTES], "big")
+    return location.addresses[group * len(location.addresses) // location.key_groups]
+
+
 class StateRouter:
     """Route requests to the owners of partitions. Thread-safe.
 
@@ -435,31 +442,37 @@ class StateRouter:
             values.append(parts[0] if len(parts) == 1 else joined_values(parts, places))
         return version, values
 
-    def lookup_one_together(
-        self, lookups: Sequence[tuple[OperatorLocation, str]], key: bytes, at: protocol.At, deadline: float
-    ) -> tuple[int, list[bytes | None]]:
-        """Return the result of ``lookup_together`` for one key; fast if this process has the key in all operators."""
+    def lookup_few_together(
+        self, lookups: Sequence[tuple[OperatorLocation, str]], keys: Sequence[bytes], at: protocol.At, deadline: float
+    ) -> tuple[int, list[list[bytes | None]]]:
+        """Return the result of ``lookup_together`` as lists; fast if this process has the keys in all operators."""
         run_id, local = lookups[0][0].run_id, self._local
         is_completed = at.isolation == "completed"
-        if local is not None and all(
-            self._table(location).address_of(key) == self._local_address for location, _ in lookups
+        # Rolling aggregates of several keys are merged by columns.
+        is_short = len(keys) == 1 or all(family != layouts.ROLLED_FAMILY for _, family in lookups)
+        if (
+            is_short
+            and local is not None
+            and all(
+                self._table(location).address_of(key) == self._local_address for location, _ in lookups for key in keys
+            )
         ):
             asked = self.seen.floor(run_id, at) if is_completed else at
+            requests = [
+                protocol.LookupRequest(run_id, location.operator.name, asked, family) for location, family in lookups
+            ]
             try:
-                answers = [
-                    local.lookup_one(protocol.LookupRequest(run_id, location.operator.name, asked, family), key)
-                    for location, family in lookups
-                ]
+                answers = [[local.lookup_one(request, key) for key in keys] for request in requests]
             except exceptions.StateVersionError:
                 answers = []  # ask again below, where this error is handled
-            versions = {version for version, _ in answers}
+            versions = {version for of_operator in answers for version, _ in of_operator}
             if len(versions) == 1:
                 (version,) = versions
                 if is_completed:
                     self.seen.note(run_id, version)
-                return version, [value for _, value in answers]
-        version, values = self.lookup_together(lookups, pa.array([key], pa.binary()), at, deadline)
-        return version, [of_operator[0].as_py() for of_operator in values]
+                return version, [[value for _, value in of_operator] for of_operator in answers]
+        version, values = self.lookup_together(lookups, pa.array(keys, pa.binary()), at, deadline)
+        return version, [of_operator.to_pylist() for of_operator in values]
 
     def features(
         self,
@@ -497,10 +510,7 @@ class StateRouter:
         else:
             first = keys[0].as_py() if len(keys) else bytes(KEY_GROUP_BYTES)
             packed, deadline = protocol.pack_bytes(keys), self._earlier(deadline, keys)
-        if self._via is not None:
-            return self._proxy(), packed, deadline
-        group = int.from_bytes(first[:KEY_GROUP_BYTES], "big")
-        return location.addresses[group * len(location.addresses) // location.key_groups], packed, deadline
+        return self._proxy() if self._via is not None else owner_of_features(location, first), packed, deadline
 
     def key_rows(
         self, location: OperatorLocation, request: protocol.KeyRowsRequest, keys: pa.BinaryArray, deadline: float

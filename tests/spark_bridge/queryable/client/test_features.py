@@ -385,13 +385,14 @@ def test_concurrent_requests_of_few_keys_go_together(cluster: FeatureCluster, mo
     cluster.declare(replace(VIEW, name="score", features=[Feature("score", "profile"), Feature("vip", "profile")]))
     plain = cluster.client()
     asked: list[int] = []
-    ask = plain._ask_features
+    packed = plain._router._host_of_features
 
-    def counting(target: Any, at: Any, defaults: bool, keys: Any, deadline: float) -> Any:
+    def counting(location: Any, keys: Any, deadline: float) -> Any:
         asked.append(1 if isinstance(keys, bytes) else len(keys))
-        return ask(target, at, defaults, keys, deadline)
+        return packed(location, keys, deadline)
 
-    monkeypatch.setattr(plain, "_ask_features", counting)
+    monkeypatch.setattr(plain._router, "_host_of_features", counting)
+    monkeypatch.setattr(plain._router, "begin_features", lambda *_: None)  # all requests run in threads
     requests = [[user] for user in (1, 8, 1000, 3)] + [[3, 60, 3], [1000, 8]]
 
     async def run() -> None:
