@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from backends.exceptions import StateStoreError
 from backends.host_memory import BoundedDict
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -24,6 +25,10 @@ PREPARED_LOOK_SECONDS = 0.002
 """The least seconds between two looks for one version, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
 """A reader waits at most this many seconds for a look of another reader: waiting readers block those of other runs."""
+QUICK_SECONDS = 0.001
+"""A look that took less was of a disk that does not hang now: readers then look themselves, without a thread."""
+MAX_OWN_LOOKS = 4
+"""At most this many readers of a host look themselves at once, so that a disk that hangs holds no more of them."""
 MAX_RUNS = 1000
 
 
@@ -33,7 +38,7 @@ class _Prepared:
 
     ``changed`` guards all fields. ``begun`` is when the last look began, ``answered`` when the last look without an
     error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``. The thread
-    that looks opens ``commits``.
+    that looks opens ``commits``. ``is_quick`` says whether the last look was of a local disk that answered at once.
     """
 
     registration: QueryRegistration
@@ -44,6 +49,7 @@ class _Prepared:
     answered: float = float("-inf")
     failure: Exception | None = None
     commits: SparkCommits | None = None
+    is_quick: bool = False
 
 
 class PreparedVersions:
@@ -71,6 +77,7 @@ class PreparedVersions:
         self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
         self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
         self._noting = threading.Lock()
+        self._own_looks = threading.Semaphore(MAX_OWN_LOOKS)
         cache.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
@@ -83,7 +90,10 @@ class PreparedVersions:
                 self._taken_under[registration.run_id] = under
             prepared = self._prepared.get(registration.run_id)
             if prepared is None or prepared.version < version:
-                self._prepared[registration.run_id] = _Prepared(registration, version)
+                following = _Prepared(registration, version)
+                if prepared is not None and prepared.registration is registration:
+                    following.commits, following.is_quick = prepared.commits, prepared.is_quick
+                self._prepared[registration.run_id] = following
 
     def _doubt(self, run_id: str) -> None:
         """Treat the next version as prepared if other hosts may have made it without this host's knowledge.
@@ -113,10 +123,10 @@ class PreparedVersions:
         return is_again and not self._cache.has_ended(run_id)  # an ended query makes no versions
 
     def is_settled(self, run_id: str) -> bool:
-        """Return whether the last version that was prepared here is known to be completed."""
+        """Return whether ``completed`` is known to have every version that Spark has committed; see ``_is_open``."""
         self._doubt(run_id)
         prepared = self._prepared.get(run_id)
-        return prepared is None or self._completed.has(run_id, prepared.version)
+        return prepared is None or self._completed.has(run_id, prepared.version) or self._is_open(prepared)
 
     def settle(self, run_id: str, seconds: float) -> None:
         """Return once ``completed`` has every version that Spark had committed when this was called.
@@ -124,9 +134,8 @@ class PreparedVersions:
         Raises the coordinator's error about the run, and ``HostUnavailableError`` if storage and the coordinator do not
         answer within ``seconds`` whether the version is completed.
         """
-        self._doubt(run_id)
-        prepared = self._prepared.get(run_id)
-        if prepared is None or self._completed.has(run_id, prepared.version):
+        prepared = None if self.is_settled(run_id) else self._prepared.get(run_id)
+        if prepared is None:
             return
         asked, is_ours = time.monotonic(), False
         deadline = asked + seconds
@@ -148,6 +157,26 @@ class PreparedVersions:
                 else:
                     is_ours = True
                     self._begin_look(prepared, now)
+
+    def _is_open(self, prepared: _Prepared) -> bool:
+        """Return whether a look by the reader itself shows that Spark has not committed the version.
+
+        False says nothing. A thread's look takes several switches between threads, which is long on busy cores, and
+        all readers need one between the tasks of a batch and its commit.
+        """
+        commits = prepared.commits
+        if commits is None or not prepared.is_quick or self._is_doubtful(prepared.registration.run_id):
+            return False
+        if not self._own_looks.acquire(blocking=False):
+            return False
+        begun = time.monotonic()
+        try:
+            return not commits.has(prepared.version - 1)
+        except (StateStoreError, OSError):
+            return False  # the look of a thread raises it, or waits for the storage
+        finally:
+            prepared.is_quick = time.monotonic() - begun < QUICK_SECONDS
+            self._own_looks.release()
 
     def _begin_look(self, prepared: _Prepared, now: float) -> None:
         # In a separate thread: storage may hang for longer than this reader waits.
@@ -173,8 +202,10 @@ class PreparedVersions:
             return
         if prepared.commits is None:
             prepared.commits = SparkCommits(self._open_storage(of.checkpoint_location, of.storage_options))
-        commits = prepared.commits
-        if not commits.has(version - 1) and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
+        commits, begun = prepared.commits, time.monotonic()
+        is_committed = commits.has(version - 1)
+        prepared.is_quick = commits.is_local and time.monotonic() - begun < QUICK_SECONDS
+        if not is_committed and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
             return
         coordinator, host_id = self._registration.coordinator, self._registration.info.host_id
         completed = self._registration.call_about(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import HostOrders
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.host import prepared_versions
+from spark_bridge.host.prepared_versions import MAX_OWN_LOOKS, PreparedVersions
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
@@ -390,6 +393,7 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
 
 def test_reads_of_the_commit_log_are_paced(make, monkeypatch):
     monkeypatch.setattr(prepared_versions, "PREPARED_LOOK_SECONDS", HANG)
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", 0.0)
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -400,3 +404,112 @@ def test_reads_of_the_commit_log_are_paced(make, monkeypatch):
     w.complete()
     w.reads[0]._reader.wait_seconds = HANG
     assert w.one(3, COMPLETED) == (2, 2), "a host that was notified does not read storage"
+
+
+def looking_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the versions for which a thread begins to look."""
+    begin, versions = PreparedVersions._begin_look, []
+
+    def begun(self: PreparedVersions, prepared: Any, now: float) -> None:
+        versions.append(prepared.version)
+        begin(self, prepared, now)
+
+    monkeypatch.setattr(PreparedVersions, "_begin_look", begun)
+    return versions
+
+
+def test_readers_look_at_a_quick_disk_themselves(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
+    w = make()
+    w.batch(filled(1))
+    versions = looking_threads(monkeypatch)
+    w.write(filled(2))
+    assert [w.one(3) for _ in range(5)] == [(1, 1)] * 5
+    assert versions == [2], "the first look finds out that the disk is quick"
+    w.world.commit_spark(w.version)
+    w.version += 1
+    assert w.one(3) == (2, 2)
+    assert versions == [2, 2], "a thread asks the coordinator"
+    w.write(filled(3))
+    assert w.lookup([3]) == (2, [2])
+    w.hosts[0].register()
+    assert versions == [2, 2], "the next version is of the same disk"
+    assert w.one(3) == (2, 2)
+    assert versions == [2, 2, 3], "others may have made versions since"
+
+
+def test_readers_of_object_storage_share_one_look(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
+    opened = SparkCommits.__init__
+
+    def remote(self: SparkCommits, storage: Any) -> None:
+        opened(self, storage)
+        self.is_local = False
+
+    monkeypatch.setattr(SparkCommits, "__init__", remote)
+    w = make()
+    w.batch(filled(1))
+    versions = looking_threads(monkeypatch)
+    w.write(filled(2))
+    assert [w.one(3) for _ in range(3)] == [(1, 1)] * 3
+    assert versions == [2] * 3
+
+
+def test_a_quick_disk_that_begins_to_hang_holds_few_readers(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", 0.02)
+    w = make(wait_seconds=0.05)
+    w.batch(filled(1))
+    w.write(filled(2))
+    w.one(3)
+    gate, num_looks = threading.Event(), 0
+
+    def hang(path: str) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        assert gate.wait(HANG)
+
+    w.world.exists_hook = hang
+    with ThreadPoolExecutor(MAX_OWN_LOOKS) as threads:
+        held = [threads.submit(w.one, 3) for _ in range(MAX_OWN_LOOKS)]
+        eventually(lambda: num_looks == MAX_OWN_LOOKS)
+        for _ in range(3):
+            with pytest.raises(HostUnavailableError, match="whether Spark has committed batch 1 of query name"):
+                w.one(3)
+        assert num_looks == MAX_OWN_LOOKS + 1, "one thread looks for all others"
+        w.world.commit_spark(w.version)
+        gate.set()
+        assert {one.result(HANG) for one in held} <= {(1, 1), (2, 2)}
+    eventually(lambda: not w.hosts[0].prepared._prepared[w.run].is_looking)
+    assert w.one(3) == (2, 2)
+
+
+def test_an_error_of_a_quick_disk_is_an_error(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    w.one(3)
+
+    def fail(path: str) -> None:
+        raise OSError("the disk is gone")
+
+    w.world.exists_hook = fail
+    with pytest.raises(HostUnavailableError, match="the disk is gone"):
+        w.one(3)
+    w.world.exists_hook = None
+    assert w.one(3) == (1, 1)
+
+
+def test_after_a_slow_look_a_thread_looks(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", 0.02)
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    w.one(3)
+    versions = looking_threads(monkeypatch)
+    w.world.exists_hook = lambda path: time.sleep(0.03)
+    assert w.one(3) == (1, 1)
+    assert versions == []
+    w.world.exists_hook = None
+    assert w.one(3) == (1, 1)
+    assert versions == [2]
