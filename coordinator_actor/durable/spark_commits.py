@@ -32,7 +32,6 @@ class SparkCommits:
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
-        self.is_local = storage.is_local
         self._last_times: tuple[int, _OffsetSeqMetadata] | None = None
         self._begun: int | None = None
 

@@ -26,9 +26,9 @@ PREPARED_LOOK_SECONDS = 0.002
 HANGS_SECONDS = 0.5
 """A reader waits at most this many seconds for a look of another reader: waiting readers block those of other runs."""
 QUICK_SECONDS = 0.001
-"""A look that took less was of a disk that does not hang now: readers then look themselves, without a thread."""
+"""A look that took less was of storage that does not hang now, such as a local disk: readers then look themselves."""
 MAX_OWN_LOOKS = 4
-"""At most this many readers of a host look themselves at once, so that a disk that hangs holds no more of them."""
+"""At most this many readers of a host look themselves at once, so that storage that hangs holds no more of them."""
 MAX_RUNS = 1000
 
 
@@ -38,7 +38,7 @@ class _Prepared:
 
     ``changed`` guards all fields. ``begun`` is when the last look began, ``answered`` when the last look without an
     error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``. The thread
-    that looks opens ``commits``. ``is_quick`` says whether the last look was of a local disk that answered at once.
+    that looks opens ``commits``. ``is_quick`` says whether the last look took less than ``QUICK_SECONDS``.
     """
 
     registration: QueryRegistration
@@ -204,7 +204,7 @@ class PreparedVersions:
             prepared.commits = SparkCommits(self._open_storage(of.checkpoint_location, of.storage_options))
         commits, begun = prepared.commits, time.monotonic()
         is_committed = commits.has(version - 1)
-        prepared.is_quick = commits.is_local and time.monotonic() - begun < QUICK_SECONDS
+        prepared.is_quick = time.monotonic() - begun < QUICK_SECONDS
         if not is_committed and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
             return
         coordinator, host_id = self._registration.coordinator, self._registration.info.host_id

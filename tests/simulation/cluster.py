@@ -37,6 +37,13 @@ NEARLY_FULL = 50
 """A look at the free room finds a disk nearly full so many times as often as an engine finds it full."""
 
 
+def _seen_open(look: Callable[[Any], bool], prepared: Any) -> bool:
+    is_open = look(prepared)
+    if is_open:
+        sometimes("a reader itself sees that Spark has not committed a batch")
+    return is_open
+
+
 class Cluster:
     """One Ray cluster (or namespace) with its coordinator."""
 
@@ -259,6 +266,7 @@ class HostSlot:
             clock=world.clock_of(process),
         )
         made.disk.is_nearly_full = self._is_disk_nearly_full  # type: ignore[method-assign]
+        made.prepared._is_open = partial(_seen_open, made.prepared._is_open)  # type: ignore[method-assign]
         made.cache.evict = partial(self._evict, made.cache.evict)  # type: ignore[method-assign]
         process.memory["host"] = made
         process.memory["reads"] = HostReads(made, wait_seconds=world.constants.answer_wait_seconds)

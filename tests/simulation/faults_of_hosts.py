@@ -31,6 +31,7 @@ from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_loader import PartitionLoader
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 from tests.simulation import network
 
@@ -258,3 +259,16 @@ def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         return evict(self, key)
 
     monkeypatch.setattr(PartitionLoader, "_evict_least_used", hasty)
+
+
+def early_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_open: Callable[..., bool] = PreparedVersions._is_open
+
+    def remembered(self: PreparedVersions, prepared: Any) -> bool:
+        self.open_versions = getattr(self, "open_versions", set())  # type: ignore[attr-defined]
+        key = prepared.registration.run_id, prepared.version
+        if key not in self.open_versions and is_open(self, prepared):  # type: ignore[attr-defined]
+            self.open_versions.add(key)  # type: ignore[attr-defined]
+        return key in self.open_versions  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(PreparedVersions, "_is_open", remembered)

@@ -60,6 +60,7 @@ from tests.simulation.faults_of_hosts import (
     any_base,
     boastful_copies,
     cold_moves,
+    early_look,
     evicted_in_use,
     first_part_counts,
     forgetful_eviction,
@@ -288,6 +289,13 @@ FAULTS: Sequence[PlantedFault] = (
         unseen_duplicate,
         test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
         "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
+    ),
+    PlantedFault(
+        "early-look",
+        "A reader takes the look of an earlier one for its own.",
+        early_look,
+        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
+        "test_readers_look_at_a_quick_disk_themselves",
     ),
     PlantedFault(
         "one-stage",

@@ -47,6 +47,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a direct message reaches a coordinator that was replaced",
         "a host reports a run again that its coordinator does not know",
         "Spark commits a batch that no manifest names",
+        "a reader itself sees that Spark has not committed a batch",
         "a version that was prepared is made again by another run",
         "an engine finds its disk full",
         "a partition is evicted, after a commit of a running batch",

@@ -35,6 +35,7 @@ from spark_bridge.host.commits import COMMIT_GROUP_BYTES, LARGE_BYTES
 from spark_bridge.host.hand_overs import WANTED_SECONDS
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
 from spark_bridge.host.partition_loader import ABANDONED_SECONDS, SHARED_LOAD_SECONDS, TASK_ANSWER_SECONDS
+from spark_bridge.host.prepared_versions import QUICK_SECONDS
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
 from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
@@ -98,6 +99,7 @@ class Constants:
     answer_wait_seconds: float = MAX_WAIT_SECONDS
     ask_coordinator_seconds: float = ASK_COORDINATOR_SECONDS
     together_seconds: float = TOGETHER_SECONDS
+    quick_seconds: float = QUICK_SECONDS
 
     @staticmethod
     def drawn(draw: random.Random) -> Constants:
@@ -134,6 +136,7 @@ class Constants:
             answer_wait_seconds=draw.choice((0.2, 2.0, 10.0)),
             ask_coordinator_seconds=draw.choice((0.1, 1.0, 5.0)),
             together_seconds=draw.choice((0.5, 10.0)),
+            quick_seconds=draw.choice((0.0, 0.003, 1.0)),
         )
 
     def replacements(self) -> dict[tuple[str, str], Any]:
@@ -146,6 +149,7 @@ class Constants:
             ("coordinator_actor.run.holds", "TOLD_SECONDS"): self.told_seconds,
             ("spark_bridge.host.registration", "GRANT_SECONDS"): self.grant_seconds,
             ("spark_bridge.host.prepared_versions", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.host.prepared_versions", "QUICK_SECONDS"): self.quick_seconds,
             ("spark_bridge.queryable.reads.operator_plan", "DIRECTORY_SECONDS"): self.directory_seconds,
             ("spark_bridge.queryable.reads.answer_version", "ASK_COORDINATOR_SECONDS"): (self.ask_coordinator_seconds),
             ("spark_bridge.host.partition_loader", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import HostOrders
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.host import prepared_versions
@@ -438,15 +437,8 @@ def test_readers_look_at_a_quick_disk_themselves(make, monkeypatch):
     assert versions == [2, 2, 3], "others may have made versions since"
 
 
-def test_readers_of_object_storage_share_one_look(make, monkeypatch):
-    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
-    opened = SparkCommits.__init__
-
-    def remote(self: SparkCommits, storage: Any) -> None:
-        opened(self, storage)
-        self.is_local = False
-
-    monkeypatch.setattr(SparkCommits, "__init__", remote)
+def test_threads_look_at_slow_storage(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", 0.0)
     w = make()
     w.batch(filled(1))
     versions = looking_threads(monkeypatch)
