@@ -37,6 +37,7 @@ from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo import events
+from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.ray_cluster import ensure_java, system_config
 
@@ -420,7 +421,7 @@ def wait_until_completed(version: int) -> None:
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
         partitions: list[int] | None = None
-        with suppress(ray.exceptions.RayError):  # a host that was killed is being restarted
+        with suppress(HostUnavailableError):  # a host that was killed is being restarted
             partitions = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
         completed = cluster.coordinator.locate(events.OPERATOR).completed_version
         if completed == version and partitions is not None and all(v == version for v in partitions):
@@ -438,7 +439,7 @@ def state_milliseconds(version: int) -> float | None:
     times = []
     try:
         descriptions = current_cluster().describe_hosts()
-    except ray.exceptions.RayError:
+    except HostUnavailableError:
         log.warning("the hosts did not describe themselves", exc_info=True)
         return None
     for description in descriptions:

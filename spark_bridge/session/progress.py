@@ -172,12 +172,19 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
         version = 0 if run is None else wanted(run["completed_version"])
         if run is None or not version:
             return []
-        instances = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
-        if all(_has_applied(i, version) for i in instances):
-            return [_sum(name, version, n, instances) for name, n in run["operators"].items()]
-        if time.monotonic() > deadline:
-            behind = sorted({i["version"] for i in instances if i["version"] < version})
-            raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
+        is_late = time.monotonic() > deadline
+        try:
+            hosts = cluster.describe_hosts()
+        except HostUnavailableError:
+            if is_late:
+                raise
+        else:
+            instances = [i for host in hosts for i in host["instances"] if i["run_id"] == run_id]
+            if all(_has_applied(i, version) for i in instances):
+                return [_sum(name, version, n, instances) for name, n in run["operators"].items()]
+            if is_late:
+                behind = sorted({i["version"] for i in instances if i["version"] < version})
+                raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
         time.sleep(PROGRESS_POLL_SECONDS)
 
 

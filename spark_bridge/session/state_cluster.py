@@ -493,7 +493,14 @@ class StateCluster:
                 ) from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
-        described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
+        """Return what each host says of itself. Raises ``HostUnavailableError`` if one does not answer now."""
+        try:
+            described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
+        except RayError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise HostUnavailableError(
+                f"A host did not answer: {reason}. Ray starts hosts that have ended again ('statestore hosts')."
+            ) from error
         return described
 
     def give_up(self) -> None:

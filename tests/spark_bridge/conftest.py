@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
-from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.encoding.columns import from_spark_type
 from backends.storage.checkpoint_storage import CheckpointStorage
+from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from tests.backends.storage.s3_faults import FaultProxy, S3Server
 from tests.patience import HANG, PATIENCE
@@ -264,7 +264,7 @@ def held_instances() -> list[dict[str, Any]] | None:
 
     try:
         return [i for h in current_cluster().describe_hosts() for i in h["instances"]]
-    except RayError:
+    except HostUnavailableError:
         return None
 
 

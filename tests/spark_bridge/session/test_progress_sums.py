@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+import ray
 from pyspark.sql.streaming import listener
+from ray.exceptions import ActorUnavailableError
 
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.session import progress as progress_module
 from spark_bridge.session.progress import StateOperatorProgress, newest_progress, progress_of_batch
+from spark_bridge.session.state_cluster import StateCluster
 
 
 class Cluster:
@@ -58,6 +64,27 @@ def test_version_that_is_visible_but_not_applied_is_awaited() -> None:
     cluster.describe_hosts = lambda: [{"instances": [applied]}, {"instances": next(looks)}]
     (progress,) = newest_progress(cluster, "r", 2)
     assert (progress.num_rows_total, next(looks, None)) == (12, None)
+
+
+def test_a_host_that_is_starting_again_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own error would end the loop that publishes the figures with a traceback."""
+    answers: list[Any] = [ActorUnavailableError("The actor is restarting.", None), [{"instances": [instance(0, 5, 3)]}]]
+
+    def get(*_: Any, **__: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    cluster: Any = Cluster()
+    cluster.describe_hosts = lambda: StateCluster.describe_hosts(cluster)
+    (progress,) = newest_progress(cluster, "r", 2)
+    assert (progress.num_rows_total, answers) == (5, [])
+    monkeypatch.setattr(progress_module, "PROGRESS_WAIT_SECONDS", -1.0)
+    answers.append(ActorUnavailableError("The actor is restarting.", None))
+    with pytest.raises(HostUnavailableError, match=r"A host did not answer: .*restarting.* Ray starts hosts"):
+        newest_progress(cluster, "r", 2)
 
 
 def test_no_progress_before_the_first_batch() -> None:
