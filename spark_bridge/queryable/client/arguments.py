@@ -56,9 +56,9 @@ def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None
         return NamedColumns(keys.schema.names, keys.columns)
     if isinstance(keys, pa.Array | pa.ChunkedArray):
         return _of_array(schema, keys)
-    pandas = sys.modules.get("pandas")
-    if pandas is not None:
-        columns = _of_pandas(schema, keys, pandas)
+    # By the classes: pandas may be a module without names while another thread imports it, as Arrow does.
+    if any(kind.__module__.partition(".")[0] == "pandas" for kind in type(keys).__mro__):
+        columns = _of_pandas(schema, keys, sys.modules["pandas"])
         if columns is not None:
             return columns
     if isinstance(keys, np.ndarray):

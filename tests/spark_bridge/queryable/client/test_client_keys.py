@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import math
 import re
+import sys
+import types
 import uuid
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -23,7 +25,15 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.user_values import CAST_ERRORS, cast_without_loss, python_rows, python_values
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
 from spark_bridge.queryable.client import state_views
-from spark_bridge.queryable.client.arguments import KeyCodec, bound, comparisons, intersection, key_range
+from spark_bridge.queryable.client.arguments import (
+    KeyCodec,
+    NamedColumns,
+    bound,
+    comparisons,
+    intersection,
+    key_columns,
+    key_range,
+)
 from spark_bridge.queryable.client.results import KeyedResults, formed, plain_values
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.state_views import state_view
@@ -620,3 +630,17 @@ def test_expired_values_are_absent() -> None:
     assert table.to_pydict() == {"user": [1, 2, 3], "v": [None, "new", "for good"]}
     for decode in (view.stored_values.decode_one, view.stored_values._one_by_columns):
         assert [decode(v) for v in values.to_pylist()] == [None, {"v": "new"}, {"v": "for good"}]
+
+
+def test_keys_are_taken_while_another_thread_imports_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow imports it with the first array of a process."""
+    monkeypatch.setitem(sys.modules, "pandas", types.ModuleType("pandas"))
+    assert key_columns(pa.schema([("user", pa.int64())]), list(range(20))) is None
+
+
+def test_a_subclass_of_a_frame_is_a_frame() -> None:
+    class Frame(pd.DataFrame):
+        pass
+
+    columns = key_columns(pa.schema([("user", pa.int64())]), Frame({"user": [1, 2]}))
+    assert isinstance(columns, NamedColumns) and columns.names == ["user"]
