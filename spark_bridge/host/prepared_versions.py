@@ -165,13 +165,12 @@ class PreparedVersions:
         all readers need one between the tasks of a batch and its commit.
         """
         commits = prepared.commits
-        if commits is None or not prepared.is_quick or self._is_doubtful(prepared.registration.run_id):
-            return False
-        if not self._own_looks.acquire(blocking=False):
+        if commits is None or not prepared.is_quick or not self._own_looks.acquire(blocking=False):
             return False
         begun = time.monotonic()
         try:
-            return not commits.has(prepared.version - 1)
+            # In this order: Spark removes old records, and this process may have stood still before the look.
+            return not commits.has(prepared.version - 1) and not self._is_doubtful(prepared.registration.run_id)
         except (StateStoreError, OSError):
             return False  # the look of a thread raises it, or waits for the storage
         finally:

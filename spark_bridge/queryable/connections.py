@@ -17,7 +17,13 @@ from time import time_ns
 from typing import Any
 
 from spark_bridge.exceptions import ConnectionClosedError, HostUnavailableError, QueryableStateError, rebuilt_error
-from spark_bridge.queryable.client_connection import ClientConnection, ClosedByPeerError, ConnectionPool, FrameBody
+from spark_bridge.queryable.client_connection import (
+    SMALL_BODY,
+    ClientConnection,
+    ClosedByPeerError,
+    ConnectionPool,
+    FrameBody,
+)
 from spark_bridge.queryable.protocol import Failure, Reply, Request, RowsReply
 
 # One request and its answer, of one frame or of several.
@@ -276,14 +282,12 @@ class KvConnections:
         return KvExchange(self, address, (header, body), deadline, connect_seconds=connect_seconds)
 
     def begin_if_idle(self, address: str, header: Request, body: FrameBody, deadline: float) -> KvExchange | None:
-        """Send a small request on a connection that is free now; return None if none is.
+        """Send a request on a connection that is free now; return None if none is, or the request is not small.
 
         For event loops: this never connects or waits, also if the host has closed the connection.
         """
-        connection = self._pool(address).pop_idle()
-        if connection is None:
-            return None
-        return KvExchange(self, address, (header, body), deadline, idle=connection)
+        connection = self._pool(address).pop_idle() if len(body) <= SMALL_BODY else None
+        return None if connection is None else KvExchange(self, address, (header, body), deadline, idle=connection)
 
     def request(
         self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None

@@ -189,17 +189,20 @@ class LookupBatcher:
     def _begin(self, batch: list[PendingLookup], until: float) -> bool:
         """Send a batch from the event loop if that needs no wait, and answer it when the host's bytes have come."""
         keys, timeout = [key for key, _, _ in batch], max(0.0, until - self._loop.time())
+        begun = None
         try:
             begun = self.group.begin(self._client, keys, timeout)
-        except Exception:  # noqa: BLE001 - the thread's attempt raises it, or helps
+            if begun is None:
+                return False
+            descriptor = begun.exchange.fileno()
+            # Methods, not closures: a reference cycle in each request would keep Python's garbage collector busy.
+            self._loop.add_reader(descriptor, self._read, descriptor)
+        except Exception:  # noqa: BLE001 - the thread's attempt raises it, or helps: some loops have no readers
+            if begun is not None:
+                begun.exchange.abandon()
             return False
-        if begun is None:
-            return False
-        descriptor = begun.exchange.fileno()
-        # Methods, not closures: a reference cycle in each request would keep Python's garbage collector busy.
         timer = self._loop.call_later(min(timeout, SMALL_LOOKUP_SECONDS), self._give_up, descriptor)
         self._begun[descriptor] = begun, batch, until, timer
-        self._loop.add_reader(descriptor, self._read, descriptor)
         return True
 
     def _read(self, descriptor: int) -> None:

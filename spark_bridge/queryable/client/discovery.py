@@ -374,12 +374,12 @@ class KnownView:
 
     @cached_property
     def names(self) -> list[str]:
-        """The features, in the order of the columns. Arrow makes this list anew each time."""
+        """The features, in the order of the columns. ``Schema.names`` creates a list on each call."""
         return list(self.columns.names)
 
     @cached_property
     def plain_key(self) -> type | None:
-        """The type of Python of which each key that was encoded is its own column's value; None if there is none."""
+        """The Python type whose keys, once encoded, are the values of the key column; None for other keys."""
         types = self.codec.schema.types
         if len(types) == 1 and (pa.types.is_integer(types[0]) or pa.types.is_string(types[0])):
             return int if pa.types.is_integer(types[0]) else str

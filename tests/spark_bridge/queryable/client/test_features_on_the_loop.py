@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, StaleFeatureError
-from spark_bridge.queryable import client_connection
+from spark_bridge.queryable import client_connection, connections
 from spark_bridge.queryable.client import async_client
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.reads.host_reads import HostReads
@@ -292,3 +292,36 @@ def test_keys_of_few_and_of_many_are_the_same(cluster: FeatureCluster) -> None:
     assert many == {name: [value for part in few for value in part[name]] for name in many}
     keys = client.features("risk", [1, 2]).keys
     assert keys.equals(pa.record_batch({"user": pa.array([1, 2], pa.int64())}))
+
+
+def test_a_thread_sends_what_is_not_small(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop must not wait until a host takes it."""
+
+    async def steps(client: AsyncQueryableStateClient) -> None:
+        monkeypatch.setattr(connections, "SMALL_BODY", 4)
+        send, threads = client_connection.ClientConnection.send, []
+
+        def sent(*args: Any) -> None:
+            threads.append(threading.current_thread())
+            send(*args)
+
+        monkeypatch.setattr(client_connection.ClientConnection, "send", sent)
+        await answers(client, [3])
+        assert threads and threading.current_thread() not in threads
+
+    run(cluster, steps)
+
+
+def test_on_a_loop_without_readers_threads_ask(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps(client: AsyncQueryableStateClient) -> None:
+        def add_reader(*_: Any) -> None:
+            raise NotImplementedError
+
+        with monkeypatch.context() as while_it_asks:
+            while_it_asks.setattr(asyncio.get_running_loop(), "add_reader", add_reader)
+            await answers(client, range(USERS))
+        while num_busy(client):
+            await answers(client, range(USERS))
+            client._client._connections._drain_abandoned()
+
+    run(cluster, steps)

@@ -505,3 +505,25 @@ def test_after_a_slow_look_a_thread_looks(make, monkeypatch):
     w.world.exists_hook = None
     assert w.one(3) == (1, 1)
     assert versions == [2]
+
+
+def test_a_host_that_stands_still_before_its_own_look_is_not_behind_spark(make, monkeypatch):
+    """Meanwhile its lease ends, others make many versions, and Spark removes the record of the one it looks for."""
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    assert w.one(3) == (1, 1)
+
+    def stand_still(path: str) -> None:
+        w.world.exists_hook = None
+        w.port.c = Silence()
+        w.ahead += HostOrders(known=True).lease_seconds
+        for batch in (1, 2, 3):
+            w.world.commit_spark(batch)
+        for batch in (0, 1):
+            (w.world.root / "ck" / "commits" / str(batch)).unlink(missing_ok=True)
+
+    w.world.exists_hook = stand_still
+    with pytest.raises(HostUnavailableError, match="cable is cut"):
+        w.one(3)
