@@ -36,9 +36,10 @@ MAX_RUNS = 1000
 class _Prepared:
     """The last version that tasks of a run have prepared here, until it is known to be completed.
 
-    ``changed`` guards all fields. ``begun`` is when the last look began, ``answered`` when the last look without an
-    error began, both by ``time.monotonic``. ``failure`` is the error of the look that began at ``begun``. The thread
-    that looks opens ``commits``. ``is_quick`` says whether the last look took less than ``QUICK_SECONDS``.
+    ``changed`` guards all fields but ``commits`` and ``is_quick``, which are only replaced. ``begun`` is when the last
+    look began, ``answered`` when the last look without an error began, both by ``time.monotonic``. ``failure`` is the
+    error of the look that began at ``begun``. The first thread that looks opens ``commits``, also for later versions.
+    ``is_quick`` says whether the last look took less than ``QUICK_SECONDS``.
     """
 
     registration: QueryRegistration
@@ -52,13 +53,17 @@ class _Prepared:
     is_quick: bool = False
 
 
+def _spark_directory(prepared: _Prepared) -> tuple[str, object]:
+    return prepared.registration.checkpoint_location, prepared.registration.storage_options
+
+
 class PreparedVersions:
     """Determines whether prepared versions are completed. Thread-safe.
 
     If neither storage nor the coordinator answers, reads of that run fail; other runs are not affected. The table is
     read without a lock, and changed under ``_noting``. A look takes one request to storage and, once per version, one
-    message to the coordinator. One thread looks for all readers of a run, who wait without a lock. ``gives`` returns
-    whether another host may own partitions of a run by now.
+    message to the coordinator. Unless storage is quick, one thread looks for all readers of a run, who wait without a
+    lock. ``gives`` returns whether another host may own partitions of a run by now.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class PreparedVersions:
             prepared = self._prepared.get(registration.run_id)
             if prepared is None or prepared.version < version:
                 following = _Prepared(registration, version)
-                if prepared is not None and prepared.registration is registration:
+                if prepared is not None and _spark_directory(prepared) == _spark_directory(following):
                     following.commits, following.is_quick = prepared.commits, prepared.is_quick
                 self._prepared[registration.run_id] = following
 
@@ -132,7 +137,8 @@ class PreparedVersions:
         """Return once ``completed`` has every version that Spark had committed when this was called.
 
         Raises the coordinator's error about the run, and ``HostUnavailableError`` if storage and the coordinator do not
-        answer within ``seconds`` whether the version is completed.
+        answer within ``seconds`` whether the version is completed. A reader that looks itself (``_is_open``) may wait
+        longer if the storage begins to hang in its look.
         """
         prepared = None if self.is_settled(run_id) else self._prepared.get(run_id)
         if prepared is None:
@@ -159,18 +165,20 @@ class PreparedVersions:
                     self._begin_look(prepared, now)
 
     def _is_open(self, prepared: _Prepared) -> bool:
-        """Return whether a look by the reader itself shows that Spark has not committed the version.
+        """Return whether a look by the reader itself shows that ``completed`` has all that Spark has committed.
 
         False says nothing. A thread's look takes several switches between threads, which is long on busy cores, and
         all readers need one between the tasks of a batch and its commit.
         """
-        commits = prepared.commits
-        if commits is None or not prepared.is_quick or not self._own_looks.acquire(blocking=False):
+        commits, run_id = prepared.commits, prepared.registration.run_id
+        if commits is None or not prepared.is_quick or not self._completed.has(run_id, prepared.version - 1):
+            return False
+        if not self._own_looks.acquire(blocking=False):
             return False
         begun = time.monotonic()
         try:
             # In this order: Spark removes old records, and this process may have stood still before the look.
-            return not commits.has(prepared.version - 1) and not self._is_doubtful(prepared.registration.run_id)
+            return not commits.has(prepared.version - 1) and not self._is_doubtful(run_id)
         except (StateStoreError, OSError):
             return False  # the look of a thread raises it, or waits for the storage
         finally:
@@ -205,7 +213,10 @@ class PreparedVersions:
         is_committed = commits.has(version - 1)
         prepared.is_quick = time.monotonic() - begun < QUICK_SECONDS
         if not is_committed and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
-            return
+            # Without the version before, this host has not heard of a commit that others know.
+            if self._completed.has(of.run_id, version - 1) or not commits.has(version - 2):
+                return
+            version -= 1
         coordinator, host_id = self._registration.coordinator, self._registration.info.host_id
         completed = self._registration.call_about(
             of.run_id, lambda: coordinator.see_commit(of.run_id, version - 1, host_id)

@@ -619,6 +619,11 @@ def _lengths_of(width: int) -> bytes:
     return _LENGTH.pack(width) * EVEN_ROWS
 
 
+def pack_few(keys: Sequence[bytes]) -> bytes:
+    """Return ``pack_bytes`` of a few keys, without an array of them."""
+    return struct.pack(f"<I{len(keys)}i", len(keys), *map(len, keys)) + b"".join(keys)
+
+
 def pack_one(key: bytes) -> bytes:
     """Return ``pack_bytes`` of one key or value."""
     return struct.pack("<Ii", 1, len(key)) + key

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from backends.background_loop import BackgroundLoop, failing_loops
 from coordinator_actor.actor import ClusterStore, get_or_create_coordinator
@@ -496,6 +496,8 @@ class StateCluster:
         """Return what each host says of itself. Raises ``HostUnavailableError`` if one does not answer now."""
         try:
             described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
+        except RayTaskError:
+            raise  # an error in the host's code
         except RayError as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise HostUnavailableError(

@@ -388,10 +388,16 @@ class CheckpointClient(QueryableStateClient):
         return operator_description(target, [self.reads.describe(operator, query)])
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+        self,
+        target: KnownView,
+        at: list[At],
+        defaults: bool,
+        keys: pa.BinaryArray | list[bytes] | bytes,
+        deadline: float,
     ) -> FeatureAnswer:
         request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
-        return self._features.features(request, keys, deadline)
+        stored = pa.array(keys, pa.binary()) if isinstance(keys, list) else keys
+        return self._features.features(request, stored, deadline)
 
     def watch(  # type: ignore[override]
         self,
@@ -420,6 +426,10 @@ class _InStorage:
 
     def proxy(self) -> str:
         raise RequestError("This client reads a checkpoint; it has no hosts to ask.")
+
+    def knows_proxy(self) -> bool:
+        """Return False: there is none."""
+        return False
 
     def failed(self) -> None:
         """Do nothing: a checkpoint has no other host."""

@@ -157,21 +157,25 @@ class KeyCodec:
 
         It takes a few microseconds for values of the columns' own Python types.
         """
-        encoder = KeyEncoder.of(self.stored, self.num_groups)
-        by_columns = self._one_by_columns
-        if encoder is None:
-            return by_columns
-        encode, width = encoder.encode, len(self.by)
-        arranged = None if self.is_in_order else itemgetter(*(self.by.index(name) for name in self.stored.names))
+        encode, by_columns = self.encode_plain, self._one_by_columns
 
         def encode_one(key: Any) -> bytes:
-            value = key
-            if arranged is not None:
-                value = arranged(key) if type(key) is tuple and len(key) == width else None
-            encoded = None if value is None and arranged is not None else encode(value)
+            encoded = encode(key)
             return by_columns(key) if encoded is None else encoded
 
         return encode_one
+
+    @cached_property
+    def encode_plain(self) -> Callable[[Any], bytes | None]:
+        """The function of ``encode_one`` that returns None for keys of other than the columns' own Python types."""
+        encoder = KeyEncoder.of(self.stored, self.num_groups)
+        if encoder is None:
+            return lambda key: None
+        encode, width = encoder.encode, len(self.by)
+        if self.is_in_order:
+            return encode
+        arranged = itemgetter(*(self.by.index(name) for name in self.stored.names))
+        return lambda key: encode(arranged(key)) if type(key) is tuple and len(key) == width else None
 
     def _one_by_columns(self, key: Any) -> bytes:
         encoded: bytes = self.encode(self.columns([key]))[0].as_py()

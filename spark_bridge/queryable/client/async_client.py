@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import inspect
+import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 KEYS_PER_BATCH = 1000
 GATHERED_KEYS = FEW_KEYS
-"""Requests for the features of more keys go alone."""
+"""Requests for the features of more keys go alone, and batches of more keys in a thread."""
 FEATURES_AT_ONCE = 2
 """Requests for features gather while so many are under way: a host answers for one key faster than for two."""
 BATCH_PATIENCE_SECONDS = 0.02
@@ -85,7 +86,8 @@ class LookupGroup:
 class FeatureGroup:
     """Requests for the features of few keys that go in one batch.
 
-    Those of one key have their host in common, so that no host asks another one.
+    Those of one key have the same owner of it in the first operator, if owners are asked, so that fewer hosts ask
+    others.
     """
 
     view: str
@@ -134,6 +136,8 @@ class LookupBatcher:
         self._waiting: list[PendingLookup] = []
         self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._pid = os.getpid()
+        self._is_ended = False
         self._begun: dict[int, tuple[BegunFeatures, list[PendingLookup], float, asyncio.TimerHandle]] = {}
         """The batches that this loop has sent, by the descriptors of their connections."""
 
@@ -183,7 +187,9 @@ class LookupBatcher:
         for key, future, until in batch:
             if until + MUCH_LATER_SECONDS < last:
                 self._end_at(key, future, until)
-        if not self._begin(batch, last):
+        if self._is_ended:
+            self._answer_ended(batch)
+        elif not self._begin(batch, last):
             self._submit(batch, last)
 
     def _begin(self, batch: list[PendingLookup], until: float) -> bool:
@@ -224,27 +230,34 @@ class LookupBatcher:
     def _give_up(self, descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
         begun, batch, until, _ = self._begun.pop(descriptor)
-        begun.exchange.abandon()
+        begun.exchange.close()
         self._submit(batch, until)
 
     def end(self) -> None:
-        """End the batches that the loop has sent, because the client is closed, or the loop is no longer used."""
+        """End all lookups of this loop, because the client is closed, or is used on another loop now."""
         under_way, self._begun = self._begun, {}
+        if self._pid != os.getpid():
+            return  # the sockets and the loop belong to the process that has forked this one
+        self._is_ended = True
         for descriptor, (begun, batch, _, timer) in under_way.items():
             if not self._loop.is_closed():
                 self._loop.remove_reader(descriptor)
                 timer.cancel()
-                self._answer_closed(batch)
+                self._answer_ended(batch)
             begun.exchange.close()
+        if not self._loop.is_closed():
+            waiting, self._waiting = self._waiting, []
+            self._answer_ended(waiting)
 
     def _submit(self, batch: list[PendingLookup], until: float) -> None:
         try:
             self._pool.submit(self._look_up, batch, until)
         except RuntimeError:
-            self._answer_closed(batch)
+            self._answer_ended(batch)
 
-    def _answer_closed(self, batch: list[PendingLookup]) -> None:
-        self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
+    def _answer_ended(self, batch: list[PendingLookup]) -> None:
+        error = "The client has been closed, or is used on another event loop: connect again."
+        self._answer(batch, [QueryableStateError(error)] * len(batch))
 
     def _next(self) -> None:
         self._under_way -= 1

@@ -365,7 +365,12 @@ class QueryableStateClient:
         return read_views(self, requests, defaults=defaults, timeout=timeout)
 
     def _ask_features(
-        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+        self,
+        target: KnownView,
+        at: list[protocol.At],
+        defaults: bool,
+        keys: pa.BinaryArray | list[bytes] | bytes,
+        deadline: float,
     ) -> protocol.FeatureAnswer:
         request = protocol.FeaturesRequest(
             target.location.view.name, target.location.revision, at, defaults, takes_rows=True
@@ -661,7 +666,12 @@ class _ScopedClient(QueryableStateClient):
     """A client for callers who must not learn of other views and operators from errors."""
 
     def _ask_features(
-        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+        self,
+        target: KnownView,
+        at: list[protocol.At],
+        defaults: bool,
+        keys: pa.BinaryArray | list[bytes] | bytes,
+        deadline: float,
     ) -> protocol.FeatureAnswer:
         with view_errors(target.location.view.name):
             return super()._ask_features(target, at, defaults, keys, deadline)

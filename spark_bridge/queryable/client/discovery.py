@@ -48,6 +48,9 @@ class Discovery(Protocol):
     def proxy(self) -> str:
         """Return the address of a host that answers for all hosts; after ``failed`` it may be another host."""
 
+    def knows_proxy(self) -> bool:
+        """Return whether ``proxy`` has an address without asking for it."""
+
     def failed(self) -> None:
         """Report that the proxy did not answer."""
 
@@ -116,6 +119,9 @@ class ProxyDiscovery:
 
     def proxy(self) -> str:
         return self._current
+
+    def knows_proxy(self) -> bool:
+        return True
 
     def failed(self) -> None:
         addresses = list(dict.fromkeys([*self._given, *self._named]))
@@ -187,6 +193,9 @@ class CoordinatorDiscovery:
             )
         return addresses[0]
 
+    def knows_proxy(self) -> bool:
+        return bool(self._addresses)
+
     def failed(self) -> None:
         self._addresses = self._addresses[1:]
 
@@ -214,6 +223,9 @@ class ScopedDiscovery:
 
     def proxy(self) -> str:
         return self._discovery.proxy()
+
+    def knows_proxy(self) -> bool:
+        return self._discovery.knows_proxy()
 
     def failed(self) -> None:
         self._discovery.failed()
@@ -508,6 +520,10 @@ class ClusterAccess:
     def answer_of_view(self, what: str, view: str, timeout: float | None, ask: Callable[[KnownView, float], T]) -> T:
         """Return the result of ``ask(known view, deadline)``; retry if that may help."""
         return self._answer(self._views, what, (view, None), timeout, ask)
+
+    def knows_proxy(self) -> bool:
+        """Return whether a host that answers for all hosts is known."""
+        return self._discovery.knows_proxy()
 
     def known_view(self, view: str) -> KnownView | None:
         """Return a view that has been located, or None. Never waits."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge import exceptions
-from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED, requested_version
+from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED, KeyCodec, requested_version
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
@@ -190,7 +190,12 @@ class ViewClient(Protocol):
     _answered_at: int | None
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: pa.BinaryArray | bytes, deadline: float
+        self,
+        target: KnownView,
+        at: list[At],
+        defaults: bool,
+        keys: pa.BinaryArray | list[bytes] | bytes,
+        deadline: float,
     ) -> FeatureAnswer: ...
 
     def features(
@@ -229,15 +234,28 @@ def read_views(
     return at_one_version(answers, lambda i, versions: read(*asked[i], versions=versions))
 
 
+def plain_stored(codec: KeyCodec, keys: Any) -> list[bytes] | None:
+    """Return the stored keys of a list of few keys of the columns' own Python types; None for other keys."""
+    if not isinstance(keys, list) or not 0 < len(keys) <= FEW_KEYS:
+        return None
+    stored = []
+    for key in keys:
+        encoded = codec.encode_plain(key)
+        if encoded is None:
+            return None
+        stored.append(encoded)
+    return stored
+
+
 @dataclass(frozen=True)
 class _Call:
     """A request for the features of some keys: the keys as the caller has them and as stored, and the version of each
-    query. ``noted`` says whether later answers must not be older than this one.
+    query. If ``noted``, later answers are not older than this one.
     """
 
     target: KnownView
     keys: pa.RecordBatch | list[Any]
-    encoded: pa.BinaryArray | bytes
+    encoded: pa.BinaryArray | list[bytes] | bytes
     at: list[At]
     moment: int | None
     noted: bool
@@ -252,12 +270,11 @@ class _Call:
         versions: Mapping[str, int] | None,
     ) -> _Call:
         codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
+        stored = plain_stored(codec, keys)
         of_answer: pa.RecordBatch | list[Any]
-        encoded: pa.BinaryArray | bytes
-        if isinstance(keys, list) and 0 < len(keys) <= FEW_KEYS and not any(isinstance(k, list | dict) for k in keys):
-            # Columns of a few keys would take longer than their look-up.
-            of_answer, stored = keys[:], list(map(codec.encode_one, keys))
-            encoded = stored[0] if len(stored) == 1 else pa.array(stored, pa.binary())
+        encoded: pa.BinaryArray | list[bytes] | bytes
+        if stored is not None:  # columns of a few keys would take longer than their look-up
+            of_answer, encoded = keys[:], stored[0] if len(stored) == 1 else stored
         else:
             of_answer = codec.columns(keys)
             encoded = codec.encode(of_answer)
@@ -329,14 +346,10 @@ def features_each(
 
 
 def owner_of(client: ViewClient, view: str, keys: Sequence[Any]) -> str:
-    """Return the address of the host that has the only key of a request; "" if it is not known. Never waits."""
-    target = client._access.known_view(view)
-    if target is None or len(keys) != 1 or isinstance(keys[0], list | dict):
-        return ""
-    try:
-        return owner_of_features(target.location, target.codec.encode_one(keys[0]))
-    except exceptions.UnknownKeyOrNamespaceError:
-        return ""  # the request raises it
+    """Return the address of the host that has the only key of a request; "" if it is not known, or a proxy is asked."""
+    target = client._access.known_view(view) if len(keys) == 1 and client._router.asks_owners else None
+    key = None if target is None else target.codec.encode_plain(keys[0])
+    return "" if target is None or key is None else owner_of_features(target.location, key)
 
 
 @dataclass(frozen=True)
@@ -361,15 +374,18 @@ def begin_each(
 ) -> BegunFeatures | None:
     """Send the requests of ``features_each`` if that needs no wait; else return None.
 
-    It needs one if the view is not known, or no connection is free. Raises the error of all; ``features_each`` tells
-    which request has it, and tries again where that may help.
+    It needs one if the view or the host is not known, or no connection is free. Keys that only Arrow converts need one,
+    too: its first array imports pandas. Raises the error of all; ``features_each`` tells which request has it, and
+    tries again where that may help.
     """
     target = client._access.known_view(view)
-    if target is None:
+    if target is None or not (client._router.asks_owners or client._access.knows_proxy()):
         return None
     asked = requested_version(isolation, None, None)
     as_of = partial(moment_of, asked=asked, now_us=client._connections.now_us)
     keys = requests[0] if len(requests) == 1 else [key for keys in requests for key in keys]
+    if plain_stored(target.codec, keys) is None:
+        return None
     call, location = _Call.of(client, target, keys, as_of, None), target.location
     request = FeaturesRequest(location.view.name, location.revision, call.at, defaults, takes_rows=True)
     deadline = time.monotonic() + timeout

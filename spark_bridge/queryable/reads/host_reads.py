@@ -94,6 +94,7 @@ class HostReads(PartitionedReads):
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+        self._host.counters.count("keys_read")
         plan = self._plan(request.run_id, request.operator)
         family = request.column_family
         plan.require_family(family)

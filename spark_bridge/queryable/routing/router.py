@@ -357,6 +357,11 @@ class StateRouter:
         self._sleep = sleep
         self._tables: dict[int, RoutingTable] = {}
 
+    @property
+    def asks_owners(self) -> bool:
+        """Whether requests go to the owners of partitions, and not to a proxy."""
+        return self._via is None
+
     # -- keys ----------------------------------------------------------------------------------
 
     def lookup_one(
@@ -478,12 +483,12 @@ class StateRouter:
         self,
         location: protocol.ViewLocation,
         request: protocol.FeaturesRequest,
-        keys: pa.BinaryArray | bytes,
+        keys: pa.BinaryArray | list[bytes] | bytes,
         deadline: float,
     ) -> tuple[protocol.FeaturesReply, memoryview]:
         """Return the answer of one host, which asks the others: of the owner of the first key in the first operator.
 
-        ``keys`` are stored keys, or one.
+        ``keys`` are stored keys, a few as a list, or one.
         """
         address, packed, deadline = self._host_of_features(location, keys, deadline)
         reply, body = self._connections.request(address, request, packed, deadline)
@@ -493,19 +498,25 @@ class StateRouter:
         self,
         location: protocol.ViewLocation,
         request: protocol.FeaturesRequest,
-        keys: pa.BinaryArray | bytes,
+        keys: pa.BinaryArray | list[bytes] | bytes,
         deadline: float,
     ) -> KvExchange | None:
-        """Send the request of ``features`` if a connection to the host is free now; else return None. Never waits."""
+        """Send the request of ``features`` if a connection to the host is free now; else return None.
+
+        Waits only if a proxy must be found.
+        """
         address, packed, deadline = self._host_of_features(location, keys, deadline)
         return self._connections.begin_if_idle(address, request, packed, deadline)
 
     def _host_of_features(
-        self, location: protocol.ViewLocation, keys: pa.BinaryArray | bytes, deadline: float
+        self, location: protocol.ViewLocation, keys: pa.BinaryArray | list[bytes] | bytes, deadline: float
     ) -> tuple[str, bytes, float]:
         """Return the address of the host that is asked, the packed keys, and when the host must have answered."""
         if isinstance(keys, bytes):
             first, packed = keys, protocol.pack_one(keys)
+            deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
+        elif isinstance(keys, list):
+            first, packed = keys[0], protocol.pack_few(keys)
             deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
         else:
             first = keys[0].as_py() if len(keys) else bytes(KEY_GROUP_BYTES)

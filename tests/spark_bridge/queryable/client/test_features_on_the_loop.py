@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from msgspec.structs import replace
@@ -16,6 +19,7 @@ from msgspec.structs import replace
 from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, StaleFeatureError
 from spark_bridge.queryable import client_connection, connections
 from spark_bridge.queryable.client import async_client
+from spark_bridge.queryable.client.arguments import KeyCodec
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing import feature_reads
@@ -106,7 +110,7 @@ def test_each_host_gets_the_keys_it_owns(cluster: FeatureCluster, monkeypatch: p
         begin, requests = router.begin_features, []
 
         def begun(location: Any, request: Any, keys: Any, deadline: float) -> Any:
-            stored = [keys] if isinstance(keys, bytes) else keys.to_pylist()
+            stored = [keys] if isinstance(keys, bytes) else keys
             requests.append([owner_of_features(location, key) for key in stored])
             return begin(location, request, keys, deadline)
 
@@ -144,11 +148,8 @@ def test_a_host_that_hangs_is_asked_again(cluster: FeatureCluster, monkeypatch: 
         monkeypatch.setattr(async_client, "SMALL_LOOKUP_SECONDS", 0.2)
         _, released = first_blocked(monkeypatch)
         await answers(client, [3])
-        assert num_busy(client) == 1
+        assert num_busy(client) == 0, "its connection is closed"
         released.set()
-        while num_busy(client):  # the connection is used again after its late answer
-            await answers(client, range(USERS))
-            client._client._connections._drain_abandoned()
 
     run(cluster, steps)
 
@@ -185,7 +186,9 @@ def test_closing_the_client_ends_its_requests(cluster: FeatureCluster, monkeypat
         task = asyncio.create_task(client.features("risk", [3]))
         assert await asyncio.to_thread(came.wait, PATIENCE)
         await client.close()
-        with pytest.raises(QueryableStateError, match="The client has been closed; connect again"):
+        with pytest.raises(
+            QueryableStateError, match="The client has been closed, or is used on another event loop: connect again"
+        ):
             await task
         released.set()
 
@@ -243,6 +246,56 @@ def test_an_error_of_the_host_comes_once_a_thread_has_asked_too(
         for _ in range(2):
             with pytest.raises(StaleFeatureError):
                 await client.features("risk", [3])
+
+    run(cluster, steps)
+
+
+def test_a_fork_leaves_the_requests_of_its_parent(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child has the parent's set of watched sockets too, and must not take any out of it."""
+
+    async def steps(client: AsyncQueryableStateClient) -> None:
+        came, released = first_blocked(monkeypatch)
+        task = asyncio.create_task(client.features("risk", [3]))
+        assert await asyncio.to_thread(came.wait, PATIENCE)
+        child = os.fork()
+        if not child:
+            try:
+                client._end_lookups()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        released.set()
+        assert (await task).to_dict() == expected(3)
+        assert time.monotonic() - began < async_client.SMALL_LOOKUP_SECONDS, "not by the thread that repeats it"
+
+    began = time.monotonic()
+    run(cluster, steps)
+
+
+def test_keys_that_arrow_converts_are_for_threads(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow's first array of Python values imports pandas, and the loop would stand still."""
+
+    async def steps(client: AsyncQueryableStateClient) -> None:
+        threads, columns = [], KeyCodec.columns
+
+        def noted(self: KeyCodec, keys: Any) -> Any:
+            threads.append(threading.current_thread())
+            return columns(self, keys)
+
+        monkeypatch.setattr(KeyCodec, "columns", noted)
+        rows = await client.features("risk", [np.int64(3)])
+        assert rows.values() == {name: values for name, values in expected(3).items() if name != "user"}
+        assert threads and threading.current_thread() not in threads
+        threads.clear()
+        array = pa.array
+
+        def noted_array(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread())
+            return array(*args, **kwargs)
+
+        monkeypatch.setattr(pa, "array", noted_array)
+        await answers(client, range(USERS))
+        assert threading.current_thread() not in threads
 
     run(cluster, steps)
 

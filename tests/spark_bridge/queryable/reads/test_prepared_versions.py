@@ -18,6 +18,7 @@ from spark_bridge.host.prepared_versions import MAX_OWN_LOOKS, PreparedVersions
 from spark_bridge.host.registration import GRANT_SECONDS
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
+from tests.spark_bridge.host.host_steps import opened
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of
 from tests.spark_bridge.queryable.memory_reads import eventually
 
@@ -527,3 +528,42 @@ def test_a_host_that_stands_still_before_its_own_look_is_not_behind_spark(make, 
     w.world.exists_hook = stand_still
     with pytest.raises(HostUnavailableError, match="cable is cut"):
         w.one(3)
+
+
+@pytest.mark.parametrize("quick_seconds", [0.0, HANG])
+def test_a_reader_beside_a_load_is_not_behind_spark(make, monkeypatch, quick_seconds):
+    """The load takes the next version for prepared; this host has not heard yet that Spark has committed the last."""
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", quick_seconds)
+    w = make(hosts=2)
+    w.batch(filled(1))
+    w.write(filled(2))
+    key = next(k for k in KEYS if w.instance(partitions_of([k], w.n)[0], 0) is not None)
+    (partition,) = partitions_of([key], w.n)
+    assert w.one(key) == (1, 1)
+    w.complete(tell=False)
+    w.world.plan_spark(w.version)
+    opened(w.hosts[1], w.task(1 - partition))
+    answers, settle = [], PreparedVersions.settle
+
+    def beside(self: PreparedVersions, *asked: Any) -> None:
+        monkeypatch.setattr(PreparedVersions, "settle", settle)
+        answers.append(w.one(key))
+        settle(self, *asked)
+
+    monkeypatch.setattr(PreparedVersions, "settle", beside)
+    w.hosts[0].reads.load(w.run, "op", partition, again=True)
+    assert answers == [(2, 2)]
+
+
+@pytest.mark.parametrize("quick_seconds", [0.0, HANG])
+def test_a_look_that_finds_nothing_counts_only_from_the_version_before(make, monkeypatch, quick_seconds):
+    """A host takes part in a version, and has not heard that Spark has committed the one before."""
+    monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", quick_seconds)
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    assert w.one(3) == (1, 1)
+    w.complete(tell=False)
+    host = w.hosts[0]
+    host.prepared.accepted(host.cache.registrations[w.run], w.version + 1)
+    assert w.one(3) == (2, 2)
