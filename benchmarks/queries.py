@@ -15,10 +15,10 @@ unpacked lists. Async is one event loop with 64 lookups in flight. Both servers,
 machine's cores.
 
 The features are 20 longs, 25 doubles and 5 strings of one key a request, by one asynchronous client process, or by one
-client in each of two replicas of Ray Serve, which ask in open loop themselves. In turns with it, ``redis.asyncio`` reads
-the same values by msgpack, and a client that asks no server shows what the machine itself takes. A stream that runs
-commits a batch of ``--rows`` keys every ``--every`` seconds, or without a pause. A rate is not sustained if less than
-98 % was answered.
+client in each of two replicas of Ray Serve, which ask in open loop themselves. In turns with it, ``redis.asyncio``
+reads the same values by msgpack, and a client that asks no server shows what the machine itself takes. A stream that
+runs commits a batch of ``--rows`` keys every ``--every`` seconds, or without a pause. A rate is not sustained if less
+than 98 % was answered.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class PreparedVersions:
         is_committed = commits.has(version - 1)
         prepared.is_quick = time.monotonic() - begun < QUICK_SECONDS
         if not is_committed and not (self._is_doubtful(of.run_id) and _is_past(commits, version - 1)):
-            # Without the version before, this host has not heard of a commit that others know.
+            # Without the version before, this host has missed the message about its commit.
             if self._completed.has(of.run_id, version - 1) or not commits.has(version - 2):
                 return
             version -= 1

@@ -532,7 +532,7 @@ def test_a_host_that_stands_still_before_its_own_look_is_not_behind_spark(make, 
 
 @pytest.mark.parametrize("quick_seconds", [0.0, HANG])
 def test_a_reader_beside_a_load_is_not_behind_spark(make, monkeypatch, quick_seconds):
-    """The load takes the next version for prepared; this host has not heard yet that Spark has committed the last."""
+    """The load takes the next version for prepared, and the message that the last one is committed is late."""
     monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", quick_seconds)
     w = make(hosts=2)
     w.batch(filled(1))
@@ -557,7 +557,7 @@ def test_a_reader_beside_a_load_is_not_behind_spark(make, monkeypatch, quick_sec
 
 @pytest.mark.parametrize("quick_seconds", [0.0, HANG])
 def test_a_look_that_finds_nothing_counts_only_from_the_version_before(make, monkeypatch, quick_seconds):
-    """A host takes part in a version, and has not heard that Spark has committed the one before."""
+    """A host takes part in a version, and the message that the one before is committed is late."""
     monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", quick_seconds)
     w = make()
     w.batch(filled(1))
