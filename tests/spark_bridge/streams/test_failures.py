@@ -176,10 +176,16 @@ def test_hosts_send_the_messages_of_a_batch_without_ray_also_to_the_next_coordin
         described: dict[str, Any] = current_cluster().coordinator.call("describe")["direct"]
         return described
 
+    def is_found() -> bool:
+        """Run a batch, and return whether hosts have found the coordinator: an idle one sends heartbeats by Ray."""
+        totals.add(1)
+        settle(query)
+        return bool(direct()["messages"])
+
     query = start_totals(totals.frame(), totals.stream)
     addresses = set()
     for _ in range(2):
-        wait_until(lambda: direct()["messages"])  # heartbeats have found the coordinator
+        wait_until(is_found)
         before = direct()
         totals.add(2)
         settle(query)
@@ -188,7 +194,7 @@ def test_hosts_send_the_messages_of_a_batch_without_ray_also_to_the_next_coordin
             assert direct()["messages"][message] >= before["messages"].get(message, 0) + 2, message  # of two batches
         addresses.add(before["address"])
         os.kill(coordinator_pid(), signal.SIGKILL)
-    wait_until(lambda: direct()["messages"])
+    wait_until(is_found)
     assert len({*addresses, direct()["address"]}) == 3
 
 
