@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -617,6 +617,10 @@ def _even_lengths(n: int, width: int) -> bytes:
 @lru_cache(EVEN_WIDTH)
 def _lengths_of(width: int) -> bytes:
     return _LENGTH.pack(width) * EVEN_ROWS
+
+
+StoredKeys: TypeAlias = pa.BinaryArray | list[bytes] | bytes
+"""Stored keys of a request: many, a few, or one."""
 
 
 def pack_few(keys: Sequence[bytes]) -> bytes:

@@ -46,7 +46,7 @@ from spark_bridge.queryable.client.discovery import KnownOperator, KnownView
 from spark_bridge.queryable.client.lookups import operator_description
 from spark_bridge.queryable.client.watch import StateChange, without_last_columns
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.protocol import At, ChangesRequest, FeatureAnswer, FeaturesRequest, StateAnswer
+from spark_bridge.queryable.protocol import At, ChangesRequest, FeatureAnswer, FeaturesRequest, StateAnswer, StoredKeys
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter, require_same_history
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, operator_summary
@@ -388,12 +388,7 @@ class CheckpointClient(QueryableStateClient):
         return operator_description(target, [self.reads.describe(operator, query)])
 
     def _ask_features(
-        self,
-        target: KnownView,
-        at: list[At],
-        defaults: bool,
-        keys: pa.BinaryArray | list[bytes] | bytes,
-        deadline: float,
+        self, target: KnownView, at: list[At], defaults: bool, keys: StoredKeys, deadline: float
     ) -> FeatureAnswer:
         request = FeaturesRequest(target.location.view.name, target.location.revision, at, defaults)
         stored = pa.array(keys, pa.binary()) if isinstance(keys, list) else keys

@@ -365,12 +365,7 @@ class QueryableStateClient:
         return read_views(self, requests, defaults=defaults, timeout=timeout)
 
     def _ask_features(
-        self,
-        target: KnownView,
-        at: list[protocol.At],
-        defaults: bool,
-        keys: pa.BinaryArray | list[bytes] | bytes,
-        deadline: float,
+        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: protocol.StoredKeys, deadline: float
     ) -> protocol.FeatureAnswer:
         request = protocol.FeaturesRequest(
             target.location.view.name, target.location.revision, at, defaults, takes_rows=True
@@ -666,12 +661,7 @@ class _ScopedClient(QueryableStateClient):
     """A client for callers who must not learn of other views and operators from errors."""
 
     def _ask_features(
-        self,
-        target: KnownView,
-        at: list[protocol.At],
-        defaults: bool,
-        keys: pa.BinaryArray | list[bytes] | bytes,
-        deadline: float,
+        self, target: KnownView, at: list[protocol.At], defaults: bool, keys: protocol.StoredKeys, deadline: float
     ) -> protocol.FeatureAnswer:
         with view_errors(target.location.view.name):
             return super()._ask_features(target, at, defaults, keys, deadline)

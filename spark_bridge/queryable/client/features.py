@@ -27,6 +27,7 @@ from spark_bridge.queryable.protocol import (
     FeatureAnswer,
     FeaturesReply,
     FeaturesRequest,
+    StoredKeys,
     ViewLocation,
     features_of,
 )
@@ -190,12 +191,7 @@ class ViewClient(Protocol):
     _answered_at: int | None
 
     def _ask_features(
-        self,
-        target: KnownView,
-        at: list[At],
-        defaults: bool,
-        keys: pa.BinaryArray | list[bytes] | bytes,
-        deadline: float,
+        self, target: KnownView, at: list[At], defaults: bool, keys: StoredKeys, deadline: float
     ) -> FeatureAnswer: ...
 
     def features(
@@ -250,15 +246,15 @@ def plain_stored(codec: KeyCodec, keys: Any) -> list[bytes] | None:
 @dataclass(frozen=True)
 class _Call:
     """A request for the features of some keys: the keys as the caller has them and as stored, and the version of each
-    query. If ``noted``, later answers are not older than this one.
+    query. With ``is_newest``, later answers are not older than this one.
     """
 
     target: KnownView
     keys: pa.RecordBatch | list[Any]
-    encoded: pa.BinaryArray | list[bytes] | bytes
+    encoded: StoredKeys
     at: list[At]
     moment: int | None
-    noted: bool
+    is_newest: bool
 
     @classmethod
     def of(
@@ -272,7 +268,7 @@ class _Call:
         codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
         stored = plain_stored(codec, keys)
         of_answer: pa.RecordBatch | list[Any]
-        encoded: pa.BinaryArray | list[bytes] | bytes
+        encoded: StoredKeys
         if stored is not None:  # columns of a few keys would take longer than their look-up
             of_answer, encoded = keys[:], stored[0] if len(stored) == 1 else stored
         else:
@@ -290,7 +286,7 @@ class _Call:
 
     def rows(self, client: ViewClient, answer: FeatureAnswer) -> FeatureRows:
         """Return the answer, and remember its versions."""
-        if self.noted:
+        if self.is_newest:
             for query, version in zip(self.target.location.queries, answer.versions, strict=True):
                 client._router.seen.note(query.run_id, version)
         return FeatureRows(self.target, self.keys, answer, self.moment)

@@ -483,7 +483,7 @@ class StateRouter:
         self,
         location: protocol.ViewLocation,
         request: protocol.FeaturesRequest,
-        keys: pa.BinaryArray | list[bytes] | bytes,
+        keys: protocol.StoredKeys,
         deadline: float,
     ) -> tuple[protocol.FeaturesReply, memoryview]:
         """Return the answer of one host, which asks the others: of the owner of the first key in the first operator.
@@ -498,7 +498,7 @@ class StateRouter:
         self,
         location: protocol.ViewLocation,
         request: protocol.FeaturesRequest,
-        keys: pa.BinaryArray | list[bytes] | bytes,
+        keys: protocol.StoredKeys,
         deadline: float,
     ) -> KvExchange | None:
         """Send the request of ``features`` if a connection to the host is free now; else return None.
@@ -509,7 +509,7 @@ class StateRouter:
         return self._connections.begin_if_idle(address, request, packed, deadline)
 
     def _host_of_features(
-        self, location: protocol.ViewLocation, keys: pa.BinaryArray | list[bytes] | bytes, deadline: float
+        self, location: protocol.ViewLocation, keys: protocol.StoredKeys, deadline: float
     ) -> tuple[str, bytes, float]:
         """Return the address of the host that is asked, the packed keys, and when the host must have answered."""
         if isinstance(keys, bytes):

@@ -509,7 +509,7 @@ def test_after_a_slow_look_a_thread_looks(make, monkeypatch):
 
 
 def test_a_host_that_stands_still_before_its_own_look_is_not_behind_spark(make, monkeypatch):
-    """Meanwhile its lease ends, others make many versions, and Spark removes the record of the one it looks for."""
+    """During the pause its lease ends, others make many versions, and Spark removes the record that it looks for."""
     monkeypatch.setattr(prepared_versions, "QUICK_SECONDS", HANG)
     w = make()
     w.batch(filled(1))
