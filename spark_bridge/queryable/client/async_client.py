@@ -250,6 +250,9 @@ class LookupBatcher:
             self._answer_ended(waiting)
 
     def _submit(self, batch: list[PendingLookup], until: float) -> None:
+        if all(future.done() for _, future, _ in batch):
+            self._next()  # no caller waits any more
+            return
         try:
             self._pool.submit(self._look_up, batch, until)
         except RuntimeError:

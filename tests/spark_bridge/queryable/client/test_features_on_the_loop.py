@@ -180,6 +180,23 @@ def test_a_caller_that_leaves_does_not_disturb_the_next(
     run(cluster, steps)
 
 
+def test_a_request_without_a_caller_is_not_repeated(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps(client: AsyncQueryableStateClient) -> None:
+        monkeypatch.setattr(async_client, "SMALL_LOOKUP_SECONDS", 0.2)
+        came, released = first_blocked(monkeypatch)
+        left = asyncio.create_task(client.features("risk", [3]))
+        assert await asyncio.to_thread(came.wait, PATIENCE)
+        left.cancel()
+        submit, repeated = client._pool.submit, []
+        monkeypatch.setattr(client._pool, "submit", lambda *asked: repeated.append(submit(*asked)))
+        while client._lookups:  # the last lookup of a group ends it
+            await asyncio.sleep(0.01)
+        assert not repeated
+        released.set()
+
+    run(cluster, steps)
+
+
 def test_closing_the_client_ends_its_requests(cluster: FeatureCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     async def steps(client: AsyncQueryableStateClient) -> None:
         came, released = first_blocked(monkeypatch)
