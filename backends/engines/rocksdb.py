@@ -101,10 +101,10 @@ class LocalRocksDB:
         except LocalStateDamagedError:
             shutil.rmtree(path)
 
-    def _open(self, access: AccessType | None = None) -> None:
+    def _open(self, access: AccessType | None = None, *, expected: LocalState | None = None) -> None:
         """Open the database for writing, or with ``access``, in place of the open one.
 
-        If that fails, the old one stays open.
+        If that fails, or the database does not have the state ``expected``, the old one stays open.
 
         A reader continues with the database that was open, whose files RocksDB still has open, and with its cache: rows
         that such a reader caches are from before the next write.
@@ -125,6 +125,11 @@ class LocalRocksDB:
                 families[name] = self._family(name, family, db.get_column_family_handle(name))
             stored = families[META_FAMILY].db.get(_META_KEY)
             state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
+            if expected is not None and state != expected:  # RocksDB creates an empty database where files are missing
+                raise LocalStateDamagedError(
+                    f"it had version {expected.version} before and has version {state.version} now, so its files "
+                    "were removed or replaced. If a job cleans temporary files, exclude this directory from it"
+                )
         except Exception as error:  # rocksdict raises plain Exception
             opened = _opened(db, families)
             db = None
@@ -147,7 +152,7 @@ class LocalRocksDB:
         if self._db is not None and not self._is_for_reading:
             return
         try:
-            self._open()
+            self._open(expected=self.state)
         except LocalStateDamagedError as error:
             # The open database can be read, but nothing can be added to it: a load must begin elsewhere.
             self.state, self._damage = LocalState.unfinished(self.state.head), type(error)(str(error))

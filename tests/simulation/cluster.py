@@ -312,10 +312,10 @@ class HostSlot:
 class Session:
     """One driver process that has called ``init_spark``: its hosts, its executors, and the queries that it runs."""
 
-    def __init__(self, world: World, cluster: Cluster, number: int) -> None:
+    def __init__(self, world: World, cluster: Cluster, session_id: str) -> None:
         self.world = world
         self.cluster = cluster
-        self.session_id = f"s{number}"
+        self.session_id = session_id
         self.is_wanted = True
         self._queries: dict[str, Task] = {}
         s = world.scheduler

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import StorageError
 from backends.formats.changelog import Changes, group_path, write_group
 from backends.formats.manifest import PartitionEntries
@@ -55,6 +56,11 @@ def silent_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     submit: Callable[..., Any] = QueryThreads.submit
     monkeypatch.setattr(QueryThreads, "submit", lambda self, query, work: submit(self, "all queries", work))
+
+
+def trusted_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens: Callable[..., None] = LocalRocksDB._open
+    monkeypatch.setattr(LocalRocksDB, "_open", lambda self, access=None, *, expected=None: opens(self, access))
 
 
 def stale_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -602,7 +602,7 @@ class Follower(Outsider):
     def begin(self) -> None:
         """Start a coordinator and hosts."""
         self._cluster = Cluster(self._world, "followers")
-        self._session = Session(self._world, self._cluster, len("followers"))
+        self._session = Session(self._world, self._cluster, "followers")
         super().begin()
 
     def finish(self) -> None:

@@ -76,6 +76,7 @@ from tests.simulation.faults_of_hosts import (
     skipped_changelog,
     stale_owner,
     swallowed_group,
+    trusted_directory,
     trusting_givers,
     twice_promoted,
     uncommitted_reads,
@@ -92,6 +93,7 @@ from tests.simulation.searches import (
     in_which_hosts_come_and_go,
     in_which_hosts_fall_silent,
     in_which_keys_are_forgotten,
+    in_which_local_files_go,
     in_which_plans_run_again,
     in_which_replaced_coordinators_live_on,
     in_which_state_is_rewritten,
@@ -208,6 +210,15 @@ FAULTS: Sequence[PlantedFault] = (
         range(219, 1019, 10),  # calm worlds: elsewhere batches may be slow
         None,
         "tests/coordinator_actor/test_hanging_storage.py::test_the_threads_and_waiting_calls_of_a_query_are_bounded",
+    ),
+    PlantedFault(
+        "trusted-directory",
+        "A host writes to the database that it finds, though another one was there when it read.",
+        trusted_directory,
+        range(2, 42),
+        None,
+        "tests/backends/engines/test_rocksdb.py::test_files_removed_under_a_database_that_was_only_read_lose_no_key",
+        in_which_local_files_go,
     ),
     PlantedFault(
         "stale-owner",

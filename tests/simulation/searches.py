@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.simulation.engine import backends
 from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker, Rewriter
 from tests.simulation.world import Constants, Result, World, is_calm, run
 
@@ -90,6 +91,15 @@ def in_which_hosts_fall_silent(world: World) -> None:
         stream.num_partitions = max(3, stream.num_partitions)
 
 
+def in_which_local_files_go(world: World) -> None:
+    """Have local files of RocksDB removed under hosts all the time, between restarts that load them again."""
+    world.backends = backends(is_rocksdb=True)
+    world.troubles.only = [world.troubles.clean_local_files, world.troubles.kill_host]
+    world.restless, world.is_calm = 1.0, False
+    for stream in world.streams:
+        stream.most_seconds, stream.backend = None, world.backends[0]
+
+
 def in_which_keys_are_forgotten(world: World) -> None:
     """Have keys forgotten all the time, and little else go wrong."""
     world.troubles.only = [world.troubles.kill_coordinator, world.troubles.unload_all, world.troubles.kill_host]
@@ -159,6 +169,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_hosts_come_and_go,
         in_which_copies_stand_by,
         in_which_hosts_fall_silent,
+        in_which_local_files_go,
         in_which_keys_are_forgotten,
         in_which_writes_come_late,
         in_which_forgetters_stall,

@@ -50,6 +50,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a reader itself sees that Spark has not committed a batch",
         "a version that was prepared is made again by another run",
         "an engine finds its disk full",
+        "a database that was only read finds its files gone",
         "a partition is evicted, after a commit of a running batch",
         "a partition is evicted, unchanged",
         "a file is there again after it was deleted",

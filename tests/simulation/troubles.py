@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,15 @@ class Troubles:
     @staticmethod
     def _is_target(host: Any) -> bool:
         return any(host.host_id in run.assignment.planned.values() for run in host.session.cluster.runs())
+
+    def clean_local_files(self) -> None:
+        """Remove the local files of a host's partitions under it, as a job that cleans temporary files does."""
+        r, hosts = self._world.scheduler.random, self._hosts()
+        engines = sorted(path for host in hosts for path in host.local_dir.rglob("CURRENT"))
+        if engines:
+            engine = r.choice(engines).parent
+            self._world.scheduler.log("CLEANED", engine.relative_to(self._world.root))
+            shutil.rmtree(engine)
 
     def scale(self) -> None:
         """Executors come or go, and hosts with them."""

@@ -281,7 +281,7 @@ class World:
         s = self.scheduler
         if len(self.clusters) < 2 and s.random.random() < self.parted and self.sessions:
             self.clusters.append(Cluster(self, "cluster1"))
-        session = Session(self, s.random.choice(self.clusters), len(self.sessions))
+        session = Session(self, s.random.choice(self.clusters), f"s{len(self.sessions)}")
         self.sessions.append(session)
         s.log("STARTED", session.driver.name, "on", session.cluster.name)
         session.driver.on_death.append(lambda: s.at(0.5 + s.random.random() * 5, self._start_again))

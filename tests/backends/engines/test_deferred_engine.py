@@ -41,9 +41,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     open_database = LocalRocksDB._open
 
-    def noted(engine: LocalRocksDB, *access: AccessType) -> None:
+    def noted(engine: LocalRocksDB, *access: AccessType, **options: Any) -> None:
         found.append(READ if access else WRITE)
-        open_database(engine, *access)
+        open_database(engine, *access, **options)
 
     monkeypatch.setattr(LocalRocksDB, "_open", noted)
     return found
@@ -231,7 +231,7 @@ def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_
     restored: DeferredEngine, tmp_path: Path
 ) -> None:
     other = LocalRocksDB(tmp_path / "engine", CONF)
-    write(other, 2, {})
+    write(other, 1, {})
     write(restored, 2, {KEYS[0]: b"new"})
     with pytest.raises(ConcurrentCommitError, match="is open in another provider"):
         capture(restored, tmp_path / "refused")
@@ -239,6 +239,18 @@ def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_
     other.close()
     capture(restored, tmp_path / "again")
     assert read(restored, KEYS[:2]) == [b"new", b"old"]
+
+
+def test_changes_are_added_to_no_other_version_than_the_one_that_was_read(
+    restored: DeferredEngine, tmp_path: Path
+) -> None:
+    other = LocalRocksDB(tmp_path / "engine", CONF)
+    write(other, 2, {KEYS[1]: b"other"})
+    other.close()
+    write(restored, 2, {KEYS[0]: b"new"})
+    with pytest.raises(LocalStateDamagedError, match="had version 1 before and has version 2 now"):
+        capture(restored, tmp_path / "refused")
+    assert restored.state.is_unfinished
 
 
 def written(engine: DeferredEngine) -> int:

@@ -52,9 +52,9 @@ def ends_midway(monkeypatch):
     monkeypatch.setattr(rocksdb_files, "WRITE_ROWS", 2)
     engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
 
-    def opened(engine, *access):
+    def opened(engine, *access, **options):
         engines.append(engine)
-        open_engine(engine, *access)
+        open_engine(engine, *access, **options)
 
     monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", opened)
 
@@ -153,14 +153,31 @@ def test_a_partition_that_is_restored_opens_its_database_for_writing_once(locati
     assert list(Path(location).rglob("*.snapshot"))
     opened, open_engine = [], rocksdb.LocalRocksDB._open
 
-    def open_counted(engine, *access):
+    def open_counted(engine, *access, **options):
         opened.append("for reading" if access else "for writing")
-        open_engine(engine, *access)
+        open_engine(engine, *access, **options)
 
     monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", open_counted)
     with open_provider(location) as again:
         assert content(again.get_store(3)) == {"a": "2"}
         assert opened == ["for reading", "for writing"], "the snapshot, and the changelog behind it"
+
+
+@pytest.mark.parametrize(("removed", "error"), [("*", "had version 1 before and has version 0 now"), ("CURRENT", "")])
+def test_files_removed_under_a_database_that_was_only_read_lose_no_key(location, tmp_path, removed, error):
+    """RocksDB creates an empty database there, to which a commit would add its changes alone."""
+    local = tmp_path / "local"
+    with open_provider(location, local_dir=local) as provider:
+        commit(provider, 0, a="1", b="1")
+    with open_provider(location, local_dir=local) as again:
+        assert content(again.get_store(1)) == {"a": "1", "b": "1"}
+        (directory,) = (file.parent for file in local.rglob("CURRENT"))
+        for file in directory.glob(removed):
+            file.unlink()
+        with pytest.raises(LocalStateDamagedError, match=f"cannot be opened.*{error}"):
+            commit(again, 1, a="2")
+        assert content(again.get_store(2)) == {"a": "2", "b": "1"}, "its changelog was stored first"
+        assert content(again.get_store(1)) == {"a": "1", "b": "1"}
 
 
 def test_a_partition_that_is_empty_is_read_without_a_database(location, tmp_path):

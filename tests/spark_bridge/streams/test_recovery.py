@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +175,41 @@ def test_no_task_fails_when_state_processes_die(
     settle(query)
     flow.check(client, query)
     assert failed_tasks(spark, query) == 0
+
+
+def test_local_files_that_a_cleaner_removes_cost_no_key(flow: Flow, client: QueryableStateClient) -> None:
+    """Hosts notice, at the latest in the next snapshot, and load their partitions again."""
+    flow.add(3)
+    first = start(flow.frame(*PARTITIONS), flow.stream.checkpoint, Sink())
+    settle(first)
+    first.stop()
+    query = start(flow.frame(*PARTITIONS), flow.stream.checkpoint, Sink())
+    flow.add()
+    settle(query)
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    engines = list(session.glob(f"statestore/*/*/data/*/{query.id}/**/engine"))
+    assert len(engines) == sum(PARTITIONS)
+    for engine in engines:
+        shutil.rmtree(engine)
+    snapshots = snapshots_of(flow)
+    while snapshots_of(flow) < snapshots + sum(PARTITIONS):
+        flow.add()
+        settle(query)
+    flow.check(client, query)
+    query.stop()
+    for pid in host_pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_until_all_answer()
+    again = start(flow.frame(*PARTITIONS), flow.stream.checkpoint, Sink())
+    flow.add()
+    settle(again)
+    flow.check(client, again)
+
+
+def snapshots_of(flow: Flow) -> int:
+    """Return the number of snapshots that the last manifests name, one for each partition and version."""
+    manifests = Path(flow.stream.checkpoint, "statestore", "manifests").glob("*.json")
+    return len({name for path in manifests for name in re.findall(r'"([^"]*\.snapshot)"', path.read_text())})
 
 
 # -- other drivers -----------------------------------------------------------------------------
