@@ -24,7 +24,7 @@ from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.fencing import RecordFiles
-from coordinator_actor.durable.records import FeatureViewRecords
+from coordinator_actor.durable.records import FeatureViewRecords, LookupRecord
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.exceptions import listed_names
 from coordinator_actor.messages import (
@@ -128,7 +128,8 @@ class _Look:
 class StoredReads(PartitionedReads):
     """``StateReads`` of one checkpoint. Thread-safe; ``_lock`` guards the choice of the newest manifests only.
 
-    ``query_name`` is the name of the query, which storage does not have.
+    ``query_name`` is the name of the query, which storage does not have. Reads of the version of ``looked_up`` fail
+    once another run than that of the record has made the version.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class StoredReads(PartitionedReads):
         open_storage: OpenStorage = CheckpointStorage.open,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+        looked_up: LookupRecord | None = None,
     ) -> None:
         super().__init__(now_ms)
+        self._looked_up = looked_up
         self.place = place
         self._query_name = query_name
         self._damaged = damaged
@@ -280,6 +283,7 @@ class StoredReads(PartitionedReads):
         try:
             newest = versions.newest_completed()
             version = versions.resolve(at.version if at.isolation == "version" else None)
+            self._require_same_run(versions, version)
             plan = OperatorPlan.of(self._registration(versions, newest), operator)
             pieces = versions.reading(operator, version).pieces
         except VersionNotFoundError as error:
@@ -291,6 +295,17 @@ class StoredReads(PartitionedReads):
             # The last schema reads the rows of older versions too; the layout is that of the version.
             plan = replace(plan, spec=structs.replace(plan.spec, num_partitions=len(pieces)))
         return _StoredReading(plan, version, {piece.partition: piece for piece in pieces}, named_layout, self._opened)
+
+    def _require_same_run(self, versions: StateVersions, version: int) -> None:
+        """Raise ``VersionNotFoundError`` if a run has replaced the looked-up version since its record was read."""
+        record = self._looked_up
+        if record is None or not record.made_by or version != record.version:
+            return
+        if (run_id := versions.chain[version].run_id) != record.made_by:
+            raise VersionNotFoundError(
+                f"Version {version} was looked up as run {record.made_by} had made it. The query has rolled back "
+                f"since, and run {run_id} has replaced the version."
+            )
 
     @contextmanager
     def _opened(self, piece: Piece, version: int) -> Iterator[PartitionView]:

@@ -155,7 +155,7 @@ def in_storage(
     Each call of ``values`` loads the partitions that it needs. Raises ``VersionNotFoundError``, ``StorageError``.
     """
     record = fixed if fixed is not None else recorded_in_storage(place, batch)
-    reads = StoredReads(place, now_ms=lambda: record.at_ms)
+    reads = StoredReads(place, now_ms=lambda: record.at_ms, looked_up=record)
     target = KnownOperator.of(reads.locate(operator, None))
     router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
     lookups = KeyLookups(router, target, target.view(state), At("version", record.version), float("inf"))
@@ -172,7 +172,8 @@ def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
     versions = StateVersions.look(place)
     completed = versions.resolve(None)
     if batch is None:
-        return LookupRecord(completed, "", int(time.time() * 1000))
+        made_by = versions.chain[completed].run_id if completed else ""
+        return LookupRecord(completed, made_by, int(time.time() * 1000))
     records = LookupRecords(CheckpointStorage.open(place.state_location, place.options))
     return LookedUpVersions(records, _StoredVersions(versions, completed)).resolve(
         batch.by, batch.batch_id, time.time(), nullcontext()

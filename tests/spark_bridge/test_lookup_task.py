@@ -147,6 +147,18 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
         )
 
 
+def test_a_version_that_is_made_again_between_the_record_and_the_read_is_an_error(cluster: Cluster) -> None:
+    """A task may stand still in between, and the query that it looks up may roll back and make the version again."""
+    place, first = find_state(str(cluster.root / "ck")), rows(random.Random(6), 20)
+    record = looked_up_state.recorded_in_storage(place, None)
+    assert record.version == 1
+    found = in_storage(place, "totals", None, None, record)
+    assert given(task(), first, found) == expected(first, 10, is_inner=False)
+    of_another_run = in_storage(place, "totals", None, None, msgspec.structs.replace(record, made_by="run0"))
+    with pytest.raises(StateVersionError, match=rf"as run run0 had made it.*run {record.made_by} has replaced"):
+        given(task(), first, of_another_run)
+
+
 class Context:
     """The context of a task in a Spark worker; ``run_id`` exists if the query has its own state."""
 
