@@ -32,7 +32,7 @@ from spark_bridge.host.commits import GroupCommits, TaskCommits
 from spark_bridge.host.exports import SavepointExports, pin_scans, scans_read_back
 from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.instances import Counters, Instance, PartitionFiles, spec_of
-from spark_bridge.host.local_disk import IN_USE_SECONDS, LocalDisk
+from spark_bridge.host.local_disk import IN_USE_SECONDS, DiskRoom, LocalDisk
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
 from spark_bridge.host.partition_loader import PartitionLoader
@@ -225,8 +225,9 @@ class Host:
             cache.on_run_forgotten(forget)
         cache.on_run_ended(self.loads.forget_failures)
         self.disk = LocalDisk(local_dir, conf.local_disk_bytes, clock)
+        room = DiskRoom(cache, self.disk, clock)
         self.loader = PartitionLoader(
-            registration, cache, self.loads, self.files, self.completed, self.counters, clock, self.disk
+            registration, cache, self.loads, self.files, self.completed, self.counters, clock, room, self.disk
         )
         self.hand_overs = HandOvers(info, cache, self.loader, self.completed, clock)
         self.prepared = PreparedVersions(
@@ -243,7 +244,7 @@ class Host:
         self.maintenance = Maintenance(
             registration, cache, self.version_requests, self.counters, self.memory, conf, clock
         )
-        self.maintenance.on_maintenance(self.loader.keep_within_disk)
+        self.maintenance.on_maintenance(room.keep_within_disk)
         self.maintenance.on_maintenance(self.grants.forget_idle_runs)
         self.exports = SavepointExports(
             info,

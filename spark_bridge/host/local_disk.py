@@ -1,7 +1,7 @@
-"""The local disk of a host as a cache of the state: reservations of loads, and figures of what was evicted.
+"""The local disk of a host as a cache of the state: reservations of loads, evictions and their figures.
 
-A host whose partitions do not fit on its disk keeps those that are used. ``PartitionLoader`` evicts the others, and the
-next task or reader of an evicted partition loads it again.
+A host whose partitions do not fit on its disk keeps those that are used. ``DiskRoom`` evicts the others, and the next
+task or reader of an evicted partition loads it again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from backends.exceptions import LocalDiskFullError
 from backends.host_memory import BoundedDict
 from backends.partition.load_watch import LoadWatch
-from spark_bridge.host.instances import InstanceKey
+from spark_bridge.host.instances import Instance, InstanceKey
+from spark_bridge.host.partition_cache import PartitionCache
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 IN_USE_SECONDS = 60.0
 """A partition that a task has opened, or was loaded for, is evicted after this many seconds without a commit."""
@@ -32,6 +37,14 @@ bytes.
 """
 REPEAT_STEP_SECONDS, REPEAT_TURN_SECONDS = 1.0, 20.0
 """A load that waits for its turn reports progress after the first number of seconds, and continues after the second."""
+ROOM_SECONDS = 1.0
+"""A load that waits for room on the disk looks again, and reports progress, after this many seconds."""
+EMPTY_SECONDS, RELEASE_SECONDS = 0.6, 20.0
+"""A load on a full disk fails once it has waited so long without another partition or load: the first number counts
+from when the host's directory has no files of others. Seconds count, not attempts, since each load wakes all others.
+"""
+EMPTY_BYTES = 64 << 10
+"""A directory with fewer bytes has no partition."""
 MAX_EVICTED = 100_000
 """At most this many evicted partitions are remembered, for the figures. Those of ended queries are never loaded again,
 and would stay for ever.
@@ -53,7 +66,7 @@ class LocalDisk:
     """
 
     def __init__(self, directory: Path, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory = directory
+        self.directory = directory
         self._budget = budget
         self._clock = clock
         self.changed = threading.Condition()
@@ -92,7 +105,7 @@ class LocalDisk:
             if needed > free - outstanding:
                 whole = needed + bytes_below(fetched.parent)
                 error = LocalDiskFullError(
-                    f"{what} needs {whole / _MIB:.1f} MiB in {self._directory}: {max(0, free) / _MIB:.1f} of "
+                    f"{what} needs {whole / _MIB:.1f} MiB in {self.directory}: {max(0, free) / _MIB:.1f} of "
                     f"{total / _MIB:.1f} MiB are free, and other loads will take {outstanding / _MIB:.1f} MiB of "
                     f"them. {_REMEDY}"
                 )
@@ -104,11 +117,11 @@ class LocalDisk:
 
     def _room(self) -> tuple[int, int]:
         """Return the free bytes, and the bytes in all."""
-        existing = next(p for p in (self._directory, *self._directory.absolute().parents) if p.exists())
+        existing = next(p for p in (self.directory, *self.directory.absolute().parents) if p.exists())
         usage = shutil.disk_usage(existing)
         if self._budget is None:
             return usage.free, usage.total
-        return min(usage.free, self._budget - bytes_below(self._directory)), self._budget
+        return min(usage.free, self._budget - bytes_below(self.directory)), self._budget
 
     def is_nearly_full(self) -> bool:
         free, total = self._room()
@@ -174,7 +187,7 @@ class LocalDisk:
             log.warning(
                 "The local disk is smaller than the state of this host: %d partitions with %.1f MiB were evicted, and "
                 "are loaded again when they are used (%.1f of %.1f MiB are free in %s). %s",
-                *(number, evicted_bytes / _MIB, max(0, free) / _MIB, total / _MIB, self._directory, _REMEDY),
+                *(number, evicted_bytes / _MIB, max(0, free) / _MIB, total / _MIB, self.directory, _REMEDY),
             )
 
     def note_loaded(self, key: InstanceKey, nbytes: int) -> None:
@@ -194,6 +207,93 @@ class LocalDisk:
             "budget": self._budget,
             "evicted_seconds": None if last == float("-inf") else round(self._clock() - last, 1),
         }
+
+
+@dataclass(eq=False, repr=False)
+class DiskRoom:
+    """Makes room on a full disk: removes kept files and unused copies, then evicts the least recently used partitions.
+
+    If all of these are in use, the work waits for its turn. It fails only if there is nothing to wait for: the
+    partition alone is larger than the disk.
+    """
+
+    _cache: PartitionCache
+    _disk: LocalDisk
+    _clock: Callable[[], float]
+
+    def make(
+        self, work: Callable[[], T], key: InstanceKey | None, watch: LoadWatch | None, instance: Instance | None = None
+    ) -> T:
+        """Do some work for the partition ``key`` (None: a copy). While the disk is full, make room, and retry the work.
+
+        If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not
+        wait. ``instance`` is the partition, once it is open.
+        """
+        alone_seconds = empty_seconds = 0.0
+        turn: AbstractContextManager[None] = nullcontext()
+        while True:
+            try:
+                with turn:
+                    return work()
+            except LocalDiskFullError as error:
+                turn = nullcontext() if watch is None or error.is_refused else self._disk.turn(watch)
+                if error.is_larger_than_disk:
+                    raise
+                if self._free(key, error):
+                    alone_seconds = empty_seconds = 0.0
+                    continue
+                own = 0
+                if instance is not None:
+                    # Readers of the latest version must not meet the empty version that is left.
+                    self._cache.withdraw(instance)
+                    # Two loads that wait might hold the room that each other needs.
+                    fetched = bytes_below(instance.state.local_dir)
+                    with instance.commit_lock:
+                        instance.state.drop_local_files()
+                    own = bytes_below(instance.state.local_dir)
+                    if own < fetched:
+                        self._disk.notify()
+                is_alone = not self._others_on_disk(key) and not self._disk.is_loading
+                # Others may be releasing their files: an eviction, or a load that found the disk full as well.
+                is_empty = is_alone and bytes_below(self._disk.directory) <= own + EMPTY_BYTES
+                alone_seconds = alone_seconds if is_alone else 0.0
+                empty_seconds = empty_seconds if is_empty else 0.0
+                if watch is None or alone_seconds >= RELEASE_SECONDS or empty_seconds >= EMPTY_SECONDS:
+                    raise
+                waited_seconds = self._disk.wait(ROOM_SECONDS / 5 if is_alone else ROOM_SECONDS)
+                alone_seconds += waited_seconds if is_alone else 0.0
+                empty_seconds += waited_seconds if is_empty else 0.0
+                watch.step()  # the partitions in use make progress, and this load comes after them
+
+    def _free(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:
+        """Remove something that is not in use, other than the partition ``key``; return whether there was something."""
+        dropped = self._cache.drop_least_wanted()
+        if dropped is not None:
+            log.warning("The kept files of %s are removed to make room: %s", dropped, error)
+            return True
+        return bool(self._cache.drop_unused_copies()) or self._evict_least_used(key)
+
+    def _evict_least_used(self, key: InstanceKey | None = None) -> bool:
+        """Evict the own partition that was not used for the longest time; return whether there was one."""
+        now = self._clock()
+        for instance in sorted(self._others_on_disk(key), key=lambda other: other.last_use):
+            if instance.in_use_until > now or instance.state.is_loading or instance.state.snapshots.is_uploading:
+                continue
+            nbytes = bytes_below(instance.state.local_dir)
+            if self._cache.evict(instance):
+                self._disk.note_eviction(instance.key, nbytes)
+                return True
+        return False
+
+    def _others_on_disk(self, key: InstanceKey | None) -> list[Instance]:
+        """Return the other own partitions that have files on the disk: the file backend has them only in memory."""
+        with_files = [i for i in self._cache.all() if i.key != key and bytes_below(i.state.local_dir)]
+        return [i for i in with_files if not i.state.is_closed]
+
+    def keep_within_disk(self) -> None:
+        """Evict kept files or one unused partition if the disk is nearly full: RocksDB needs room for its own work."""
+        if self._disk.is_nearly_full() and self._cache.drop_least_wanted() is None:
+            self._evict_least_used()
 
 
 def bytes_below(directory: Path) -> int:

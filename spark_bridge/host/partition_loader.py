@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from backends import exceptions, spans
 from backends.exceptions import LoadEndedError, LocalDiskFullError, MissingFileError
@@ -30,14 +30,13 @@ from spark_bridge.host.instances import (
     key_of,
     spec_of,
 )
-from spark_bridge.host.local_disk import IN_USE_SECONDS, LocalDisk, bytes_below
+from spark_bridge.host.local_disk import IN_USE_SECONDS, DiskRoom, LocalDisk
 from spark_bridge.host.partition_cache import FOR_EVER, Copy, CopyKey, Kind, PartitionCache, close, destroy
 from spark_bridge.host.registration import CompletedVersions, HostRegistration
 from spark_bridge.host.running_loads import FileLease, Load, Loads
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 TaskChangelog: TypeAlias = tuple[tuple[str, int], ChangelogRef]
 """Operator and partition, and a changelog of that partition."""
 
@@ -45,14 +44,6 @@ TASK_ANSWER_SECONDS = 2.0
 """A task is answered after this many seconds at the latest: far below the time limit of its call."""
 ABANDONED_SECONDS = 60.0
 """A load ends if no task has asked for it for this many seconds; its files are kept for the next one."""
-ROOM_SECONDS = 1.0
-"""A load that waits for room on the disk looks again, and reports progress, after this many seconds."""
-EMPTY_SECONDS, RELEASE_SECONDS = 0.6, 20.0
-"""A load on a full disk fails once it has waited so long without another partition or load: the first number counts
-from when the host's directory has no files of others. Seconds count, not attempts, since each load wakes all others.
-"""
-EMPTY_BYTES = 64 << 10
-"""A directory with fewer bytes has no partition."""
 READ_SECONDS = 1.0
 """A partition that was loaded for a read is not evicted for this many seconds."""
 FOLLOWED_BYTES = 16 << 20
@@ -66,9 +57,7 @@ class PartitionLoader:
     """Brings partitions to the versions that are granted or asked for. Thread-safe: ``PartitionCache`` has the locks.
 
     A load that fails leaves the partition partly loaded: it does not serve, and the next load of the same run continues
-    from there. If the disk is full, the kept files and unused copies are removed first, then the least recently used
-    own partitions. If all of them are in use, the load waits for its turn. It fails only if there is nothing to wait
-    for: the partition alone is larger than the disk.
+    from there. ``DiskRoom`` makes room on a full disk.
     """
 
     _registration: HostRegistration
@@ -78,6 +67,7 @@ class PartitionLoader:
     _completed: CompletedVersions
     _counters: Counters
     _clock: Callable[[], float]
+    _room: DiskRoom
     disk: LocalDisk
 
     # -- own partitions ------------------------------------------------------------------------
@@ -344,7 +334,7 @@ class PartitionLoader:
                 return self._advance(instance, grant, watch, is_whole=was_whole)
 
         try:
-            is_advanced = self._make_room(advance, key, watch, instance) if serves else advance()
+            is_advanced = self._room.make(advance, key, watch, instance) if serves else advance()
         except BaseException as error:
             cache.remove_instance(instance)
             if _can_continue(error) and (watch is None or not watch.is_over):
@@ -382,7 +372,7 @@ class PartitionLoader:
             if not continues:
                 destroy(older)
         open_own = partial(self._files.open_own, registration, spec, partition, self._cache.runs_in_use)
-        state = self._make_room(open_own, key, watch) if makes_room else open_own()
+        state = self._room.make(open_own, key, watch) if makes_room else open_own()
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         if older is not None and continues:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)
@@ -393,80 +383,6 @@ class PartitionLoader:
         if watch is None:
             return nullcontext()
         return self.disk.reserving(watch, str(instance), instance.state.fetched_dir)
-
-    def _make_room(
-        self, work: Callable[[], T], key: InstanceKey | None, watch: LoadWatch | None, instance: Instance | None = None
-    ) -> T:
-        """Do some work for the partition ``key`` (None: a copy). While the disk is full, make room, and retry the work.
-
-        If the others are in use, wait for them; raise the error if there are none. Without a ``watch`` this does not
-        wait. ``instance`` is the partition, once it is open.
-        """
-        alone_seconds = empty_seconds = 0.0
-        turn: AbstractContextManager[None] = nullcontext()
-        while True:
-            try:
-                with turn:
-                    return work()
-            except LocalDiskFullError as error:
-                turn = nullcontext() if watch is None or error.is_refused else self.disk.turn(watch)
-                if error.is_larger_than_disk:
-                    raise
-                if self._free_room(key, error):
-                    alone_seconds = empty_seconds = 0.0
-                    continue
-                own = 0
-                if instance is not None:
-                    # Readers of the latest version must not meet the empty version that is left.
-                    self._cache.withdraw(instance)
-                    # Two loads that wait might hold the room that each other needs.
-                    fetched = bytes_below(instance.state.local_dir)
-                    with instance.commit_lock:
-                        instance.state.drop_local_files()
-                    own = bytes_below(instance.state.local_dir)
-                    if own < fetched:
-                        self.disk.notify()
-                is_alone = not self._others_on_disk(key) and not self.disk.is_loading
-                # Others may be releasing their files: an eviction, or a load that found the disk full as well.
-                is_empty = is_alone and bytes_below(self._files.local_dir) <= own + EMPTY_BYTES
-                alone_seconds = alone_seconds if is_alone else 0.0
-                empty_seconds = empty_seconds if is_empty else 0.0
-                if watch is None or alone_seconds >= RELEASE_SECONDS or empty_seconds >= EMPTY_SECONDS:
-                    raise
-                waited_seconds = self.disk.wait(ROOM_SECONDS / 5 if is_alone else ROOM_SECONDS)
-                alone_seconds += waited_seconds if is_alone else 0.0
-                empty_seconds += waited_seconds if is_empty else 0.0
-                watch.step()  # the partitions in use make progress, and this load comes after them
-
-    def _free_room(self, key: InstanceKey | None, error: LocalDiskFullError) -> bool:
-        """Remove something that is not in use, other than the partition ``key``; return whether there was something."""
-        dropped = self._cache.drop_least_wanted()
-        if dropped is not None:
-            log.warning("The kept files of %s are removed to make room: %s", dropped, error)
-            return True
-        return bool(self._cache.drop_unused_copies()) or self._evict_least_used(key)
-
-    def _evict_least_used(self, key: InstanceKey | None = None) -> bool:
-        """Evict the own partition that was not used for the longest time; return whether there was one."""
-        now = self._clock()
-        for instance in sorted(self._others_on_disk(key), key=lambda other: other.last_use):
-            if instance.in_use_until > now or instance.state.is_loading or instance.state.snapshots.is_uploading:
-                continue
-            nbytes = bytes_below(instance.state.local_dir)
-            if self._cache.evict(instance):
-                self.disk.note_eviction(instance.key, nbytes)
-                return True
-        return False
-
-    def _others_on_disk(self, key: InstanceKey | None) -> list[Instance]:
-        """Return the other own partitions that have files on the disk: the file backend has them only in memory."""
-        with_files = [i for i in self._cache.all() if i.key != key and bytes_below(i.state.local_dir)]
-        return [i for i in with_files if not i.state.is_closed]
-
-    def keep_within_disk(self) -> None:
-        """Evict kept files or one unused partition if the disk is nearly full: RocksDB needs room for its own work."""
-        if self.disk.is_nearly_full() and self._cache.drop_least_wanted() is None:
-            self._evict_least_used()
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
         """Let a partition of another run of the query serve no longer: the grant's run is newer. Its files stay."""
@@ -654,7 +570,7 @@ class PartitionLoader:
                         raise
                     return copy
 
-                return self._make_room(loaded_copy, None, watch)
+                return self._room.make(loaded_copy, None, watch)
         finally:
             lease.end()
 

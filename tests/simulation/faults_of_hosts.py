@@ -29,9 +29,9 @@ from coordinator_actor.threads import QueryThreads
 from spark_bridge.host import commits
 from spark_bridge.host.commits import GroupCommit, GroupCommits
 from spark_bridge.host.hand_overs import HandOvers
+from spark_bridge.host.local_disk import DiskRoom
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_cache import PartitionCache
-from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 from tests.simulation import network
@@ -257,14 +257,14 @@ def forgetful_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    evict: Callable[..., bool] = PartitionLoader._evict_least_used
+    evict: Callable[..., bool] = DiskRoom._evict_least_used
 
-    def hasty(self: PartitionLoader, key: Any = None) -> bool:
+    def hasty(self: DiskRoom, key: Any = None) -> bool:
         for instance in self._cache.all():
             instance.in_use_until = -math.inf
         return evict(self, key)
 
-    monkeypatch.setattr(PartitionLoader, "_evict_least_used", hasty)
+    monkeypatch.setattr(DiskRoom, "_evict_least_used", hasty)
 
 
 def early_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host import local_disk, partition_loader
-from spark_bridge.host.local_disk import IN_USE_SECONDS, WARNING_SECONDS
-from spark_bridge.host.partition_loader import EMPTY_SECONDS, READ_SECONDS, ROOM_SECONDS
+from spark_bridge.host import local_disk
+from spark_bridge.host.local_disk import EMPTY_SECONDS, IN_USE_SECONDS, ROOM_SECONDS, WARNING_SECONDS
+from spark_bridge.host.partition_loader import READ_SECONDS
 from spark_bridge.queryable.protocol import At, LookupRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
@@ -378,7 +378,7 @@ def test_loads_that_take_each_others_room_repeat_one_after_the_other(
     narrow: Stream, monkeypatch: pytest.MonkeyPatch, enough: bool
 ) -> None:
     """Both find room to reserve, and their writes find the disk full. If that does not help, they fail."""
-    monkeypatch.setattr(partition_loader, "RELEASE_SECONDS", 1.0)
+    monkeypatch.setattr(local_disk, "RELEASE_SECONDS", 1.0)
     loader = narrow.host.loader
     foreign = loader._files.local_dir / "foreign"
     foreign.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +406,7 @@ def test_loads_that_take_each_others_room_repeat_one_after_the_other(
                 raise LocalDiskFullError("The disk is full.")
             return True
 
-        return loader._make_room(write, None, watch)
+        return loader._room.make(write, None, watch)
 
     with ThreadPoolExecutor(2) as threads:
         loads = [threads.submit(load, LoadWatch(name)) for name in ("one", "other")]
