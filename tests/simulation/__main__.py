@@ -18,7 +18,7 @@ from tests.simulation.searches import WORLDS, fresh, keep, search
 from tests.simulation.sometimes import never_reached, told
 from tests.simulation.world import run
 
-ENOUGH_SEEDS = 150
+ENOUGH_SEEDS = 400
 """So many seeds of all worlds come to everything that ``sometimes.py`` declares."""
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
