@@ -94,10 +94,13 @@ class Turn:
     load_behind: float = 0.0
     cores: float = 0.0
 
-    def percentile(self, of: float) -> float:
-        """Return a percentile of the latencies in ms."""
-        ordered = sorted(self.latencies)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * of / 100))]
+    @property
+    def p50(self) -> float:
+        return sorted(self.latencies)[len(self.latencies) // 2]
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.latencies)[len(self.latencies) * 99 // 100]
 
     @property
     def is_sustained(self) -> bool:
