@@ -29,7 +29,7 @@ import totals
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 from suite.machine import PROCESSES, own_ray
-from suite.model import Case, Measured, rotated
+from suite.model import Case, Measured, Turns, rotated
 from suite.model import Contestant as Described
 from suite.runner import Steps
 from totals import CHECK, CONTESTANTS, ON_ROCKSDB, Batch, Contestant, Expected, Workload, checked
@@ -282,13 +282,13 @@ def chosen(wanted: Sequence[str]) -> list[str]:
     return [name for name in wanted if name in available()]
 
 
-def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> dict[str, list[list[float]]]:
+def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> Turns:
     """Return the seconds of each batch, turn by turn; Lanes keep their CPU.
 
     Slow contestants have ``SLOW_TURNS`` turns of one batch after all turns of the others. In between, they would keep
     the others waiting for minutes, and Spark ends Python workers that are idle for one minute.
     """
-    seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+    seconds: Turns = {lane.contestant.name: [] for lane in lanes}
     for lane in lanes:
         lane.counted_from = len(lane.progress)
     fast, slow = ([lane for lane in lanes if lane.contestant.is_slow == is_slow] for is_slow in (False, True))

@@ -30,7 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from played_queries import InActor, PlayedHost, PlayedQuery, actor, memory_directory, played_hosts, registration_of
+from played_queries import (
+    InActor,
+    PlayedHost,
+    PlayedQuery,
+    actor,
+    empty_actor,
+    memory_directory,
+    played_hosts,
+    registration_of,
+)
 from rich.console import Console
 from rich.table import Table
 from suite.machine import own_ray
@@ -129,23 +138,6 @@ class Load:
         found = self.call("locate", query.registration.operators[0].name, query.run)
         if len(found.owners) != query.partitions:
             raise RuntimeError(f"{found.operator.name} was located with {len(found.owners)} partitions.")
-
-
-def empty_actor() -> Callable[[], Any]:
-    """Start an actor that does nothing; return a call of it that waits for the answer."""
-    import ray
-
-    from coordinator_actor.process import take_ordinary_priority
-
-    class Empty:
-        def __init__(self) -> None:
-            take_ordinary_priority()
-
-        def nothing(self) -> None:
-            """Do nothing."""
-
-    made = ray.remote(num_cpus=0)(Empty).remote()
-    return lambda: ray.get(made.nothing.remote())
 
 
 @dataclass

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.model import Case, Comparison, Contestant, Measured, Size, Target
+from suite.machine import own_ray
+from suite.model import Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ RECORDS = "answers to the messages of a checkpoint"
 
 def run(size: Size, steps: Steps) -> Measured:
     """Measure messages of callers first, then the cluster, each with its own coordinator in one Ray cluster."""
-    from suite.machine import own_ray
-
     measured = Measured(
         {
             OURS: Contestant("the coordinator's actor: a host's heartbeat", {}, True),
@@ -65,22 +64,12 @@ def _query(call: Any, root: Path, size: Size, each: Any = map) -> PlayedQuery:
     return query
 
 
-def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
+def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
     """Measure messages a second of so many callers at once, in turns."""
-    import ray
-    from played_queries import actor, memory_directory
+    from played_queries import actor, empty_actor, memory_directory
 
-    from coordinator_actor.process import take_ordinary_priority
-
-    class Empty:
-        def __init__(self) -> None:
-            take_ordinary_priority()
-
-        def heartbeat_host(self, host_id: str, incarnation: str, versions: dict[str, int]) -> None:
-            """Do nothing."""
-
-    empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
-    found: dict[int, dict[str, list[list[float]]]] = {}
+    empty = empty_actor(64)
+    found: dict[int, Turns] = {}
     with memory_directory() as root, actor("messages") as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
         direct = link.connections
@@ -97,7 +86,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
                 raise RuntimeError(f"The coordinator has forgotten host {hosts[i % len(hosts)]}.")
 
         def theirs(i: int) -> None:
-            ray.get(empty.heartbeat_host.remote(*hosts[i % len(hosts)], {}))
+            empty(*hosts[i % len(hosts)], {})
 
         contestants = {OURS: ours, DIRECT: over_connection, EMPTY: theirs}
         for callers in size["callers"]:

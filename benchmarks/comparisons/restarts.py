@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suite.machine import directory
-from suite.model import VENV, VENV42, Case, Comparison, Contestant, Measured, Size, Target
+from suite.model import VENV, VENV42, Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
 
     names = lanes.chosen(size["contestants"])
     measured = lanes.measured_of(names)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    seconds: Turns = {name: [] for name in names}
     steps.expect(len(names) * (2 * size["turns"] + 2))
     with directory() as root:
         given = _input(root / "batches", size)
@@ -324,7 +324,7 @@ def _rescales(
     """Measure the change from few to many partitions and back, up to the first completed batch; return their number."""
     import lanes
 
-    turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
+    turns: dict[tuple[int, int], Turns] = {}
     before, can_repartition = FEW, NATIVE in lanes_of
     for i in range(size["rescales"]):
         after = MANY if before == FEW else FEW
@@ -427,7 +427,7 @@ def run_surgery(size: Size, steps: Steps) -> Measured:
         given = _input(root / "batches", size)
         fills = given.fill(0, size["keys"], FILL_ROWS)
         running = _filled_and_stopped(spark, [OURS, NATIVE], root, given, fills, steps)
-        turns: dict[str, dict[str, list[list[float]]]] = {SAME_KEY: {}, OTHER_KEY: {}}
+        turns: dict[str, Turns] = {SAME_KEY: {}, OTHER_KEY: {}}
         for turn in range(size["turns"]):
             after = (MANY, FEW)[turn % 2]
             steps.now(f"turn {turn + 1} of {size['turns']}")

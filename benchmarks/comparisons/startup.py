@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from suite.model import Case, Comparison, Contestant, Measured, Size, Target
+from suite.model import Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 RAY, RAYDP, OURS = "ray", "raydp", "ours"
@@ -32,7 +32,7 @@ TURN = Path(__file__).resolve().parents[1] / "startup_turn.py"
 
 def run(size: Size, steps: Steps) -> Measured:
     """Start the contestants in turns, each in a separate process and Ray cluster."""
-    turns: dict[str, dict[str, list[list[float]]]] = {}
+    turns: dict[str, Turns] = {}
 
     def add(case: str, contestant: str, figure: float) -> None:
         turns.setdefault(case, {}).setdefault(contestant, []).append([figure])

@@ -29,7 +29,7 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from suite.machine import directory
-from suite.model import Size, rotated
+from suite.model import Size, Turns, rotated
 
 from backends.encoding.key_groups import spark_xxhash64
 
@@ -272,7 +272,7 @@ class _Input:
 
 def measure(
     spark: SparkSession, query: str, names: Sequence[str], size: Size, conf: NexmarkConf, report: Callable[[str], None]
-) -> tuple[dict[str, list[list[float]]], list[str]]:
+) -> tuple[Turns, list[str]]:
     """Return the seconds of the batches of each turn, by contestant of a query, and a profile of each contestant.
 
     The batches of a turn are given at once, after one that does not count, since the queries may have been stopped
@@ -291,7 +291,7 @@ def measure(
                 for i in range(warm_up):
                     lane.run(given.directories[i : i + 1], given.watermarks_ms[i])
                 lane.pause()
-            seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+            seconds: Turns = {lane.contestant.name: [] for lane in lanes}
             for i in range(turns):
                 first = warm_up + i * (batches + 1)
                 end = first + batches + 1

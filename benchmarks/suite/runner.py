@@ -57,7 +57,8 @@ class Steps:
         self.console = console or Console(highlight=False, stderr=True)
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self._task = self.bar.tasks[self.bar.add_task("starting", total=None)]
+        self.bar.add_task("starting", total=None)
+        (self._task,) = self.bar.tasks
         self._said = 0.0
 
     def expect(self, steps: int) -> None:
