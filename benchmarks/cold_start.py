@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from played import PlayedCluster, PlayedStream, Shape, binary, played_cluster
-from s3_files import FileS3
+from slow_s3 import SlowS3
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
@@ -122,7 +122,7 @@ class Start:
     received: int
 
 
-def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start:
+def start(state: Filled, s3: SlowS3, where: Path, conf: StateStoreConf) -> Start:
     """Start the query on a new host with an empty disk, run its first batch, and remove the host's files.
 
     The batch is written into a copy of the checkpoint, so that each start finds the same files.
@@ -137,7 +137,7 @@ def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start
         )
         registered = time.perf_counter() - began
         (batch,) = stream.run(1)
-        requests, received = s3.traffic()
+        traffic = s3.traffic()
     shutil.rmtree(where, ignore_errors=True)
     shutil.rmtree(copy)
-    return Start(registered, registered + batch, requests.total(), received)
+    return Start(registered, registered + batch, traffic.requests.total(), traffic.received)

@@ -18,7 +18,7 @@ from suite.runner import Steps
 
 if TYPE_CHECKING:
     from played import PlayedStream
-    from s3_proxy import ProxiedS3
+    from slow_s3 import SlowS3
 
 OURS, APART = "ray-statestore", "a file a partition"
 BATCHES_A_MONTH = 30 * 24 * 3600
@@ -89,7 +89,7 @@ class Played:
     sent: int = 0
     received: int = 0
 
-    def run(self, batches: int, s3: ProxiedS3, *, counts: bool) -> None:
+    def run(self, batches: int, s3: SlowS3, *, counts: bool) -> None:
         """Run batches; they count, or only warm up."""
         if self.bucket:
             s3.traffic(self.bucket)
@@ -120,7 +120,7 @@ class Played:
 
 def run(size: Size, steps: Steps) -> Measured:
     """Run the same batches on a local disk and on S3, with changelogs stored together and with a file a partition."""
-    from s3_proxy import proxied_s3
+    from slow_s3 import proxied_s3
 
     measured = Measured(
         {
@@ -157,7 +157,7 @@ def run(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
+def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: SlowS3) -> None:
     from played import Shape, played_cluster
 
     from backends.conf import StateStoreConf
@@ -205,7 +205,7 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
         measured.cases += cases.values()
 
 
-def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: ProxiedS3) -> None:
+def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: SlowS3) -> None:
     """Restart a query with hosts that hold nothing, several times."""
     from played import Shape, played_cluster
 

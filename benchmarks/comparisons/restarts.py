@@ -162,7 +162,7 @@ COLD_KEYS = 10_000
 def run_cold(size: Size, steps: Steps) -> Measured:
     """Start a query whose state is on S3 on a host with an empty disk, several times."""
     from cold_start import filled, start
-    from s3_files import file_s3
+    from slow_s3 import file_s3
 
     from backends.conf import StateStoreConf
 
