@@ -39,7 +39,7 @@ def _filled_and_stopped(
     for name in names:
         (running[name],) = lanes.warmed(spark, [name], root, given, 0, steps)
         _fill([running[name]], batches, steps)
-        running[name].stop()
+        running[name].query.stop()
     return running
 
 
@@ -126,12 +126,12 @@ def run_restart(size: Size, steps: Steps) -> Measured:
             # Both take their snapshots in the background, once a minute.
             time.sleep(size["settle"])
             for lane in running:
-                lane.stop()
+                lane.query.stop()
         for turn in range(size["turns"]):
             with lanes.session(size["partitions"]) as spark:
                 # A small query of each kind first, so that the JVMs and Python have loaded their code.
                 for warm in lanes.warmed(spark, names, root / f"warm-{turn}", small, len(small.directories), steps):
-                    warm.stop()
+                    warm.query.stop()
                 for lane in running if turn % 2 == 0 else running[::-1]:
                     steps.now(f"restart: turn {turn + 1} of {size['turns']}, {lane.contestant.name}")
                     lane.feed(1)
@@ -140,7 +140,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
                     lane.wait(0.02)
                     seconds[lane.contestant.name].append([time.perf_counter() - began])
                     lane.run(1)
-                    lane.stop()
+                    lane.query.stop()
                     steps.advance()
         for lane in running:
             lane.check()
@@ -303,7 +303,7 @@ def _restarts(
     given.add()
     lane.run(1)
     time.sleep(settle)
-    lane.stop()
+    lane.query.stop()
     for number in RESTARTS:
         steps.now(f"restarting with {number} partitions")
         given.add()
@@ -311,7 +311,7 @@ def _restarts(
         measured.cases.append(Case(RESTARTED.format(number), "s", {OURS: [[_timed_batch(lane)]]}))
         steps.advance()
         lane.check()
-        lane.stop()
+        lane.query.stop()
     measured.notes.append(
         f"Restarts with {' and at once '.join(map(str, RESTARTS))} partitions: from the input of the first batch, as "
         f"the query begins to load {given.workload.keys:,} keys. Before them the query had rested for {settle:g} s."
@@ -344,7 +344,7 @@ def _rescales(
             lane.wait()
             seconds_of.setdefault(name, []).append([repartition + time.perf_counter() - began])
             lane.check()
-            lane.stop()
+            lane.query.stop()
         seconds_of.setdefault(AGAIN, []).append([_again(spark, given, root / f"again-{i}", after)])
         before = after
         steps.advance()
@@ -387,7 +387,7 @@ def _again(spark: Any, given: Input, root: Path, partitions: int) -> float:
         time.sleep(0.02)
     seconds = time.perf_counter() - began
     seen = progress["observedMetrics"][CHECK]
-    lane.stop()
+    lane.query.stop()
     if (seen["rows"], seen["hashes"]) != given.expected.of_all():
         raise AssertionError(f"{AGAIN} gave {seen}, not {given.expected.of_all()} (rows, hashes)")
     return seconds

@@ -71,7 +71,7 @@ def run(size: Size, steps: Steps) -> Measured:
             if size["profile"]:
                 measured.notes += [lane.profile(spark) for lane in running]
             for lane in running:
-                lane.stop()
+                lane.query.stop()
     return measured
 
 

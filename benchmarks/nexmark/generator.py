@@ -10,16 +10,13 @@ An event is a row as in nexmark-flink's source: its type, a struct per type, two
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 PERSON, AUCTION, BID = 0, 1, 2
 FIRST_PERSON_ID = FIRST_AUCTION_ID = 1000
@@ -244,19 +241,6 @@ def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
     table = pa.Table.from_batches(own)
     (batch,) = table.set_column(4, "date_time", pa.concat_arrays([time, time])).combine_chunks().to_batches()
     return batch.cast(SCHEMA)
-
-
-def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int) -> None:
-    """Write a micro-batch as parquet files into a new directory; Spark takes directories in the order of ``number``.
-
-    Events go to the files in turn.
-    """
-    directory.mkdir(parents=True)
-    for part in range(files):
-        path = directory / f"{part}.parquet"
-        pq.write_table(pa.Table.from_batches([batch.take(pa.array(np.arange(part, batch.num_rows, files)))]), path)
-        # Spark takes files in the order of their times.
-        os.utime(path, ns=((1_700_000_000 + number) * 10**9,) * 2)
 
 
 def auctions_of(batch: pa.RecordBatch) -> pa.Table:

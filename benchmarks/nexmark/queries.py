@@ -392,10 +392,3 @@ CONTESTANTS = (
     NexmarkContestant("q19", "identity", q19_identity, needs_spark_4=True, answers=False),
     NexmarkContestant("q19", "native", q19_native, "update", True),
 )
-
-
-def contestants_of(query: str, *, has_spark_4: bool) -> list[NexmarkContestant]:
-    """Return the contestants of a query that this Spark can run; raises ``ValueError`` for an unknown query."""
-    if query not in OUTPUTS:
-        raise ValueError(f"Unknown query {query!r}; the queries are {', '.join(OUTPUTS)}.")
-    return [c for c in CONTESTANTS if c.query == query and (has_spark_4 or not c.needs_spark_4)]

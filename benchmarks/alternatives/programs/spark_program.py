@@ -25,8 +25,6 @@ OPERATORS = {
     **dict.fromkeys(("aggregate", "aggregate_partial"), "totals"),
     **{"arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"},
 }
-POLLING = {lanes.POLLING: "10ms"}
-"""Spark's default, for queries that run alone."""
 
 
 class Spark:
@@ -57,7 +55,7 @@ class Spark:
         if self._spark is None or provider != self._provider:
             self._open.close()
             self._client = None  # it knows the cluster that has just ended
-            made = lanes.session(PARTITIONS, provider=provider, configs=POLLING) if provider else _local()
+            made = lanes.session(PARTITIONS, provider=provider, configs=lanes.AT_ONCE) if provider else _local()
             self._spark, self._provider = self._open.enter_context(made), provider
         return self._spark
 
@@ -101,7 +99,7 @@ def _local() -> Iterator[SparkSession]:
         "spark.sql.shuffle.partitions": str(PARTITIONS),
         "spark.sql.streaming.numRecentProgressUpdates": "1000",
         "spark.ui.enabled": "false",
-        **POLLING,
+        **lanes.AT_ONCE,
         **ON_ROCKSDB,
     }
     for name, value in settings.items():
