@@ -155,9 +155,7 @@ def features_of(client: Any) -> Callable[[int], Awaitable[None]]:
     return call
 
 
-async def async_call(
-    contestant: str, work: str, address: str, ended: AsyncExitStack
-) -> Callable[[int], Awaitable[Any]]:
+async def call_of(contestant: str, work: str, address: str, ended: AsyncExitStack) -> Callable[[int], Awaitable[Any]]:
     """Return a call for the totals or the features of one key; "nothing" asks no server."""
     from spark_bridge import AsyncQueryableStateClient
 
@@ -189,7 +187,7 @@ async def run_async(
     contestant: str, work: str, address: str, seconds: float, keys: int, rng: random.Random, rate: float | None
 ) -> None:
     async with AsyncExitStack() as ended:
-        call = await async_call(contestant, work, address, ended)
+        call = await call_of(contestant, work, address, ended)
         if work == "features" and rate is not None:
             first = open_loop(call, min(rate, 200.0), WARM_UP, keys, rng)
             await repeat_async(lambda seconds: open_loop(call, rate, seconds, keys, rng), seconds, first)

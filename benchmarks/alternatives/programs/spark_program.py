@@ -27,7 +27,7 @@ OPERATORS = {
 }
 
 
-class Spark:
+class Spark(protocol.Program):
     look_every = 0.005
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Spark:
         from spark_bridge import QueryableStateClient
 
         if self._name not in OPERATORS:
-            raise NotImplementedError("Spark has no queries of its state.")
+            return super().sees(user)
         self._client = self._client or QueryableStateClient.connect()
         return (self._client.get(OPERATORS[self._name], user) or {"n": 0})["n"]
 
