@@ -82,12 +82,9 @@ def stores(root: Path) -> Iterator[dict[str, Any]]:
         subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as redis,
     ):
         assert host.stdout is not None
+        ours = "ray_statestore.feast.RayStatestoreOnlineStore"
         online = {
-            "ours": {
-                "type": "ray_statestore.feast.RayStatestoreOnlineStore",
-                "address": host.stdout.readline().strip(),
-                "token": TOKEN,
-            },
+            "ours": {"type": ours, "address": host.stdout.readline().strip(), "token": TOKEN},
             "Redis": {"type": "redis", "connection_string": f"127.0.0.1:{port}"},
         }
         user = Entity(name="user", join_keys=["user"], value_type=ValueType.INT64)
@@ -96,14 +93,8 @@ def stores(root: Path) -> Iterator[dict[str, Any]]:
         view = FeatureView(name="bench", entities=[user], schema=fields)
         made = {}
         for name, settings in online.items():
-            registry = str(root / f"{name}.db")
-            config = RepoConfig(
-                project="bench",
-                provider="local",
-                registry=registry,
-                online_store=settings,
-                entity_key_serialization_version=3,
-            )
+            usual = {"project": "bench", "provider": "local", "entity_key_serialization_version": 3}
+            config = RepoConfig(registry=str(root / f"{name}.db"), online_store=settings, **usual)
             made[name] = FeatureStore(config=config)
             made[name].apply([user, view])
         fill(made["Redis"])

@@ -153,6 +153,9 @@ def measure(command: list[str], sees: Callable[[dict[str, Any]], bool], patience
 
 # -- contestants
 
+Running = tuple[Callable[[dict[str, Any]], bool], Callable[[], dict[str, int]] | None]
+"""What sees a probe, and what returns all counts; None if nothing has them."""
+
 
 def records(spark: Any, broker: str, topic: str) -> Any:
     """Return the stream of keys, as every contestant on Spark reads it."""
@@ -168,9 +171,7 @@ def records(spark: Any, broker: str, topic: str) -> Any:
 
 
 @contextmanager
-def ours(
-    spark: Any, broker: str, topic: str, directory: Path
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def ours(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[Running]:
     """Start our query; give what sees a probe, and what returns all counts."""
     from spark_bridge import QueryableStateClient, aggregate
     from spark_bridge import functions as S
@@ -206,7 +207,7 @@ def client_is_waiting(client: Any, query: str) -> bool:
 
 
 @contextmanager
-def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[tuple[Callable[[Any], bool], None]]:
+def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[Running]:
     """Start a query without state over the same path; a probe is seen when Spark has committed its offset."""
 
     def same(batches: Iterator[Any]) -> Iterator[Any]:
@@ -235,9 +236,7 @@ def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[t
 
 
 @contextmanager
-def foreach_batch(
-    spark: Any, broker: str, topic: str, directory: Path, port: int
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def foreach_batch(spark: Any, broker: str, topic: str, directory: Path, port: int) -> Iterator[Running]:
     """Start Spark's own aggregate, whose changed rows each batch writes to Redis from the executors."""
     import redis
 
@@ -263,21 +262,23 @@ def foreach_batch(
     while not server.exists("warm-up"):
         time.sleep(0.05)
     try:
-        yield lambda probe: bool(server.exists(probe["key"])), lambda: redis_counts(server)
+        yield running_in(server)
     finally:
         query.stop()
 
 
-def redis_counts(server: Any) -> dict[str, int]:
-    """Return all keys and counts."""
-    keys = list(server.scan_iter(count=10_000))
-    return {key.decode(): int(value) for key, value in zip(keys, server.mget(keys), strict=True)}
+def running_in(server: Any) -> Running:
+    """Return what sees a probe in Redis, and what returns all counts there."""
+
+    def all_counts() -> dict[str, int]:
+        keys = list(server.scan_iter(count=10_000))
+        return {key.decode(): int(value) for key, value in zip(keys, server.mget(keys), strict=True)}
+
+    return lambda probe: bool(server.exists(probe["key"])), all_counts
 
 
 @contextmanager
-def quix(
-    python: Path, broker: str, topic: str, directory: Path, port: int
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def quix(python: Path, broker: str, topic: str, directory: Path, port: int) -> Iterator[Running]:
     """Start Quix Streams in its environment; it writes each count to Redis."""
     import redis
 
@@ -293,7 +294,7 @@ def quix(
                 if app.poll() is not None:
                     raise RuntimeError((directory.parent / f"{topic}.log").read_text(errors="replace")[-2000:])
                 time.sleep(0.05)
-            yield lambda probe: bool(server.exists(probe["key"])), lambda: redis_counts(server)
+            yield running_in(server)
         finally:
             app.terminate()
 
@@ -318,14 +319,8 @@ def run_quix(broker: str, topic: str, directory: str, port: int) -> None:
                 pipe.set(item.key, item.value)
             pipe.execute()
 
-    app = Application(
-        broker_address=broker,
-        consumer_group=topic,
-        auto_offset_reset="earliest",
-        state_dir=directory,
-        commit_interval=0.1,
-        loglevel="WARNING",
-    )
+    settings = {"auto_offset_reset": "earliest", "commit_interval": 0.1, "loglevel": "WARNING"}
+    app = Application(broker_address=broker, consumer_group=topic, state_dir=directory, **settings)
 
     def count(_: Any, state: Any) -> int:
         n = int(state.get("n", 0)) + 1

@@ -27,7 +27,7 @@ def _input(root: Path, size: Size) -> Input:
     import lanes
     from totals import Workload
 
-    return lanes.Input(root, Workload("long", "a long key", size["rows"], size["keys"]))
+    return lanes.Input(root, Workload(size["rows"], size["keys"]))
 
 
 def _filled_and_stopped(
@@ -116,7 +116,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
     steps.expect(len(names) * (2 * size["turns"] + 2))
     with directory() as root:
         given = _input(root / "batches", size)
-        small = lanes.Input(root / "small", Workload("long", "a long key", 1_000, 1_000))
+        small = lanes.Input(root / "small", Workload(1_000, 1_000))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         given.draw(size["turns"] * 2)
         small.draw(3)

@@ -20,7 +20,7 @@ from totals import CONTESTANTS, ON_ROCKSDB, Workload
 from spark_bridge.session.ray_cluster import ensure_java
 
 PARTITIONS = 2
-WORKLOAD = Workload("long", "a long key", 0, 0)  # its columns: the rows are given
+WORKLOAD = Workload(0, 0)  # its columns: the rows are given
 OPERATORS = {
     **dict.fromkeys(("aggregate", "aggregate_partial"), "totals"),
     **{"arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"},
