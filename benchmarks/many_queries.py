@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,7 +35,6 @@ from played_queries import (
     InActor,
     PlayedHost,
     PlayedQuery,
-    actor,
     empty_actor,
     memory_directory,
     played_hosts,
@@ -290,7 +290,7 @@ def main() -> int:
     parser.add_argument("--retain", type=int, default=20, help="versions kept before the completed one")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
-    with own_ray(1), memory_directory() as root, actor("many-queries") as link:
+    with own_ray(1), memory_directory() as root, closing(InActor("many-queries")) as link:
         latencies, infos = Latencies(), played_hosts(options.hosts)
         share, more = divmod(options.partitions, options.queries)
         queries = []

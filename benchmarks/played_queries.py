@@ -132,7 +132,8 @@ class InActor:
                 pass  # as a host does
         return self.call(method, *args)
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """End the actor."""
         self.connections.follow("")
         self._kill(self._actor)
 
@@ -142,16 +143,6 @@ class InActor:
 
     def resident(self) -> int:
         return int(self._process.memory_info().rss)
-
-
-@contextmanager
-def actor(namespace: str) -> Iterator[InActor]:
-    """Give a coordinator in the Ray cluster that this process has joined; it is ended afterwards."""
-    link = InActor(namespace)
-    try:
-        yield link
-    finally:
-        link.end()
 
 
 def empty_actor(max_concurrency: int = 1) -> Callable[..., Any]:

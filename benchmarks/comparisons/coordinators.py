@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,11 @@ def _query(call: Any, root: Path, size: Size, each: Any = map) -> PlayedQuery:
 
 def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
     """Measure messages a second of so many callers at once, in turns."""
-    from played_queries import actor, empty_actor, memory_directory
+    from played_queries import InActor, empty_actor, memory_directory
 
     empty = empty_actor(64)
     found: dict[int, Turns] = {}
-    with memory_directory() as root, actor("messages") as link:
+    with memory_directory() as root, closing(InActor("messages")) as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
         direct = link.connections
         direct.follow(link.call("heartbeat_host", *hosts[0], {}).calls)
@@ -134,12 +134,12 @@ def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) ->
 
 def _simulation(size: Size, steps: Steps) -> list[Case]:
     """Measure some rounds of the simulated cluster, each with its own coordinator."""
-    from played_queries import actor, locate_seconds, memory_directory
+    from played_queries import InActor, locate_seconds, memory_directory
 
     cpu, memory, answers, located = [], [], [], []
     for i in range(size["rounds"]):
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
-        with memory_directory() as root, actor(f"round-{i}") as link, ThreadPoolExecutor(THREADS) as pool:
+        with memory_directory() as root, closing(InActor(f"round-{i}")) as link, ThreadPoolExecutor(THREADS) as pool:
             query = _query(link.send, root, size, pool.map)
             taken, peak, used = [], link.resident(), link.cpu_seconds()
             count = max(1, round(size["seconds"] / INTERVAL))

@@ -39,9 +39,7 @@ def run(size: Size, steps: Steps) -> Measured:
     steps.expect(2 * turns * (len(size["work"]) * len(size["clients"]) + 1))
     with queries.running_stream(keys, size["partitions"]), queries.running_redis(keys) as port:
         queries.check_equal(port, keys)
-        address, token = queries.connection()
-        os.environ["STATESTORE_TOKEN"] = token
-        places = {OURS: address, REDIS: str(port)}
+        places = {OURS: queries.address_for_clients(), REDIS: str(port)}
         for work in size["work"]:
             for count in size["clients"]:
                 what = f"{WORK[work]}, {count} client{'s' if count > 1 else ''}"

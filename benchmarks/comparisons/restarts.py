@@ -8,6 +8,7 @@ import signal
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,11 +176,8 @@ def run_cold(size: Size, steps: Steps) -> Measured:
             steps.advance()
             floor = state.nbytes / BANDWIDTH
             with file_s3(root, LATENCY, BANDWIDTH) as s3:
-                starts = []
-                for turn in range(size["turns"]):
-                    steps.now(f"start {turn + 1} of {size['turns']}")
-                    starts.append(start(state, s3, root / "cold-host", conf))
-                    steps.advance()
+                take = partial(start, state, s3, root / "cold-host", conf)
+                starts = steps.take_turns("start", [OURS], size["turns"], lambda _: take())[OURS]
     measured.cases += [
         Case(COLD, "s", {OURS: [[one.first_batch] for one in starts]}),
         Case(FLOOR, "s", {OURS: [[floor]]}),
@@ -519,10 +517,7 @@ COLD_START = Comparison(
     title="Recovery: start of a large state from object storage",
     about="A state on S3 (50 ms a request, 200 MB/s) starts on a host whose local disk is empty, without Spark.",
     run=run_cold,
-    sizes={
-        "full": dict(keys=100_000_000, partitions=8, turns=5),
-        "smoke": dict(keys=2_000_000, partitions=4, turns=1),
-    },
+    sizes={"full": dict(keys=100_000_000, partitions=8, turns=5), "smoke": dict(keys=2_000_000, partitions=4, turns=1)},
     minutes={"full": 15, "smoke": 3},
     targets=(
         Target.at_most("cold start of 10^8 keys (3 GB), compared with the transfer alone", SHARE, OURS, 1.2, "times"),
