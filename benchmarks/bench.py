@@ -166,7 +166,6 @@ def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> in
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit status of the process."""
     options, given = parse(arguments)
     if options.child:
         comparison = COMPARISONS[options.child]

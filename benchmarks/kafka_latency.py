@@ -51,7 +51,6 @@ def keys_of(rate: int, seconds: float, keys: int, probes: str) -> Iterator[tuple
 
 
 def expected(rate: int, seconds: float, keys: int, probes: str) -> Counter[str]:
-    """Return the number of records of each key."""
     return Counter(key for _, key in keys_of(rate, seconds, keys, probes))
 
 
@@ -300,7 +299,6 @@ def quix(python: Path, broker: str, topic: str, directory: Path, port: int) -> I
 
 
 def load_command(broker: str, topic: str, rate: int, seconds: float, keys: int, probes: str) -> list[str]:
-    """Return the command of a load."""
     return [sys.executable, __file__, "load", broker, topic, str(rate), str(seconds), str(keys), probes]
 
 

@@ -271,7 +271,6 @@ class Lane:
                 )
 
     def profile(self, spark: SparkSession) -> str:
-        """Report where the time of the counted batches went."""
         return self.spent.text(spark, self.contestant.name, self.progress[self.counted_from :])
 
 

@@ -72,7 +72,6 @@ class Latencies:
         self.began = time.perf_counter()
 
     def call(self, link: InActor, method: str, *args: Any) -> Any:
-        """Send a message, keep how long its answer took, and return that."""
         started = time.perf_counter()
         answer = link.call(method, *args)
         self.keep(method, started)
@@ -202,7 +201,6 @@ def play(load: Load) -> list[Sample]:
 
 
 def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what was measured, as is kept in JSON."""
     options = load.options
     messages = {}
     for kind, kept in load.latencies.kinds().items():
@@ -280,7 +278,6 @@ def pictures(load: Load, samples: Sequence[Sample]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Measure, print, and write the results; return 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=50)
     parser.add_argument("--partitions", type=int, default=1000, help="of all queries together")

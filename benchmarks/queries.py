@@ -63,7 +63,6 @@ def write_users(inbox: Path, users: Any, name: str) -> None:
 
 
 def totals_of_user() -> dict[str, Any]:
-    """Return the outputs of the operator."""
     from spark_bridge import functions as S
 
     return {"n": S.count(), "spent": S.sum("amount"), "last": S.max("ts")}
@@ -330,7 +329,6 @@ class Batches:
 
 
 def open_loop_row(what: str, rate: float, figures: list[dict[str, Any]], more: str = "") -> None:
-    """Print the figures of one turn of all clients."""
     answered = sum(f["rate"] for f in figures)
     failures = sum(sum(f["failures"].values()) for f in figures)
     kinds = sorted({kind for f in figures for kind in f["failures"]})

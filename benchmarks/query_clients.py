@@ -37,12 +37,10 @@ Report = dict[str, Any]
 
 
 def redis_key(user: int) -> bytes:
-    """Return the key under which Redis has a user's totals."""
     return b"totals:%d" % user
 
 
 def features_key(user: int) -> bytes:
-    """Return the key under which Redis has a user's features, by name."""
     return b"features:%d" % user
 
 

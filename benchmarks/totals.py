@@ -252,8 +252,6 @@ def _row_processor(base: Any, workload: Workload) -> Any:
             pass
 
     class FiveTotals(RunningTotals):
-        """The same with five figures."""
-
         def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
             n, spent, least, most, pieces = self.total.get() or (0, 0, 1 << 62, -(1 << 62), 0)
             for row in rows:

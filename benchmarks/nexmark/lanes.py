@@ -89,12 +89,13 @@ class Batch:
     def of(cls, progress: dict[str, Any]) -> Batch:
         check = progress.get("observedMetrics", {}).get(CHECK, {})
         data = [s["numInputRows"] for s in progress["sources"] if s["description"].startswith("FileStreamSource")]
-        watermark = progress.get("eventTime", {}).get("watermark")
+        said = progress.get("eventTime", {}).get("watermark")
+        watermark = None if said is None else datetime.fromisoformat(said.replace("Z", "+00:00"))
         return cls(
             progress["batchId"],
             progress["durationMs"]["triggerExecution"] / 1e3,
             sum(data) > 0,
-            -1 if watermark is None else _milliseconds(watermark),
+            -1 if watermark is None else round(watermark.timestamp() * 1000),
             Check(check.get("rows") or 0, check.get("hashes") or 0),
             progress,
         )
@@ -115,6 +116,7 @@ def seconds_by_batch(executed: Sequence[Batch], first: int) -> list[float]:
 
 @dataclass
 class Lane:
+    name: str
     contestant: NexmarkContestant
     query: Any
     root: Path
@@ -131,7 +133,7 @@ class Lane:
         events = spark.readStream.schema(SPARK_SCHEMA).option("maxFilesPerTrigger", FILES).parquet(f"{root}/input/*")
         name = f"{contestant.query}_{contestant.name}"
         writer = writer_of(observed(contestant.make(events, conf)), name, contestant.output_mode, root)
-        return cls(contestant, writer.start(), root, writer.start)
+        return cls(name, contestant, writer.start(), root, writer.start)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
         """Add these batches at once, wait for them and for the windows that the watermark closes; return their seconds.
@@ -161,8 +163,7 @@ class Lane:
         return seconds_by_batch(self.executed, first)
 
     def profile(self, spark: SparkSession) -> str:
-        """Report where the time of the counted batches with data went."""
-        return self.spent.text(spark, f"{self.contestant.query}_{self.contestant.name}", self.counted)
+        return self.spent.text(spark, self.name, self.counted)
 
     def pause(self) -> None:
         """End the query until ``resume``, if it has a source that always has rows."""
@@ -175,10 +176,6 @@ class Lane:
         """Restart the query from its checkpoint, unless it runs or has failed."""
         if not self.query.isActive and self.query.exception() is None:
             self.query = self.begin()
-
-    @property
-    def name(self) -> str:
-        return f"{self.contestant.query} {self.contestant.name}"
 
     @property
     def total(self) -> Check:
@@ -232,10 +229,6 @@ class Lane:
         if seen.isEmpty() or seen.get().isNullAt(1):
             return {}
         return {"rows": seen.get().getLong(0), "hashes": seen.get().getLong(1)}
-
-
-def _milliseconds(time_text: str) -> int:
-    return round(datetime.fromisoformat(time_text.replace("Z", "+00:00")).timestamp() * 1000)
 
 
 # -- a query's contestants in turns

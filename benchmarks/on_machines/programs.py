@@ -70,7 +70,6 @@ class Shape:
     rows: int
 
     def firsts(self, keys: Integers) -> Integers:
-        """Return the number of each key's first row."""
         return keys * pow(STEP, -1, self.keys) % self.keys
 
     def totals(self, keys: Integers, version: int) -> tuple[Integers, Integers]:
@@ -142,7 +141,6 @@ def look_always(places: Places) -> None:
 
 
 def say_batches(query: Any) -> None:
-    """Say each batch that Spark has committed."""
     last = -1
     while query.isActive:
         for progress in query.recentProgress:
@@ -177,7 +175,6 @@ def obey(spark: Any, words: list[str]) -> None:
 
 
 def started(spark: Any, checkpoint: str, keys: int, rows: int, every: str) -> Any:
-    """Start the query."""
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
     numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
     keyed = numbers.select((col("value") * STEP % keys).alias("k"), col("value").alias("v"))
@@ -209,7 +206,6 @@ HEARTBEAT_VERSIONS = 10
 def ask(
     client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint: str, staleness: int
 ) -> dict[str, object]:
-    """Ask once; return the event."""
     newest, began, at = committed(checkpoint), time.perf_counter(), time.time()
     told = {"at": at, "stale": bool(staleness)}
     try:

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.on_machines.elasticity import RESULTS
 from benchmarks.on_machines.programs import CONFIGS, copy_lags, started
+from benchmarks.on_machines.running import finish, parser_of
 from spark_bridge import init_spark, stop_spark
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STANDBY_REPLICAS_CONF
@@ -80,12 +80,11 @@ def timed(query: Any, warm_up: int, batches: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=100_000, help="of a batch")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--batches", type=int, default=30)
-    parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--inside", nargs=2, metavar=("ADDRESS", "DIRECTORY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = (options.keys, options.rows, options.turns, options.batches)
@@ -124,9 +123,7 @@ def main() -> int:
     cpu = [b["cpu_seconds"] / a["cpu_seconds"] for a, b in pairs]
     results = {"keys": options.keys, "rows": options.rows, "ratios": ratios, "cpu_ratios": cpu, "turns": turns}
     print(json.dumps({"ratios": [round(r, 2) for r in ratios], "cpu_ratios": [round(r, 2) for r in cpu]}))
-    if not options.no_write:
-        (RESULTS / "standbys.json").write_text(json.dumps(results) + "\n")
-    return 0
+    return finish(options, "standbys", json.dumps(results), [])
 
 
 if __name__ == "__main__":

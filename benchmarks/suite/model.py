@@ -33,8 +33,6 @@ NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
 
 @dataclass(frozen=True)
 class Contestant:
-    """A contestant: its label, its settings, and whether it is this project's."""
-
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)
     is_ours: bool = False

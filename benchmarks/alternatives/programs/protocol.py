@@ -67,7 +67,6 @@ def serve(program: Program) -> None:
 
 
 def carry_out(program: Program, command: dict[str, Any]) -> Any:
-    """Carry out one command and return its answer."""
     if command["do"] == "start":
         directory = Path(command["directory"])
         for name in ("input", "state", "results"):
