@@ -31,7 +31,7 @@ import psutil
 from suite.model import rotated
 from suite.runner import Steps
 
-from alternatives.contestants import Alternative, Group, Pace
+from alternatives.comparison import Alternative, Group, Pace
 
 # -- the input of all contestants: files of JSON lines, and the totals that they must give
 

@@ -5,22 +5,13 @@ A module here has ``COMPARISONS``, and imports the measured programs only when i
 
 from __future__ import annotations
 
+from alternatives import comparison as alternatives
 from nexmark import comparison as nexmark
 from suite.model import Comparison
 
-from comparisons import (
-    alternatives,
-    coordinators,
-    kafka,
-    lookups,
-    object_storage,
-    providers,
-    restarts,
-    startup,
-    throughput,
-)
+from comparisons import coordinators, kafka, lookups, object_storage, providers, restarts, startup, throughput
 
-MODULES = (
+_ORDER = (
     throughput,
     restarts,
     startup,
@@ -32,4 +23,4 @@ MODULES = (
     kafka,
     alternatives,
 )
-COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}
+COMPARISONS: dict[str, Comparison] = {c.name: c for module in _ORDER for c in module.COMPARISONS}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from suite.machine import directory, own_ray
 from suite.model import Case, Comparison, Contestant, Measured, Size, Target
-from suite.runner import Steps
+from suite.runner import EnvironmentMissingError, Steps, made_environment
 
-from comparisons.providers import QUIX_VERSION, quix_environment
+from comparisons.providers import QUIX_ENVIRONMENT, QUIX_REQUIREMENTS, QUIX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,10 +39,14 @@ def run(size: Size, steps: Steps) -> Measured:
     names = list(size["contestants"])
     steps.expect(len(size["rates"]) * len(names) * size["turns"])
     with directory() as root, ExitStack() as stack:
-        python = quix_environment(steps) if QUIX in names else None
-        if QUIX in names and python is None:
-            measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed.")
-            names.remove(QUIX)
+        python = None
+        if QUIX in names:
+            steps.now(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
+            try:
+                python = made_environment(QUIX_ENVIRONMENT, QUIX_REQUIREMENTS)
+            except EnvironmentMissingError as error:
+                measured.notes.append(f"{QUIX} is left out: {error}")
+                names.remove(QUIX)
         stand = stack.enter_context(_stand(root, size, python))
         for name in [name for name in names if name != QUIX] * size["warm_turns"]:
             stand.turn(min(size["rates"]), name)

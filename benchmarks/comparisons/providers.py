@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,10 +13,11 @@ from typing import Any
 
 from suite.machine import directory
 from suite.model import Case, Comparison, Contestant, Measured, Size, T, Target
-from suite.runner import Steps
+from suite.runner import EnvironmentMissingError, Steps, made_environment
 
 QUIX = "Quix Streams"
 QUIX_VERSION = "quixstreams==3.28.1"
+QUIX_REQUIREMENTS = f"{QUIX_VERSION}\nredis>=5\n"
 QUIX_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-quix"
 
 
@@ -87,31 +87,14 @@ def run(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-def quix_environment(steps: Steps) -> Path | None:
-    """Return the Python of an environment with Quix Streams, made if it is missing; None if that fails, and say why."""
-    python, ready = QUIX_ENVIRONMENT / "bin" / "python", QUIX_ENVIRONMENT / ".installed"
-    if ready.exists():
-        return python
-    steps.say(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
-    commands = (
-        [sys.executable, "-m", "venv", str(QUIX_ENVIRONMENT)],
-        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", QUIX_VERSION, "redis>=5"],
-    )
-    for command in commands:
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            steps.say((made.stderr or made.stdout).strip()[-2000:])
-            return None
-    ready.touch()
-    return python
-
-
 @contextmanager
 def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> Iterator[Callable[[str], float] | None]:
     """Give a process that takes commands on the state of Quix Streams; None, and a note why, if it cannot be made."""
-    python = quix_environment(steps)
-    if python is None:
-        measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed; see the output above.")
+    steps.now(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
+    try:
+        python = made_environment(QUIX_ENVIRONMENT, QUIX_REQUIREMENTS)
+    except EnvironmentMissingError as error:
+        measured.notes.append(f"{QUIX} is left out: {error}")
         yield None
         return
     pairs = root / "pairs"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,27 @@ def interpreter(environment: str) -> Path:
                 f"{' '.join(command)} ended with status {status} and did not make {python}; see what it said"
                 f"{names if environment == VENV42 else ''}."
             )
+    return python
+
+
+def made_environment(directory: Path, requirements: str) -> Path:
+    """Return the Python of an environment with these lines of requirements, which is made again if they have changed.
+
+    Raises ``EnvironmentMissingError`` if it cannot be made.
+    """
+    python, wanted, made = (directory / name for name in ("bin/python", "requirements.txt", ".made-of"))
+    if made.exists() and made.read_text() == requirements:
+        return python
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    wanted.write_text(requirements)
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(wanted)]
+    for command in ([sys.executable, "-m", "venv", str(directory)], pip):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+            raise EnvironmentMissingError(f"{' '.join(command[1:])} ended with status {done.returncode}: {said[-1]}")
+    wanted.rename(made)
     return python
 
 
