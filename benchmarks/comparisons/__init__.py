@@ -11,16 +11,5 @@ from suite.model import Comparison
 
 from comparisons import coordinators, kafka, lookups, object_storage, providers, restarts, startup, throughput
 
-_ORDER = (
-    throughput,
-    restarts,
-    startup,
-    lookups,
-    nexmark,
-    providers,
-    object_storage,
-    coordinators,
-    kafka,
-    alternatives,
-)
+_ORDER = (throughput, restarts, startup, lookups, nexmark, providers, object_storage, coordinators, kafka, alternatives)
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in _ORDER for c in module.COMPARISONS}

@@ -228,14 +228,13 @@ def run_savepoint(size: Size, steps: Steps) -> Measured:
         running = _filled_and_stopped(spark, names, root, given, fills, steps)
         lanes.start(spark, running[OURS])
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
-        _last_savepoint(running[OURS], root / "savepoints", steps, measured)
         partitions = _rescales(spark, running, given, root, size, steps, measured)
         _restarts(spark, running[OURS], given, partitions, size["settle"], steps, measured)
     return measured
 
 
 def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
-    """Measure savepoints, and the batches before and during each."""
+    """Measure savepoints, and the batches before and during each; then one that stops the query, without batches."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     seconds, rates, beside, without = [], [], [], []
@@ -263,28 +262,19 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
         without.append(around + [batch() for _ in range(size["batches"])])
         beside.append(during)
         steps.advance()
-    measured.cases += [
-        Case(BATCH, "s a batch", {BESIDE: beside, WITHOUT: without}),
-        Case(SAVEPOINT, "s", {OURS: seconds}),
-        Case(f"{SAVEPOINT}: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
-    ]
-    measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
-
-
-def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
-    """Measure the savepoint that stops the query: no batch runs at the same time."""
-    from spark_bridge import describe_savepoint, trigger_savepoint
-
     steps.now("savepoint to stop with")
     began = time.perf_counter()
     savepoint = describe_savepoint(trigger_savepoint(lane.query, str(path), stop=True).result())
-    seconds = time.perf_counter() - began
-    rate = savepoint.size / 1e6 / seconds
-    measured.cases += [
-        Case(STOPPED, "s", {OURS: [[seconds]]}),
-        Case(f"{STOPPED}: Parquet written", "MB/s", {OURS: [[rate]]}, more_is_better=True),
-    ]
+    stopped = time.perf_counter() - began
     steps.advance()
+    measured.cases.append(Case(BATCH, "s a batch", {BESIDE: beside, WITHOUT: without}))
+    for name, taken, rate in (
+        (SAVEPOINT, seconds, rates),
+        (STOPPED, [[stopped]], [[savepoint.size / 1e6 / stopped]]),
+    ):
+        measured.cases.append(Case(name, "s", {OURS: taken}))
+        measured.cases.append(Case(f"{name}: Parquet written", "MB/s", {OURS: rate}, more_is_better=True))
+    measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
 
 
 def _restarts(
@@ -377,14 +367,12 @@ def _again(spark: Any, given: Input, root: Path, partitions: int) -> float:
 
     lane = lanes.Lane(CONTESTANTS[NATIVE], root, given)
     lane.feed(len(given.directories))
+    lane.fed = 1  # all of them are one batch
     began = time.perf_counter()
     lanes.start(spark, lane, {PARTITIONS: str(partitions)}, files_per_trigger=given.files * len(given.directories))
-    while (progress := lane.query.lastProgress) is None or not progress["numInputRows"]:
-        if (error := lane.query.exception()) is not None:
-            raise RuntimeError(f"The query of {AGAIN} failed: {error}") from error
-        time.sleep(0.02)
+    lane.wait(0.02)
     seconds = time.perf_counter() - began
-    seen = progress["observedMetrics"][CHECK]
+    seen = lane.progress[0]["observedMetrics"][CHECK]
     lane.query.stop()
     if (seen["rows"], seen["hashes"]) != given.expected.of_all():
         raise AssertionError(f"{AGAIN} gave {seen}, not {given.expected.of_all()} (rows, hashes)")

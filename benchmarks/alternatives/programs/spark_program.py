@@ -94,17 +94,15 @@ class Spark(protocol.Program):
 def _local() -> Iterator[SparkSession]:
     """Give a session without Ray, for Spark's own ways."""
     ensure_java()
-    made = SparkSession.builder.master(f"local[{PARTITIONS}]").config("spark.driver.memory", "3g")
     settings = {
+        "spark.driver.memory": "3g",
         "spark.sql.shuffle.partitions": str(PARTITIONS),
         "spark.sql.streaming.numRecentProgressUpdates": "1000",
         "spark.ui.enabled": "false",
         **lanes.AT_ONCE,
         **ON_ROCKSDB,
     }
-    for name, value in settings.items():
-        made = made.config(name, value)
-    spark = made.getOrCreate()
+    spark = SparkSession.builder.master(f"local[{PARTITIONS}]").config(map=settings).getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     try:
         yield spark
