@@ -187,22 +187,29 @@ def ours(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[Runni
             with client.scan(OPERATOR, query=of) as scan:
                 return {row["k"]: row["n"] for batch in scan for row in batch.to_pylist()}
 
-        while client_is_waiting(client, of):
-            time.sleep(0.1)
-        try:
+        with stopped_in_the_end(query, lambda: has_state(client, of)):
             yield sees, all_counts
-        finally:
-            query.stop()
 
 
-def client_is_waiting(client: Any, query: str) -> bool:
-    """Whether the query has no state yet; its first batch, of the record that warms the topic, makes it."""
+@contextmanager
+def stopped_in_the_end(query: Any, is_ready: Callable[[], bool]) -> Iterator[None]:
+    """Wait until a query is ready for the block, and stop it behind the block."""
+    try:
+        while not is_ready():
+            time.sleep(0.05)
+        yield
+    finally:
+        query.stop()
+
+
+def has_state(client: Any, query: str) -> bool:
+    """Whether the query has had its first batch, of the record that warms the topic."""
     from spark_bridge.exceptions import SparkBridgeError
 
     try:
-        return client.get(OPERATOR, "warm-up", query=query) is None
+        return client.get(OPERATOR, "warm-up", query=query) is not None
     except SparkBridgeError:
-        return True
+        return False
 
 
 @contextmanager
@@ -226,12 +233,8 @@ def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[R
             committed.update({int(partition): end for partition, end in ends.items()})
         return committed.get(probe["partition"], 0) > probe["offset"]
 
-    while not (commits / "0").exists():
-        time.sleep(0.05)
-    try:
+    with stopped_in_the_end(query, (commits / "0").exists):
         yield sees, None
-    finally:
-        query.stop()
 
 
 @contextmanager
@@ -258,12 +261,8 @@ def foreach_batch(spark: Any, broker: str, topic: str, directory: Path, port: in
     counts = records(spark, broker, topic).groupBy("k").count().withColumnRenamed("count", "n")
     writer = counts.writeStream.outputMode("update").option("checkpointLocation", str(directory / "ck"))
     query = writer.foreachBatch(save).start()
-    while not server.exists("warm-up"):
-        time.sleep(0.05)
-    try:
+    with stopped_in_the_end(query, lambda: bool(server.exists("warm-up"))):
         yield running_in(server)
-    finally:
-        query.stop()
 
 
 def running_in(server: Any) -> Running:

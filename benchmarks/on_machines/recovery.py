@@ -91,26 +91,22 @@ def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int, standbys: 
     address = next(ip for ip in lab.addresses[1:] if ip in places["owners"] and ip in places["executors"])
     k = lab.addresses.index(address)
     lost = time.time()
+    dead = None
     if kind == HOST_PROCESS:
         lab.run(k, ["pkill", "-KILL", "-f", "^ray::StateStoreHost"])
-        stream.wait_for_batches(settle)
-        figures = summary(stream, kind, address, began, lost, None)
-        stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners on the machines of both executors")
-        return figures
-    if kind in ("without power", "cut off"):
-        lab.cut(k)
-    if kind in ("killed", "without power"):
-        lab.kill(k)
-    stream.wait(lambda: address not in stream.places()["nodes"], f"Ray takes {address} for dead")
-    dead = stream.places()["at"]
+    else:
+        if kind in ("without power", "cut off"):
+            lab.cut(k)
+        if kind in ("killed", "without power"):
+            lab.kill(k)
+        stream.wait(lambda: address not in stream.places()["nodes"], f"Ray takes {address} for dead")
+        dead = stream.places()["at"]
     stream.wait_for_batches(settle)
     figures = summary(stream, kind, address, began, lost, dead)
-    if kind == "cut off":
-        lab.mend(k)
-    else:
-        lab.start(k)
-    lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
-    start_ray_on(lab, k, CPUS[k])
+    if kind != HOST_PROCESS:
+        lab.mend(k) if kind == "cut off" else lab.start(k)
+        lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
+        start_ray_on(lab, k, CPUS[k])
     stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners on the machines of both executors")
     return figures
 
