@@ -141,13 +141,13 @@ def getters(held: Loaded) -> dict[str, Callable[[], float]]:
     contestants: dict[str, Callable[[], float]] = {}
     for name, store in held.stores.items():
         assert store.get_many(held.keys).equals(held.values), name
-        contestants[name] = lambda store=store: timed(lambda: store.get_many(held.keys))
+        contestants[name] = partial(timed, partial(store.get_many, held.keys))
     for name, db in held.raw.items():
         assert db.get(held.key_list) == held.value_list, name
         contestants[f"{name}, Arrow"] = lambda db=db: timed(
             lambda: pa.array(db.get(held.keys.to_pylist()), pa.binary())
         )
-        contestants[f"{name}, lists"] = lambda db=db: timed(lambda: db.get(held.key_list))
+        contestants[f"{name}, lists"] = partial(timed, partial(db.get, held.key_list))
     return contestants
 
 

@@ -13,8 +13,6 @@ from suite.model import Case, Comparison, Contestant, Measured, Size, Target, Tu
 from suite.runner import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from played_queries import PlayedQuery
 
     from coordinator_actor.messages import HostOrders
@@ -68,6 +66,8 @@ def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
     """Measure messages a second of so many callers at once, in turns."""
     from played_queries import InActor, empty_actor, memory_directory
 
+    from coordinator_actor.direct_calls import NotDirectError
+
     empty = empty_actor(64)
     found: dict[int, Turns] = {}
     with memory_directory() as root, closing(InActor("messages")) as link:
@@ -80,6 +80,10 @@ def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
 
         def over_connection(i: int) -> None:
             check(i, direct.call("heartbeat_host", (*hosts[i % len(hosts)], {}), {}, 60.0))
+
+        def connect(i: int) -> None:
+            with suppress(NotDirectError):  # a message makes another connection if none is free
+                over_connection(i)
 
         def check(i: int, orders: HostOrders) -> None:
             if not orders.known:
@@ -96,7 +100,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
                     for i in range(len(hosts)):
                         ours(i)  # none is forgotten while the others have their turn
                     while name == DIRECT and direct.num_connections < callers:
-                        _calls(pool, callers, lambda i: _try(lambda: over_connection(i)), 0.05)
+                        _calls(pool, callers, connect, 0.05)
                     _calls(pool, callers, contestants[name], 0.2)
                     found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
     return found
@@ -107,14 +111,6 @@ def _names(callers: int) -> list[str]:
     from coordinator_actor.direct_calls import MAX_DIRECT_CONNECTIONS
 
     return [name for name in (OURS, DIRECT, EMPTY) if name != DIRECT or callers <= MAX_DIRECT_CONNECTIONS]
-
-
-def _try(message: Callable[[], None]) -> None:
-    """Send a message, which makes another connection if none is free."""
-    from coordinator_actor.direct_calls import NotDirectError
-
-    with suppress(NotDirectError):
-        message()
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:

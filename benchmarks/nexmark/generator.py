@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -243,18 +244,6 @@ def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
     return batch.cast(SCHEMA)
 
 
-def auctions_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, AUCTION, "auction")
-
-
-def bids_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, BID, "bid")
-
-
-def people_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, PERSON, "person")
-
-
 def last_person(conf: NexmarkConf, numbers: Longs) -> Longs:
     """Return the number of the last person up to each event, counted from 0."""
     epoch, offset = np.divmod(numbers, conf.total_proportion)
@@ -384,8 +373,11 @@ def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.Record
     return pa.RecordBatch.from_arrays(changed, schema=SCHEMA)
 
 
-def _of_type(batch: pa.RecordBatch, kind: int, column: str) -> pa.Table:
+def _of_type(kind: int, batch: pa.RecordBatch) -> pa.Table:
+    """Return the events of a type, with a column for each field and ``date_time``."""
     rows = batch.filter(pc.equal(batch.column("event_type"), kind))
-    struct = rows.column(column)
-    table = pa.table(struct.flatten(), names=struct.type.names)
-    return table.append_column("date_time", rows.column("date_time"))
+    struct = rows.column(_STRUCTS[kind][0])
+    return pa.table(struct.flatten(), names=struct.type.names).append_column("date_time", rows.column("date_time"))
+
+
+people_of, auctions_of, bids_of = (partial(_of_type, kind) for kind in (PERSON, AUCTION, BID))
