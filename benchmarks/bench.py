@@ -28,7 +28,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,8 +37,8 @@ from comparisons import COMPARISONS
 from rich.console import Console
 from suite import report, runner
 from suite.machine import commit
-from suite.model import ENVIRONMENTS, Comparison, Kind, Result, Size, Slower, in_both, load, repeated, save, slower
-from suite.report import WholeRun
+from suite.model import ENVIRONMENTS, Comparison, Kind, Result, Slower, load, repeated, save, slower
+from suite.report import WHOLE_RUN, WholeRun
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -58,33 +58,25 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[
     for hidden in ("--child", "--kind", "--sizes", "--answer"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     # Sizes are taken out first: argparse would take their values for names.
-    own, sizes, i = [], {}, 0
+    own, sizes = list[str](), dict[str, list[str]]()
     known = {option for action in parser._actions for option in action.option_strings}
-    while i < len(arguments):
-        word = arguments[i]
-        i += 1
+    values = own
+    for word in arguments:
         name, has_value, value = word.partition("=")
-        if not word.startswith("--") or name in known:
+        if not word.startswith("--"):
+            values.append(word)
+        elif name in known:
             own.append(word)
-            continue
-        values = [value] if has_value else []
-        while not has_value and i < len(arguments) and not arguments[i].startswith("--"):
-            values.append(arguments[i])
-            i += 1
-        sizes[name.removeprefix("--").replace("-", "_")] = values
+            values = own
+        else:
+            given = sizes[name.removeprefix("--").replace("-", "_")] = [value] if has_value else []
+            values = own if has_value else given
     options = parser.parse_args(own)
     if sizes and len(options.names) != 1:
         parser.error(f"--{', --'.join(sizes)}: sizes are given with the one comparison that they are for.")
     if unknown := [name for name in options.names if name not in COMPARISONS]:
         parser.error(f"Unknown comparison {', '.join(unknown)}; the comparisons are {', '.join(COMPARISONS)}.")
     return options, sizes
-
-
-def sizes_of(comparison: Comparison, kind: Kind, given: Mapping[str, list[str]]) -> Size:
-    """Return sizes by name. Raises ``ValueError`` for an unknown name, or a name without a value."""
-    if empty := [name for name, values in given.items() if not values]:
-        raise ValueError(f"--{empty[0]} needs a value.")
-    return comparison.size(kind, {name: values[0] if len(values) == 1 else values for name, values in given.items()})
 
 
 def write_results() -> None:
@@ -107,7 +99,7 @@ def show_list() -> None:
         smoke = "" if c.in_smoke else "; not in the smoke run unless it is named"
         print(f"{name}: {c.title}, on {where}; at most {c.minutes['full']:g} minutes{smoke}")
         for size, value in c.sizes["full"].items():
-            values = value if isinstance(value, (list, tuple)) else [value]
+            values = value if isinstance(value, list) else [value]
             print(f"    --{size.replace('_', '-')} {' '.join(map(str, values))}")
 
 
@@ -119,7 +111,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
     if options.minutes is not None:
         chosen = [replace(comparison, minutes={kind: options.minutes}) for comparison in chosen]
     for comparison in chosen:
-        size = sizes_of(comparison, kind, given)
+        size = comparison.size(kind, given)
         for environment in comparison.runs_in(kind, options.environment):
             part = runner.run(comparison, environment, kind, size, console)
             if part.failure is not None:
@@ -134,7 +126,8 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
                     again = runner.run(comparison, environment, kind, size, console)
                     if again.failure is not None:
                         failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}, second run: {again.failure}")
-                    suspect = in_both(suspect, slower(before, Result(comparison.name, {environment: again})))
+                    second = slower(before, Result(comparison.name, {environment: again}))
+                    suspect = [ratio for ratio in second if ratio in suspect]
                 found += suspect
             if kind == "full" and part.failure is None:
                 for line in repeated(before, part):
@@ -160,7 +153,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
 
 def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> int:
     """Run all comparisons in one go, at full size and then at smoke size. Return 1 if one failed."""
-    WholeRun.remove(RESULTS)
+    (RESULTS / WHOLE_RUN).unlink(missing_ok=True)
     run, began = WholeRun(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit(), 0.0), time.perf_counter()
     status = measure(chosen, "full", options, {})
     run = replace(run, seconds=time.perf_counter() - began)
@@ -173,7 +166,6 @@ def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> in
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit status of the process."""
     options, given = parse(arguments)
     if options.child:
         comparison = COMPARISONS[options.child]
@@ -195,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     try:
         for comparison in chosen:
-            sizes_of(comparison, kind, given)
+            comparison.size(kind, given)
     except ValueError as error:
         console.print(str(error), style="bold red", markup=False)
         return 2

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from played import PlayedCluster, PlayedStream, Shape, binary, played_cluster
-from s3_files import FileS3
+from played import PlayedStream, Shape, binary, played_cluster
+from slow_s3 import SlowS3
 
 from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
@@ -56,14 +56,14 @@ def filled(root: Path, keys: int, partitions: int, batch_keys: int, conf: StateS
         stream.run(1)
         work = [(root / f"fill-{p}", root / BUCKET / "statestore", conf, of_keys, p) for p in range(partitions)]
         nbytes = 0
-        leases = [_leased(cluster, stream, p) for p in range(partitions)]
+        run_id, lineage = stream.registration.run_id, cluster.coordinator.lineage
+        heads = [lineage(run_id, "op0", p, stream.batch, UPLOAD).head for p in range(partitions)]
         with ProcessPoolExecutor(FILL_THREADS) as pool:
-            heads = [lineage.head for lineage in leases]
             uploads = list(pool.map(_uploaded, *zip(*work, strict=True), heads, [partitions] * partitions))
         (player,) = cluster.players
         for p, (stored, size) in enumerate(uploads):
             message = SnapshotUploaded(
-                *(stream.registration.run_id, "op0", p, player.info.host_id, player.info.incarnation),
+                *(run_id, "op0", p, player.info.host_id, player.info.incarnation),
                 *(stored.ref, None, stored.descriptor.without_content),
             )
             if not cluster.coordinator.snapshot_uploaded(message):
@@ -72,10 +72,6 @@ def filled(root: Path, keys: int, partitions: int, batch_keys: int, conf: StateS
         stream.run(2)  # their manifests name the snapshots
     stream.shape = replace(shape, reads=True)
     yield Filled(root, stream, nbytes)
-
-
-def _leased(cluster: PlayedCluster, stream: PlayedStream, partition: int):
-    return cluster.coordinator.lineage(stream.registration.run_id, "op0", partition, stream.batch, UPLOAD)
 
 
 def _uploaded(
@@ -122,7 +118,7 @@ class Start:
     received: int
 
 
-def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start:
+def start(state: Filled, s3: SlowS3, where: Path, conf: StateStoreConf) -> Start:
     """Start the query on a new host with an empty disk, run its first batch, and remove the host's files.
 
     The batch is written into a copy of the checkpoint, so that each start finds the same files.
@@ -137,7 +133,7 @@ def start(state: Filled, s3: FileS3, where: Path, conf: StateStoreConf) -> Start
         )
         registered = time.perf_counter() - began
         (batch,) = stream.run(1)
-        requests, received = s3.traffic()
+        traffic = s3.traffic()
     shutil.rmtree(where, ignore_errors=True)
     shutil.rmtree(copy)
-    return Start(registered, registered + batch, requests.total(), received)
+    return Start(registered, registered + batch, traffic.requests.total(), traffic.received)

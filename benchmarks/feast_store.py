@@ -82,12 +82,9 @@ def stores(root: Path) -> Iterator[dict[str, Any]]:
         subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as redis,
     ):
         assert host.stdout is not None
+        ours = "ray_statestore.feast.RayStatestoreOnlineStore"
         online = {
-            "ours": {
-                "type": "ray_statestore.feast.RayStatestoreOnlineStore",
-                "address": host.stdout.readline().strip(),
-                "token": TOKEN,
-            },
+            "ours": {"type": ours, "address": host.stdout.readline().strip(), "token": TOKEN},
             "Redis": {"type": "redis", "connection_string": f"127.0.0.1:{port}"},
         }
         user = Entity(name="user", join_keys=["user"], value_type=ValueType.INT64)
@@ -96,14 +93,8 @@ def stores(root: Path) -> Iterator[dict[str, Any]]:
         view = FeatureView(name="bench", entities=[user], schema=fields)
         made = {}
         for name, settings in online.items():
-            registry = str(root / f"{name}.db")
-            config = RepoConfig(
-                project="bench",
-                provider="local",
-                registry=registry,
-                online_store=settings,
-                entity_key_serialization_version=3,
-            )
+            usual = {"project": "bench", "provider": "local", "entity_key_serialization_version": 3}
+            config = RepoConfig(registry=str(root / f"{name}.db"), online_store=settings, **usual)
             made[name] = FeatureStore(config=config)
             made[name].apply([user, view])
         fill(made["Redis"])
@@ -114,7 +105,6 @@ def stores(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def keys_of(users: list[int]) -> list[Any]:
-    """Return keys of Feast."""
     from feast.protos.feast.types.EntityKey_pb2 import EntityKey
     from feast.protos.feast.types.Value_pb2 import Value
 
@@ -135,13 +125,11 @@ def fill(store: Any) -> None:
 
 
 def online_read(store: Any, users: list[int]) -> Callable[[], Any]:
-    """Return a call of the store's own ``online_read``."""
     online, view, keys = store._get_provider().online_store, store.get_feature_view("bench"), keys_of(users)
     return lambda: online.online_read(store.config, view, keys, list(NAMES))
 
 
 def get_online_features(store: Any, users: list[int]) -> Callable[[], Any]:
-    """Return a call of Feast's ``get_online_features``."""
     features, rows = [f"bench:{name}" for name in NAMES], [{"user": user} for user in users]
     return lambda: store.get_online_features(features, rows)
 
@@ -159,7 +147,6 @@ def latencies(call: Callable[[Any, list[int]], Callable[[], Any]], store: Any, c
 
 
 def check(made: dict[str, Any]) -> None:
-    """Compare all answers of both stores."""
     for begin in range(0, ENTITIES, 100):
         users = list(range(begin, begin + 100))
         ours, theirs = (online_read(store, users)() for store in made.values())
@@ -169,7 +156,6 @@ def check(made: dict[str, Any]) -> None:
 
 
 def measure() -> None:
-    """Print the table."""
     if shutil.which("redis-server") is None:
         sys.exit("There is no redis-server: apt-get install redis-server.")
     print("| call | entities | ours p50 | Redis p50 | times as fast | range | ours p99 | Redis p99 |")

@@ -51,7 +51,6 @@ def keys_of(rate: int, seconds: float, keys: int, probes: str) -> Iterator[tuple
 
 
 def expected(rate: int, seconds: float, keys: int, probes: str) -> Counter[str]:
-    """Return the number of records of each key."""
     return Counter(key for _, key in keys_of(rate, seconds, keys, probes))
 
 
@@ -94,10 +93,13 @@ class Turn:
     load_behind: float = 0.0
     cores: float = 0.0
 
-    def percentile(self, of: float) -> float:
-        """Return a percentile of the latencies in ms."""
-        ordered = sorted(self.latencies)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * of / 100))]
+    @property
+    def p50(self) -> float:
+        return sorted(self.latencies)[len(self.latencies) // 2]
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.latencies)[len(self.latencies) * 99 // 100]
 
     @property
     def is_sustained(self) -> bool:
@@ -150,6 +152,9 @@ def measure(command: list[str], sees: Callable[[dict[str, Any]], bool], patience
 
 # -- contestants
 
+Running = tuple[Callable[[dict[str, Any]], bool], Callable[[], dict[str, int]] | None]
+"""What sees a probe, and what returns all counts; None if nothing has them."""
+
 
 def records(spark: Any, broker: str, topic: str) -> Any:
     """Return the stream of keys, as every contestant on Spark reads it."""
@@ -165,9 +170,7 @@ def records(spark: Any, broker: str, topic: str) -> Any:
 
 
 @contextmanager
-def ours(
-    spark: Any, broker: str, topic: str, directory: Path
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def ours(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[Running]:
     """Start our query; give what sees a probe, and what returns all counts."""
     from spark_bridge import QueryableStateClient, aggregate
     from spark_bridge import functions as S
@@ -184,26 +187,33 @@ def ours(
             with client.scan(OPERATOR, query=of) as scan:
                 return {row["k"]: row["n"] for batch in scan for row in batch.to_pylist()}
 
-        while client_is_waiting(client, of):
-            time.sleep(0.1)
-        try:
+        with stopped_in_the_end(query, lambda: has_state(client, of)):
             yield sees, all_counts
-        finally:
-            query.stop()
-
-
-def client_is_waiting(client: Any, query: str) -> bool:
-    """Whether the query has no state yet; its first batch, of the record that warms the topic, makes it."""
-    from spark_bridge.exceptions import SparkBridgeError
-
-    try:
-        return client.get(OPERATOR, "warm-up", query=query) is None
-    except SparkBridgeError:
-        return True
 
 
 @contextmanager
-def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[tuple[Callable[[Any], bool], None]]:
+def stopped_in_the_end(query: Any, is_ready: Callable[[], bool]) -> Iterator[None]:
+    """Wait until a query is ready for the block, and stop it behind the block."""
+    try:
+        while not is_ready():
+            time.sleep(0.05)
+        yield
+    finally:
+        query.stop()
+
+
+def has_state(client: Any, query: str) -> bool:
+    """Whether the query has had its first batch, of the record that warms the topic."""
+    from spark_bridge.exceptions import SparkBridgeError
+
+    try:
+        return client.get(OPERATOR, "warm-up", query=query) is not None
+    except SparkBridgeError:
+        return False
+
+
+@contextmanager
+def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[Running]:
     """Start a query without state over the same path; a probe is seen when Spark has committed its offset."""
 
     def same(batches: Iterator[Any]) -> Iterator[Any]:
@@ -223,18 +233,12 @@ def identity(spark: Any, broker: str, topic: str, directory: Path) -> Iterator[t
             committed.update({int(partition): end for partition, end in ends.items()})
         return committed.get(probe["partition"], 0) > probe["offset"]
 
-    while not (commits / "0").exists():
-        time.sleep(0.05)
-    try:
+    with stopped_in_the_end(query, (commits / "0").exists):
         yield sees, None
-    finally:
-        query.stop()
 
 
 @contextmanager
-def foreach_batch(
-    spark: Any, broker: str, topic: str, directory: Path, port: int
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def foreach_batch(spark: Any, broker: str, topic: str, directory: Path, port: int) -> Iterator[Running]:
     """Start Spark's own aggregate, whose changed rows each batch writes to Redis from the executors."""
     import redis
 
@@ -257,24 +261,22 @@ def foreach_batch(
     counts = records(spark, broker, topic).groupBy("k").count().withColumnRenamed("count", "n")
     writer = counts.writeStream.outputMode("update").option("checkpointLocation", str(directory / "ck"))
     query = writer.foreachBatch(save).start()
-    while not server.exists("warm-up"):
-        time.sleep(0.05)
-    try:
-        yield lambda probe: bool(server.exists(probe["key"])), lambda: redis_counts(server)
-    finally:
-        query.stop()
+    with stopped_in_the_end(query, lambda: bool(server.exists("warm-up"))):
+        yield running_in(server)
 
 
-def redis_counts(server: Any) -> dict[str, int]:
-    """Return all keys and counts."""
-    keys = list(server.scan_iter(count=10_000))
-    return {key.decode(): int(value) for key, value in zip(keys, server.mget(keys), strict=True)}
+def running_in(server: Any) -> Running:
+    """Return what sees a probe in Redis, and what returns all counts there."""
+
+    def all_counts() -> dict[str, int]:
+        keys = list(server.scan_iter(count=10_000))
+        return {key.decode(): int(value) for key, value in zip(keys, server.mget(keys), strict=True)}
+
+    return lambda probe: bool(server.exists(probe["key"])), all_counts
 
 
 @contextmanager
-def quix(
-    python: Path, broker: str, topic: str, directory: Path, port: int
-) -> Iterator[tuple[Callable[[Any], bool], Callable[[], Any]]]:
+def quix(python: Path, broker: str, topic: str, directory: Path, port: int) -> Iterator[Running]:
     """Start Quix Streams in its environment; it writes each count to Redis."""
     import redis
 
@@ -290,13 +292,12 @@ def quix(
                 if app.poll() is not None:
                     raise RuntimeError((directory.parent / f"{topic}.log").read_text(errors="replace")[-2000:])
                 time.sleep(0.05)
-            yield lambda probe: bool(server.exists(probe["key"])), lambda: redis_counts(server)
+            yield running_in(server)
         finally:
             app.terminate()
 
 
 def load_command(broker: str, topic: str, rate: int, seconds: float, keys: int, probes: str) -> list[str]:
-    """Return the command of a load."""
     return [sys.executable, __file__, "load", broker, topic, str(rate), str(seconds), str(keys), probes]
 
 
@@ -315,14 +316,8 @@ def run_quix(broker: str, topic: str, directory: str, port: int) -> None:
                 pipe.set(item.key, item.value)
             pipe.execute()
 
-    app = Application(
-        broker_address=broker,
-        consumer_group=topic,
-        auto_offset_reset="earliest",
-        state_dir=directory,
-        commit_interval=0.1,
-        loglevel="WARNING",
-    )
+    settings = {"auto_offset_reset": "earliest", "commit_interval": 0.1, "loglevel": "WARNING"}
+    app = Application(broker_address=broker, consumer_group=topic, state_dir=directory, **settings)
 
     def count(_: Any, state: Any) -> int:
         n = int(state.get("n", 0)) + 1

@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pyspark
 import totals
 from pyspark import cloudpickle
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from suite.machine import PROCESSES, own_ray
-from suite.model import Case, Measured, rotated
+from suite.model import Case, Measured, Turns, rotated
 from suite.model import Contestant as Described
 from suite.runner import Steps
 from totals import CHECK, CONTESTANTS, ON_ROCKSDB, Batch, Contestant, Expected, Workload, checked
@@ -62,7 +63,7 @@ CpuSeconds = dict[int, tuple[str, float]]
 
 SLOW_TURNS = 2
 ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
-AT_ONCE = {"spark.sql.streaming.pollingDelay": "10ms"}
+AT_ONCE = {POLLING: "10ms"}
 """Spark's default, for queries that run alone and are timed from their input on."""
 EQUAL = "Of every batch, warm-up included, the number of rows and a hash of them were equal to what numpy computes."
 
@@ -70,10 +71,6 @@ EQUAL = "Of every batch, warm-up included, the number of rows and a hash of them
 def has_spark_4() -> bool:
     """Return whether this environment has the interfaces of Spark 4."""
     return int(pyspark.__version__.split(".")[0]) >= SPARK_4
-
-
-def available() -> list[str]:
-    return [c.name for c in CONTESTANTS.values() if has_spark_4() or not c.needs_spark_4]
 
 
 @contextmanager
@@ -141,16 +138,76 @@ class Input:
     def add(self, batch: Batch | None = None) -> None:
         """Make one more batch, by default of random rows."""
         batch = batch or self.workload.draw(self.rng)
-        i = len(self.directories)
-        directory = self._root / f"{i:06}"
-        directory.mkdir(parents=True)
-        for part in range(self.files):
-            path = directory / f"{part}.parquet"
-            pq.write_table(batch.table(self.workload, slice(part, None, self.files)), path)
-            # Spark takes files in the order of their times.
-            os.utime(path, ns=((seconds := 1_700_000_000 + i) * 10**9, seconds * 10**9))
+        self.directories.append(self._root / f"{len(self.directories):06}")
+        write_batch(batch.table(self.workload), self.directories[-1], self.files)
         self.expected.add(batch)
-        self.directories.append(directory)
+
+
+def write_batch(rows: pa.Table, directory: Path, files: int) -> None:
+    """Write a batch as parquet files, which get its rows in turn, into a new directory that is named by its number."""
+    directory.mkdir(parents=True)
+    seconds = 1_700_000_000 + int(directory.name)  # Spark takes files in the order of their times
+    for part in range(files):
+        path = directory / f"{part}.parquet"
+        pq.write_table(rows.take(pa.array(np.arange(part, rows.num_rows, files))), path)
+        os.utime(path, (seconds, seconds))
+
+
+def give(batch: Path, root: Path) -> None:
+    """Put a batch into the input directory below ``root``: its files appear all at once, by a rename."""
+    draft = root / "draft"
+    shutil.copytree(batch, draft, copy_function=os.link)
+    draft.rename(root / "input" / batch.name)
+
+
+def writer_of(df: DataFrame, name: str, output_mode: str, root: Path) -> Any:
+    """Return the writer of a query whose checkpoint is below ``root`` and whose rows go nowhere."""
+    writer = df.writeStream.queryName(name).outputMode(output_mode).format("noop")
+    return writer.option("checkpointLocation", str(root / "checkpoint"))
+
+
+@dataclass
+class Profile:
+    """Where the time of a query's counted batches went: CPU by role of the processes, and steps of the hosts."""
+
+    cpu: Figures = field(default_factory=lambda: defaultdict(list))
+    store: Figures = field(default_factory=lambda: defaultdict(list))
+    cpu_of_turns: list[float] = field(default_factory=list)
+
+    def note_turn(self, query: Any, before: CpuSeconds, batches: int) -> None:
+        """Keep the CPU time of a turn, in milliseconds per batch, and the last commits of the query's partitions."""
+        from spark_bridge.session.current import current_cluster
+
+        used = cpu_since(before)
+        self.cpu_of_turns.append(sum(used.values()) / batches)
+        for role, seconds in used.items():
+            self.cpu[role].append(seconds / batches * 1e3)
+        for host in current_cluster().describe_hosts():
+            for instance in host["instances"]:
+                if instance["run_id"] == str(query.runId):
+                    for name, milliseconds in instance["last_commit"].items():
+                        if name not in ("version", "batch_id"):
+                            self.store[name].append(milliseconds)
+
+    def text(self, spark: SparkSession, query: str, progress: Sequence[Mapping[str, Any]]) -> str:
+        """Report the medians, with Spark's own of the batches with this progress."""
+        steps_of_spark: Figures = defaultdict(list)
+        for event in progress:
+            for name, milliseconds in event["durationMs"].items():
+                steps_of_spark[name].append(milliseconds)
+        of_stages = stages(spark, query, [p["batchId"] for p in progress])
+        sections = {
+            "Spark, ms a batch": steps_of_spark,
+            **{f"{stage}, ms": steps for stage, steps in of_stages.items()},
+            "state store, ms a partition": self.store,
+            "CPU, ms a batch": self.cpu,
+        }
+        said = []
+        for section, steps in sections.items():
+            medians = sorted(((statistics.median(values), step) for step, values in steps.items()), reverse=True)
+            if shown := ", ".join(f"{step} {value:.0f}" for value, step in medians if value >= 1):
+                said.append(f"{section}: {shown}")
+        return f"Where the time of `{query}` goes. {'; '.join(said)}."
 
 
 @dataclass
@@ -163,18 +220,13 @@ class Lane:
     fed: int = 0
     skipped: int = 0  # batch ids that were not batches of the benchmark
     counted_from: int = 0
-    store_steps: Figures = field(default_factory=dict)
-    cpu: Figures = field(default_factory=dict)
-    cpu_of_turns: list[float] = field(default_factory=list)
+    spent: Profile = field(default_factory=Profile)
 
     def feed(self, batches: int) -> None:
         """Put the next batches into its input directory, all at once."""
         (self.root / "input").mkdir(parents=True, exist_ok=True)
         for source in self.given.directories[self.fed : self.fed + batches]:
-            # Files appear all at once, by a rename.
-            draft = self.root / "draft"
-            shutil.copytree(source, draft, copy_function=os.link)
-            draft.rename(self.root / "input" / source.name)
+            give(source, self.root)
         self.fed += batches
 
     def run(self, batches: int) -> list[float]:
@@ -218,27 +270,8 @@ class Lane:
                     f"Batch {i} of {self.contestant.name} gave {seen}, not {expected[i]} (rows, hashes)"
                 )
 
-    def stop(self) -> None:
-        self.query.stop()
-
-    def note_cpu(self, before: CpuSeconds, batches: int) -> None:
-        """Keep the CPU time of a turn, in milliseconds per batch."""
-        used = cpu_since(before)
-        self.cpu_of_turns.append(sum(used.values()) / batches)
-        for name, seconds in used.items():
-            self.cpu.setdefault(name, []).append(seconds / batches * 1e3)
-
-    def note_store(self) -> None:
-        """Keep what the hosts say of the last commits of this query's partitions."""
-        from spark_bridge.session.current import current_cluster
-
-        steps = store_steps(current_cluster().describe_hosts(), str(self.query.runId))
-        for name, values in steps.items():
-            self.store_steps.setdefault(name, []).extend(values)
-
     def profile(self, spark: SparkSession) -> str:
-        """Report where the time of the counted batches went."""
-        return profile(spark, self.contestant.name, self.progress[self.counted_from :], self.store_steps, self.cpu)
+        return self.spent.text(spark, self.contestant.name, self.progress[self.counted_from :])
 
 
 def start(
@@ -255,14 +288,8 @@ def start(
         # A query takes the settings of its session as they are when it starts.
         for name, value in chosen.items():
             spark.conf.set(name, value)
-        lane.query = (
-            checked(contestant.make(df, given.workload))
-            .writeStream.queryName(contestant.name)
-            .outputMode(contestant.output_mode)
-            .option("checkpointLocation", str(lane.root / "checkpoint"))
-            .format("noop")
-            .start()
-        )
+        rows = checked(contestant.make(df, given.workload))
+        lane.query = writer_of(rows, contestant.name, contestant.output_mode, lane.root).start()
     finally:
         for name, value in usual.items():
             spark.conf.unset(name) if value is None else spark.conf.set(name, value)
@@ -279,16 +306,16 @@ def chosen(wanted: Sequence[str]) -> list[str]:
     """Return the wanted contestants that this environment has. Raises ``ValueError`` for an unknown name."""
     if unknown := [name for name in wanted if name not in CONTESTANTS]:
         raise ValueError(f"Unknown contestant {', '.join(unknown)}; the contestants are {', '.join(CONTESTANTS)}.")
-    return [name for name in wanted if name in available()]
+    return [name for name in wanted if has_spark_4() or not CONTESTANTS[name].needs_spark_4]
 
 
-def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> dict[str, list[list[float]]]:
+def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> Turns:
     """Return the seconds of each batch, turn by turn; Lanes keep their CPU.
 
     Slow contestants have ``SLOW_TURNS`` turns of one batch after all turns of the others. In between, they would keep
     the others waiting for minutes, and Spark ends Python workers that are idle for one minute.
     """
-    seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+    seconds: Turns = {lane.contestant.name: [] for lane in lanes}
     for lane in lanes:
         lane.counted_from = len(lane.progress)
     fast, slow = ([lane for lane in lanes if lane.contestant.is_slow == is_slow] for is_slow in (False, True))
@@ -299,8 +326,7 @@ def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what
             steps.now(f"{what}: turn {turn + 1} of {turns}, {lane.contestant.name}")
             before = cpu_seconds()
             seconds[lane.contestant.name].append(lane.run(count))
-            lane.note_cpu(before, count)
-            lane.note_store()
+            lane.spent.note_turn(lane.query, before, count)
             steps.advance()
     for lane in lanes:
         lane.check()
@@ -309,26 +335,8 @@ def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what
 
 def cpu(name: str, lanes: Sequence[Lane]) -> Case:
     """Return the CPU of all processes, Spark's and ours, in each turn: a busy machine hardly changes it."""
-    turns = {lane.contestant.name: [[seconds] for seconds in lane.cpu_of_turns] for lane in lanes}
+    turns = {lane.contestant.name: [[seconds] for seconds in lane.spent.cpu_of_turns] for lane in lanes}
     return Case(f"{name}: CPU of all processes", "CPU s a batch", turns)
-
-
-def profile(
-    spark: SparkSession, query: str, progress: Sequence[Mapping[str, Any]], store: Figures, cpu: Figures
-) -> str:
-    """Report where the time of these batches of a query went, in medians. ``store`` has the steps of its commits."""
-    sections = {
-        "Spark, ms a batch": spark_steps(progress),
-        **{f"{stage}, ms": steps for stage, steps in stages(spark, query, [p["batchId"] for p in progress]).items()},
-        "state store, ms a partition": store,
-        "CPU, ms a batch": cpu,
-    }
-    said = []
-    for section, steps in sections.items():
-        medians = sorted(((statistics.median(values), step) for step, values in steps.items()), reverse=True)
-        if shown := ", ".join(f"{step} {value:.0f}" for value, step in medians if value >= 1):
-            said.append(f"{section}: {shown}")
-    return f"Where the time of `{query}` goes. {'; '.join(said)}."
 
 
 def warmed(
@@ -354,26 +362,6 @@ def measured_of(names: Sequence[str]) -> Measured:
 
 
 # -- where the time of a batch goes
-
-
-def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
-    steps: Figures = defaultdict(list)
-    for event in progress:
-        for name, milliseconds in event["durationMs"].items():
-            steps[name].append(milliseconds)
-    return steps
-
-
-def store_steps(described: Sequence[Mapping[str, Any]], run_id: str) -> Figures:
-    """Return the steps of the last commits of the partitions, from the state store's hosts."""
-    steps: Figures = defaultdict(list)
-    for host in described:
-        for instance in host["instances"]:
-            if instance["run_id"] == run_id:
-                for name, milliseconds in instance["last_commit"].items():
-                    if name not in ("version", "batch_id"):
-                        steps[name].append(milliseconds)
-    return steps
 
 
 def cpu_seconds() -> CpuSeconds:

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from played_queries import InActor, PlayedHost, PlayedQuery, actor, memory_directory, played_hosts, registration_of
+from played_queries import (
+    InActor,
+    PlayedHost,
+    PlayedQuery,
+    empty_actor,
+    memory_directory,
+    played_hosts,
+    registration_of,
+)
 from rich.console import Console
 from rich.table import Table
 from suite.machine import own_ray
@@ -63,7 +72,6 @@ class Latencies:
         self.began = time.perf_counter()
 
     def call(self, link: InActor, method: str, *args: Any) -> Any:
-        """Send a message, keep how long its answer took, and return that."""
         started = time.perf_counter()
         answer = link.call(method, *args)
         self.keep(method, started)
@@ -131,23 +139,6 @@ class Load:
             raise RuntimeError(f"{found.operator.name} was located with {len(found.owners)} partitions.")
 
 
-def empty_actor() -> Callable[[], Any]:
-    """Start an actor that does nothing; return a call of it that waits for the answer."""
-    import ray
-
-    from coordinator_actor.process import take_ordinary_priority
-
-    class Empty:
-        def __init__(self) -> None:
-            take_ordinary_priority()
-
-        def nothing(self) -> None:
-            """Do nothing."""
-
-    made = ray.remote(num_cpus=0)(Empty).remote()
-    return lambda: ray.get(made.nothing.remote())
-
-
 @dataclass
 class Sample:
     """CPU in cores and memory in bytes of the coordinator at a moment, in seconds since the beginning."""
@@ -210,7 +201,6 @@ def play(load: Load) -> list[Sample]:
 
 
 def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what was measured, as is kept in JSON."""
     options = load.options
     messages = {}
     for kind, kept in load.latencies.kinds().items():
@@ -288,7 +278,6 @@ def pictures(load: Load, samples: Sequence[Sample]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Measure, print, and write the results; return 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=50)
     parser.add_argument("--partitions", type=int, default=1000, help="of all queries together")
@@ -298,7 +287,7 @@ def main() -> int:
     parser.add_argument("--retain", type=int, default=20, help="versions kept before the completed one")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
-    with own_ray(1), memory_directory() as root, actor("many-queries") as link:
+    with own_ray(1), memory_directory() as root, closing(InActor("many-queries")) as link:
         latencies, infos = Latencies(), played_hosts(options.hosts)
         share, more = divmod(options.partitions, options.queries)
         queries = []

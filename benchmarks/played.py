@@ -43,26 +43,41 @@ from spark_bridge.transport.protocol import TaskIdentity
 Redirects = Mapping[tuple[str, int], str]
 """The addresses of the hosts that tasks were redirected to, by operator and partition."""
 AUTHENTICATION = uuid.uuid4().bytes
-MAX_KEYS = 100_000
-"""Keys are drawn from so many in each partition."""
 SWITCH_SECONDS = 0.0005
 """How long a thread of a host keeps the interpreter while others wait, in seconds."""
 
 
 @dataclass(frozen=True)
-class TasksOf:
-    """The tasks of a batch that ask one host first; each task changes ``keys`` keys, and ``slots`` run at once.
+class Shape:
+    """How large a stream is. In each batch ``keys`` of ``of_keys`` are changed in each partition.
 
-    The keys are drawn from ``of_keys``. With ``reads`` a task reads them before it changes them.
+    With ``reads`` tasks read them first. ``slots`` tasks run at once, the same number at each host; 0: all of them.
+    ``retain`` versions before the completed one are kept.
     """
+
+    hosts: int
+    partitions: int
+    operators: int = 1
+    keys: int = 100
+    slots: int = 0
+    maintenance: int = 10
+    retain: int = 10
+    of_keys: int = 100_000
+    reads: bool = False
+
+    @property
+    def slots_of_a_host(self) -> int:
+        return -(-(self.slots or self.operators * self.partitions) // self.hosts)
+
+
+@dataclass(frozen=True)
+class TasksOf:
+    """The tasks of a batch that ask one host first."""
 
     run_id: str
     batch: int
-    keys: int
-    slots: int
+    shape: Shape
     tasks: Sequence[tuple[str, int]]
-    of_keys: int = MAX_KEYS
-    reads: bool = False
 
 
 class HostHere(Host):
@@ -71,9 +86,10 @@ class HostHere(Host):
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
     def run(self, given: TasksOf) -> Redirects:
-        if given.slots not in self._threads:
-            self._threads[given.slots] = ThreadPoolExecutor(given.slots, thread_name_prefix="task")
-        threads = self._threads[given.slots]
+        slots = given.shape.slots_of_a_host
+        if slots not in self._threads:
+            self._threads[slots] = ThreadPoolExecutor(slots, thread_name_prefix="task")
+        threads = self._threads[slots]
         begun = {task: threads.submit(self._task, given, *task) for task in given.tasks}
         sent_on = {task: done.result() for task, done in begun.items()}
         return {task: address for task, address in sent_on.items() if address is not None}
@@ -86,8 +102,8 @@ class HostHere(Host):
             opened = self.open(task)
         if opened.redirect is not None:
             return opened.redirect
-        changed = changes(partition, batch, given.keys, given.of_keys)
-        if given.reads:
+        changed = changes(partition, batch, given.shape)
+        if given.shape.reads:
             keys = changed.families[DEFAULT_FAMILY].keys
             values = self.reads.get_many(given.run_id, operator, partition, batch, keys)
             if values.null_count:
@@ -105,11 +121,11 @@ class HostHere(Host):
         super().close()
 
 
-def changes(partition: int, batch: int, keys: int, of_keys: int = MAX_KEYS) -> Changes:
-    """Return changes of so many keys of a partition, the same ones for the same batch."""
+def changes(partition: int, batch: int, shape: Shape) -> Changes:
+    """Return the changes of a partition, the same ones for the same batch."""
     rng = np.random.default_rng((partition, batch))
-    drawn = np.sort(rng.choice(of_keys, keys, replace=False, shuffle=False)).astype(">i8")
-    return Changes.of(binary(drawn.tobytes(), 8), binary(rng.bytes(16 * keys), 16))
+    drawn = np.sort(rng.choice(shape.of_keys, shape.keys, replace=False, shuffle=False)).astype(">i8")
+    return Changes.of(binary(drawn.tobytes(), 8), binary(rng.bytes(16 * shape.keys), 16))
 
 
 def binary(data: bytes, width: int) -> pa.BinaryArray:
@@ -118,7 +134,7 @@ def binary(data: bytes, width: int) -> pa.BinaryArray:
     )
 
 
-# -- a host in a separate process ----------------------------------------------------------------
+# -- a host in a separate process
 
 
 class HostApart:
@@ -137,23 +153,41 @@ class HostApart:
 
     def run(self, given: TasksOf) -> Redirects:
         """Run tasks until all have committed; return those that belong to another host."""
-        answer: Redirects = self._ask(self._tasks, "run", given)
+        answer: Redirects = _ask(self._tasks, "run", given)
         return answer
 
     def order(self, what: str) -> Any:
         """Have the host do something: "register", "heartbeat", "maintain" or "describe"."""
-        return self._ask(self._orders, what)
+        return _ask(self._orders, what)
 
     def close(self) -> None:
         self._tasks.close()
         with suppress(EOFError, BrokenPipeError):
-            self._ask(self._orders, "close")
+            self.order("close")
         self._process.join(30)
 
-    @staticmethod
-    def _ask(way: Connection, what: str, *given: Any) -> Any:
-        way.send((what, given))
-        return _answer(way)
+
+def _ask(way: Connection, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Have the other end call a method; return the answer, or raise what was raised there."""
+    way.send((method, args, kwargs))
+    is_done, answer = way.recv()
+    if not is_done:
+        raise answer
+    return answer
+
+
+def _obey(way: Connection, called: Any) -> None:
+    """Call one method after the other, until ``close`` has been called or the caller has ended."""
+    with suppress(EOFError, ConnectionError):
+        while True:
+            method, args, kwargs = way.recv()
+            try:
+                answer = (True, getattr(called, method)(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                answer = (False, error)
+            way.send(answer)
+            if method == "close":
+                return
 
 
 def _serve(
@@ -163,34 +197,8 @@ def _serve(
     keep_pandas_out()
     sys.setswitchinterval(SWITCH_SECONDS)
     host = HostHere(info, PortThroughDoor(door, key), directory, conf)
-    at_work = threading.Thread(target=_obey, args=(tasks, host), name="tasks", daemon=True)
-    at_work.start()
+    threading.Thread(target=_obey, args=(tasks, host), name="tasks", daemon=True).start()
     _obey(orders, host)
-
-
-def _obey(way: Connection, host: HostHere) -> None:
-    """Run one order after the other, until the host is closed or the caller has ended."""
-    with suppress(EOFError):
-        while True:
-            what, given = way.recv()
-            _reply(way, lambda what=what, given=given: getattr(host, what)(*given))
-            if what == "close":
-                return
-
-
-def _reply(to: Connection, work: Any) -> None:
-    try:
-        answer = (True, work())
-    except Exception as error:  # noqa: BLE001 - the caller raises it
-        answer = (False, error)
-    to.send(answer)
-
-
-def _answer(of: Connection) -> Any:
-    is_done, answer = of.recv()
-    if not is_done:
-        raise answer
-    return answer
 
 
 class PortThroughDoor(CoordinatorPort):
@@ -205,8 +213,7 @@ class PortThroughDoor(CoordinatorPort):
         """Send one message and return the answer, or raise what the coordinator raises."""
         if not hasattr(self._here, "connection"):
             self._here.connection = Client(self._door, "AF_UNIX", self._key)
-        self._here.connection.send((method, args, kwargs))
-        return _answer(self._here.connection)
+        return _ask(self._here.connection, "call", method, *args, **kwargs)
 
 
 @contextmanager
@@ -221,14 +228,7 @@ def _admit(listener: Listener, coordinator: CoordinatorPort) -> None:
     with suppress(OSError):  # the listener was closed
         while True:
             connection = listener.accept()
-            threading.Thread(target=_pass_on, args=(connection, coordinator), daemon=True).start()
-
-
-def _pass_on(connection: Connection, coordinator: CoordinatorPort) -> None:
-    with suppress(EOFError, ConnectionError):
-        while True:
-            method, args, kwargs = connection.recv()
-            _reply(connection, lambda m=method, a=args, k=kwargs: coordinator.call(m, *a, **k))
+            threading.Thread(target=_obey, args=(connection, coordinator), daemon=True).start()
 
 
 # -- the stream
@@ -237,31 +237,6 @@ def _pass_on(connection: Connection, coordinator: CoordinatorPort) -> None:
 SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
 AT_EACH_CALL = 1e-3
 """The coordinator's maintenance interval, so that it removes what it may whenever it is called."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How large a stream is. In each batch ``keys`` of ``of_keys`` are changed in each partition.
-
-    With ``reads`` tasks read them first.
-
-    ``slots`` tasks run at once, the same number at each host; 0: all of them. ``retain`` versions before the completed
-    one are kept.
-    """
-
-    hosts: int
-    partitions: int
-    operators: int = 1
-    keys: int = 100
-    slots: int = 0
-    maintenance: int = 10
-    retain: int = 10
-    of_keys: int = MAX_KEYS
-    reads: bool = False
-
-    @property
-    def slots_of_a_host(self) -> int:
-        return -(-(self.slots or self.operators * self.partitions) // self.hosts)
 
 
 @dataclass
@@ -358,7 +333,7 @@ class PlayedStream:
             self._told = None
 
     def _run_tasks(self) -> None:
-        shape, players = self.shape, {player.info.address: player for player in self.cluster.players}
+        players = {player.info.address: player for player in self.cluster.players}
         addresses = list(players)
         left = {
             (spec.name, p): self._owners.get((spec.name, p), addresses[p % len(addresses)])
@@ -371,11 +346,7 @@ class PlayedStream:
                 asked.setdefault(address, []).append(task)
             self._owners.update(left)
             given = {
-                address: TasksOf(
-                    *(self.registration.run_id, self.batch, shape.keys, shape.slots_of_a_host, tasks),
-                    *(shape.of_keys, shape.reads),
-                )
-                for address, tasks in asked.items()
+                at: TasksOf(self.registration.run_id, self.batch, self.shape, tasks) for at, tasks in asked.items()
             }
             answers = [self.cluster.threads.submit(players[address].run, tasks) for address, tasks in given.items()]
             left = {task: address for answer in answers for task, address in answer.result().items()}

@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
-from rich.console import Console
 
 from backends import StateStoreId, StateStoreProviderId
 from backends.encoding.schema import StateSchema
@@ -33,9 +32,7 @@ from coordinator_actor.run.holds import UPLOAD
 
 SESSION, OPERATOR = "session-1", "totals"
 HOSTS_PER_NODE = 4
-MIB = 1 << 20
 ANSWER_SECONDS = 60.0
-console = Console(width=max(Console().width, 150))
 SCHEMA = StateSchema(
     pa.schema([("user", pa.int64())]), pa.schema([("n", pa.int64()), ("spent", pa.float64())])
 ).to_json()
@@ -135,7 +132,8 @@ class InActor:
                 pass  # as a host does
         return self.call(method, *args)
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """End the actor."""
         self.connections.follow("")
         self._kill(self._actor)
 
@@ -147,14 +145,21 @@ class InActor:
         return int(self._process.memory_info().rss)
 
 
-@contextmanager
-def actor(namespace: str) -> Iterator[InActor]:
-    """Give a coordinator in the Ray cluster that this process has joined; it is ended afterwards."""
-    link = InActor(namespace)
-    try:
-        yield link
-    finally:
-        link.end()
+def empty_actor(max_concurrency: int = 1) -> Callable[..., Any]:
+    """Start an actor that takes the arguments of a message and returns nothing; return a call that waits for it."""
+    import ray
+
+    from coordinator_actor.process import take_ordinary_priority
+
+    class Empty:
+        def __init__(self) -> None:
+            take_ordinary_priority()
+
+        def take(self, *arguments: Any) -> None:
+            """Do nothing."""
+
+    made = ray.remote(num_cpus=0, max_concurrency=max_concurrency)(Empty).remote()
+    return lambda *arguments: ray.get(made.take.remote(*arguments))
 
 
 @contextmanager

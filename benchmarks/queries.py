@@ -28,13 +28,11 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +45,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from query_clients import OPERATOR, VIEW, features_key, features_of, open_loop, redis_key
 from rich.console import Console
-from suite.machine import own_ray
+from suite.machine import directory, own_ray
 
 ROWS_PER_FILE = 1_000_000
 START_US = 1_700_000_000_000_000
@@ -55,17 +53,16 @@ console = Console(width=max(Console().width, 120), highlight=False)
 Figures = dict[str, float]
 
 
-def write_users(directory: Path, users: Any, name: str) -> None:
+def write_users(inbox: Path, users: Any, name: str) -> None:
     """Write one file with a row of each user, whose totals can be computed from the user; it appears at once."""
     times = pa.array(START_US + users, pa.timestamp("us", tz="UTC"))
     table = pa.table({"user": users, "amount": users * 0.5, "ts": times})
-    draft = directory.with_name(f"{name}.draft")
+    draft = inbox.with_name(f"{name}.draft")
     pq.write_table(table, draft)
-    draft.rename(directory / f"{name}.parquet")
+    draft.rename(inbox / f"{name}.parquet")
 
 
 def totals_of_user() -> dict[str, Any]:
-    """Return the outputs of the operator."""
     from spark_bridge import functions as S
 
     return {"n": S.count(), "spent": S.sum("amount"), "last": S.max("ts")}
@@ -90,12 +87,8 @@ def running_stream(
     """Give the query and its input directory, once it has so many keys. ``in_rows`` are the columns of its rows."""
     from spark_bridge import aggregate, init_spark, stop_spark
 
-    root = Path(tempfile.mkdtemp(prefix="statestore-queries-"))
-    inbox = root / "in"
-    inbox.mkdir()
-    with ExitStack() as ended:
-        ended.callback(shutil.rmtree, root, ignore_errors=True)
-        ended.enter_context(own_ray(3))
+    with directory() as root, own_ray(3), ExitStack() as ended:
+        (inbox := root / "in").mkdir()
         ended.callback(stop_spark)
         spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g")
         given = spark.readStream.schema("user long, amount double, ts timestamp").option("maxFilesPerTrigger", 1)
@@ -212,12 +205,12 @@ def turn(processes: list[subprocess.Popen[str]]) -> Figures:
     }
 
 
-def connection() -> tuple[str, str]:
-    """Return any host's query address and the token, for clients that have no Ray."""
+def address_for_clients() -> str:
+    """Return any host's query address for clients that have no Ray, and let their environment have the token."""
     from spark_bridge.session.current import current_cluster
 
-    cluster = current_cluster()
-    return cluster.query_addresses()[0], cluster.token
+    os.environ["STATESTORE_TOKEN"] = current_cluster().token
+    return current_cluster().query_addresses()[0]
 
 
 def check_equal(port: int, keys: int) -> None:
@@ -247,9 +240,7 @@ def beside_stream(arguments: argparse.Namespace) -> None:
     keys, rows = arguments.keys, 100_000
     rng = np.random.default_rng(3)
     with running_stream(keys, arguments.partitions) as (query, inbox):
-        address, token = connection()
-        os.environ["STATESTORE_TOKEN"] = token
-        number = 0
+        address, number = address_for_clients(), 0
 
         def batches(count: int) -> list[float]:
             nonlocal number
@@ -338,7 +329,6 @@ class Batches:
 
 
 def open_loop_row(what: str, rate: float, figures: list[dict[str, Any]], more: str = "") -> None:
-    """Print the figures of one turn of all clients."""
     answered = sum(f["rate"] for f in figures)
     failures = sum(sum(f["failures"].values()) for f in figures)
     kinds = sorted({kind for f in figures for kind in f["failures"]})
@@ -364,8 +354,7 @@ def features(arguments: argparse.Namespace) -> None:
         query, inbox = ended.enter_context(stream)
         names = list(fifty_features())
         declare_feature_view(FeatureView(VIEW, entity="user", features=[Feature(name, OPERATOR) for name in names]))
-        address, token = connection()
-        os.environ["STATESTORE_TOKEN"] = token
+        address = address_for_clients()
         with QueryableStateClient.connect() as client:
             rows = client.features(VIEW, list(range(keys))).to_arrow().select(names).to_pylist()
         port = ended.enter_context(running_redis(keys, lambda user: (features_key(user), rows[user])))
@@ -400,7 +389,7 @@ def features(arguments: argparse.Namespace) -> None:
                 figures = turn_of("ours", rate, 2 * seconds, kill)
             open_loop_row("a host is killed", rate, figures, f"; longest batch {max(batches.seconds):.1f} s")
             time.sleep(5)
-        from_serve(arguments, token)
+        from_serve(arguments, os.environ["STATESTORE_TOKEN"])
 
 
 def from_serve(arguments: argparse.Namespace, token: str) -> None:

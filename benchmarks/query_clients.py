@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,10 @@ Report = dict[str, Any]
 
 
 def redis_key(user: int) -> bytes:
-    """Return the key under which Redis has a user's totals."""
     return b"totals:%d" % user
 
 
 def features_key(user: int) -> bytes:
-    """Return the key under which Redis has a user's features, by name."""
     return b"features:%d" % user
 
 
@@ -64,15 +63,7 @@ def say(line: str) -> None:
 def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> None:
     """Take turns of some seconds of calls, each after a short time that does not count."""
 
-    def warm_up(seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            call()
-
-    warm_up(WARM_UP)
-    say("ready")
-    for _ in sys.stdin:
-        warm_up(AGAIN)
+    def run(seconds: float, per_second: float | None = None) -> Report:
         latencies: list[float] = []
         cpu, began = time.process_time(), time.perf_counter()
         now = began
@@ -83,31 +74,36 @@ def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_secon
             call()
             now = time.perf_counter()
             latencies.append(now - before)
-        say(json.dumps(report(latencies, now - began, keys_each, time.process_time() - cpu)))
+        return report(latencies, now - began, keys_each, time.process_time() - cpu)
+
+    run(WARM_UP)
+    say("ready")
+    for _ in sys.stdin:
+        run(AGAIN)
+        say(json.dumps(run(seconds, per_second)))
 
 
-async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> None:
-    """Take turns with so many calls in flight at once."""
-
-    async def run(seconds: float) -> list[float]:
-        latencies: list[float] = []
-        end = time.perf_counter() + seconds
-
-        async def worker(rng: random.Random) -> None:
-            while (before := time.perf_counter()) < end:
-                await call(rng.randrange(keys))
-                latencies.append(time.perf_counter() - before)
-
-        await asyncio.gather(*(worker(random.Random(i)) for i in range(IN_FLIGHT)))
-        return latencies
-
-    await run(WARM_UP)
+async def repeat_async(run: Callable[[float], Awaitable[Report]], seconds: float, warm_up: Awaitable[Report]) -> None:
+    """Take turns of some seconds, each after a short time that does not count."""
+    await warm_up
     say("ready")
     while await asyncio.to_thread(sys.stdin.readline):
         await run(AGAIN)
-        cpu, began = time.process_time(), time.perf_counter()
-        latencies = await run(seconds)
-        say(json.dumps(report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)))
+        say(json.dumps(await run(seconds)))
+
+
+async def in_flight(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> Report:
+    """Keep so many calls in flight at once for some seconds, and return the figures."""
+    latencies: list[float] = []
+    cpu, began = time.process_time(), time.perf_counter()
+
+    async def worker(rng: random.Random) -> None:
+        while (before := time.perf_counter()) < began + seconds:
+            await call(rng.randrange(keys))
+            latencies.append(time.perf_counter() - before)
+
+    await asyncio.gather(*(worker(random.Random(i)) for i in range(IN_FLIGHT)))
+    return report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)
 
 
 async def open_loop(
@@ -157,97 +153,86 @@ def features_of(client: Any) -> Callable[[int], Awaitable[None]]:
     return call
 
 
-async def features(contestant: str, address: str, seconds: float, keys: int, rng: random.Random, rate: float) -> None:
-    """Take turns of an open loop: ours, Redis by its asynchronous client, or calls that ask no server."""
+async def call_of(contestant: str, work: str, address: str, ended: AsyncExitStack) -> Callable[[int], Awaitable[Any]]:
+    """Return a call for the totals or the features of one key; "nothing" asks no server."""
     from spark_bridge import AsyncQueryableStateClient
 
-    async with AsyncExitStack() as ended:
-        if contestant == "ours":
-            call = features_of(
-                await ended.enter_async_context(await AsyncQueryableStateClient.connect(address=address, direct=True))
-            )
-        elif contestant == "redis":
-            import msgpack
-            from redis import asyncio as redis_asyncio
+    if contestant == "ours":
+        connected = await AsyncQueryableStateClient.connect(address=address, direct=True)
+        client = await ended.enter_async_context(connected)
+        return features_of(client) if work == "features" else lambda user: client.get(OPERATOR, user)
+    if contestant == "nothing":
 
-            store = await ended.enter_async_context(redis_asyncio.Redis(port=int(address), max_connections=IN_FLIGHT))
+        async def nothing(user: int) -> None:
+            return None
 
-            async def call(user: int) -> None:
-                assert len(msgpack.unpackb(await store.get(features_key(user)))) == 50
-
-        else:
-
-            async def call(user: int) -> None:
-                return None
-
-        await open_loop(call, min(rate, 200.0), WARM_UP, keys, rng)
-        say("ready")
-        while await asyncio.to_thread(sys.stdin.readline):
-            await open_loop(call, rate, AGAIN, keys, rng)
-            say(json.dumps(await open_loop(call, rate, seconds, keys, rng)))
-
-
-def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
-    from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
-
-    if work == "async":
-
-        async def run() -> None:
-            async with await AsyncQueryableStateClient.connect(address=address, direct=True) as client:
-                await repeat_async(lambda user: client.get(OPERATOR, user), seconds, keys)
-
-        asyncio.run(run())
-        return
-    with QueryableStateClient.connect(address=address, direct=True) as client:
-        if work == "single":
-            repeat(lambda: client.get(OPERATOR, rng.randrange(keys)), seconds, 1, per_second)
-        else:
-            numbers = np.random.default_rng(rng.randrange(1 << 30))
-            repeat(lambda: client.get_many(OPERATOR, numbers.integers(0, keys, BATCH)), seconds, BATCH)
-
-
-def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -> None:
-    """Read from Redis, by redis-py with hiredis; values are unpacked by msgpack."""
+        return nothing
     import msgpack
-    import redis as redis_py
     from redis import asyncio as redis_asyncio
 
-    unpack = msgpack.unpackb
-    if work == "async":
+    store = await ended.enter_async_context(redis_asyncio.Redis(port=int(address), max_connections=IN_FLIGHT))
 
-        async def run() -> None:
-            async with redis_asyncio.Redis(port=port, max_connections=IN_FLIGHT) as client:
+    async def totals(user: int) -> object:
+        return msgpack.unpackb(await store.get(redis_key(user)))
 
-                async def call(user: int) -> object:
-                    return unpack(await client.get(redis_key(user)))
+    async def features(user: int) -> None:
+        assert len(msgpack.unpackb(await store.get(features_key(user)))) == 50
 
-                await repeat_async(call, seconds, keys)
+    return features if work == "features" else totals
 
-        asyncio.run(run())
-        return
-    client = redis_py.Redis(port=port)
-    if work == "single":
-        repeat(lambda: unpack(client.get(redis_key(rng.randrange(keys)))), seconds, 1)
-        return
+
+async def run_async(
+    contestant: str, work: str, address: str, seconds: float, keys: int, rng: random.Random, rate: float | None
+) -> None:
+    async with AsyncExitStack() as ended:
+        call = await call_of(contestant, work, address, ended)
+        if work == "features" and rate is not None:
+            first = open_loop(call, min(rate, 200.0), WARM_UP, keys, rng)
+            await repeat_async(lambda seconds: open_loop(call, rate, seconds, keys, rng), seconds, first)
+        else:
+            run = partial(in_flight, call, keys=keys)
+            await repeat_async(run, seconds, run(WARM_UP))
+
+
+def run_blocking(
+    contestant: str, work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None
+) -> None:
+    """Read single keys, or many a call; Redis by redis-py with hiredis, whose values are unpacked by msgpack."""
     numbers = np.random.default_rng(rng.randrange(1 << 30))
+    keys_each = 1 if work == "single" else BATCH
+    if contestant == "ours":
+        from spark_bridge import QueryableStateClient
+
+        with QueryableStateClient.connect(address=address, direct=True) as client:
+            calls: dict[str, Callable[[], object]] = {
+                "single": lambda: client.get(OPERATOR, rng.randrange(keys)),
+                "batched": lambda: client.get_many(OPERATOR, numbers.integers(0, keys, BATCH)),
+            }
+            repeat(calls[work], seconds, keys_each, per_second)
+        return
+    import msgpack
+    import redis
+
+    store, unpack = redis.Redis(port=int(address)), msgpack.unpackb
 
     def batched() -> object:
         asked = [redis_key(user) for user in numbers.integers(0, keys, BATCH).tolist()]
-        return [unpack(value) for value in client.mget(asked)]
+        return [unpack(value) for value in store.mget(asked)]
 
-    repeat(batched, seconds, BATCH)
+    def single() -> object:
+        return unpack(store.get(redis_key(rng.randrange(keys))))
+
+    repeat(single if work == "single" else batched, seconds, keys_each, per_second)
 
 
 def main() -> None:
-    contestant, work, address, seconds, keys, seed = sys.argv[1:7]
-    rng = random.Random(int(seed))
-    if work == "features":
-        asyncio.run(features(contestant, address, float(seconds), int(keys), rng, float(sys.argv[7])))
-    elif contestant == "redis":
-        redis(work, int(address), float(seconds), int(keys), rng)
+    contestant, work, address, seconds, keys, seed, *pace = sys.argv[1:]
+    rate = float(pace[0]) if pace else None
+    given = (contestant, work, address, float(seconds), int(keys), random.Random(int(seed)), rate)
+    if work in ("async", "features"):
+        asyncio.run(run_async(*given))
     else:
-        per_second = float(sys.argv[7]) if len(sys.argv) > 7 else None
-        ours(work, address, float(seconds), int(keys), rng, per_second)
+        run_blocking(*given)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,17 @@ ready before the clock starts, and leaves those it gets as they are. Results are
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
-from suite.model import rotated
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreId
 from backends.providers.standalone_provider import LocalStateStoreProvider
@@ -37,17 +36,7 @@ DOCUMENTED = {
     "set_max_bytes_for_level_multiplier": 4.0,
 }
 
-Times = dict[str, list[float]]
-
-
-def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:
-    """Return the seconds that each contestant took, in every round."""
-    times: Times = {name: [] for name in contestants}
-    for i in range(rounds):
-        for name in rotated(list(contestants), i):
-            gc.collect()
-            times[name].append(contestants[name]())
-    return times
+PUTS = ("empty state", "over all keys", "all keys read before")
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -152,13 +141,13 @@ def getters(held: Loaded) -> dict[str, Callable[[], float]]:
     contestants: dict[str, Callable[[], float]] = {}
     for name, store in held.stores.items():
         assert store.get_many(held.keys).equals(held.values), name
-        contestants[name] = lambda store=store: timed(lambda: store.get_many(held.keys))
+        contestants[name] = partial(timed, partial(store.get_many, held.keys))
     for name, db in held.raw.items():
         assert db.get(held.key_list) == held.value_list, name
         contestants[f"{name}, Arrow"] = lambda db=db: timed(
             lambda: pa.array(db.get(held.keys.to_pylist()), pa.binary())
         )
-        contestants[f"{name}, lists"] = lambda db=db: timed(lambda: db.get(held.key_list))
+        contestants[f"{name}, lists"] = partial(timed, partial(db.get, held.key_list))
     return contestants
 
 
@@ -181,67 +170,56 @@ def _check_scan(held: Loaded, batches: Iterator[pa.RecordBatch]) -> None:
     assert table.column(1).combine_chunks().equals(held.values)
 
 
-def putters(
-    root: Path, keys: pa.BinaryArray, sets: list[pa.BinaryArray]
-) -> tuple[dict[str, Times], dict[str, Callable[[], float]]]:
-    """Return functions that put all pairs and check them, and lists for their seconds, by case and contestant."""
+def putters(root: Path, keys: pa.BinaryArray, sets: list[pa.BinaryArray]) -> dict[str, Callable[[], list[float]]]:
+    """Return functions that put all pairs and check them, by contestant; they return the seconds of ``PUTS``."""
     key_list, value_lists = keys.to_pylist(), [values.to_pylist() for values in sets]
-    cases = ("empty state", "over all keys", "all keys read before")
-    times: dict[str, Times] = {case: {} for case in cases}
+    directory = root / "turn"
+    root.mkdir()
 
-    def run(name: str, writes: list[Callable[[], object]], check: Callable[[], None]) -> float:
-        for case, write in zip(cases, writes, strict=False):
-            times[case].setdefault(name, []).append(timed(write))
-        check()
-        return 0.0
+    def three(put: Callable[[int, bool], None]) -> list[float]:
+        """Put the first values, the second ones, and the first ones once all keys have been read."""
+        return [timed(lambda: put(0, False)), timed(lambda: put(1, False)), timed(lambda: put(0, True))]
 
-    def provider_side(name: str) -> float:
-        directory = root / "turn"
+    def provider_side(name: str) -> list[float]:
         provider = open_provider(name, directory)
 
-        def write(values: pa.BinaryArray, *, read: bool = False) -> None:
+        def put(i: int, reads: bool) -> None:
             store = provider.get_store(provider.latest_version())
-            if read:
+            if reads:
                 store.get_many(keys)
-            store.put_many(keys, values)
+            store.put_many(keys, sets[i])
             store.commit()
 
-        def check() -> None:
-            assert provider.get_store(provider.latest_version()).get_many(keys).equals(sets[0])
-
         try:
-            turns = [lambda: write(sets[0]), lambda: write(sets[1]), lambda: write(sets[0], read=True)]
-            return run(name, turns, check)
+            seconds = three(put)
+            assert provider.get_store(provider.latest_version()).get_many(keys).equals(sets[0])
+            return seconds
         finally:
             provider.close()
             shutil.rmtree(directory)
 
-    def raw_side(name: str, *, sync: bool, arrow: bool) -> float:
-        directory = root / "turn"
+    def raw_side(sync: bool, arrow: bool) -> list[float]:
         db = Rdict(str(directory), raw_options())
 
-        def write(i: int, *, read: bool = False) -> None:
-            if read:
+        def put(i: int, reads: bool) -> None:
+            if reads:
                 found = db.get(keys.to_pylist() if arrow else key_list)
                 if arrow:
                     pa.array(found, pa.binary())
             given = (keys.to_pylist(), sets[i].to_pylist()) if arrow else (key_list, value_lists[i])
             raw_put(db, *given, sync=sync)
 
-        def check() -> None:
-            assert db.get(key_list) == value_lists[0]
-
         try:
-            return run(name, [lambda: write(0), lambda: write(1), lambda: write(0, read=True)], check)
+            seconds = three(put)
+            assert db.get(key_list) == value_lists[0]
+            return seconds
         finally:
             db.close()
             shutil.rmtree(directory)
 
-    contestants: dict[str, Callable[[], float]] = {name: lambda name=name: provider_side(name) for name in PROVIDERS}
-    for name, sync, arrow in (
-        ("raw synced, Arrow", True, True),
-        ("raw synced, lists", True, False),
-        ("raw not synced, lists", False, False),
-    ):
-        contestants[name] = lambda name=name, sync=sync, arrow=arrow: raw_side(name, sync=sync, arrow=arrow)
-    return times, contestants
+    return {
+        **{name: partial(provider_side, name) for name in PROVIDERS},
+        "raw synced, Arrow": partial(raw_side, sync=True, arrow=True),
+        "raw synced, lists": partial(raw_side, sync=True, arrow=False),
+        "raw not synced, lists": partial(raw_side, sync=False, arrow=False),
+    }

@@ -22,7 +22,6 @@ from backends.encoding.key_groups import spark_xxhash64
 Longs = npt.NDArray[np.int64]
 Gives = Literal["totals", "rows"]
 """The output of a contestant: running totals, or the input."""
-SUM, LEAST, MOST = np.add, np.minimum, np.maximum
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Aggregate:
     column: str = ""
 
 
-TWO = (Aggregate("n", SUM), Aggregate("spent", SUM, "amount"))
+TWO = (Aggregate("n", np.add), Aggregate("spent", np.add, "amount"))
 FIVE = (
     *TWO,
-    Aggregate("least", LEAST, "amount"),
-    Aggregate("most", MOST, "amount"),
-    Aggregate("pieces", SUM, "pieces"),
+    Aggregate("least", np.minimum, "amount"),
+    Aggregate("most", np.maximum, "amount"),
+    Aggregate("pieces", np.add, "pieces"),
 )
 
 
@@ -47,8 +46,6 @@ FIVE = (
 class Workload:
     """Rows of a batch: so many of ``keys``, each key as likely as any other; and ``hot_rows`` more, all of key 0."""
 
-    name: str
-    label: str
     rows: int
     keys: int
     key: Literal["long", "string", "columns"] = "long"
@@ -114,7 +111,7 @@ KEY_COLUMNS: dict[str, Callable[[Longs], list[pa.Array]]] = {
     "columns": lambda ids: [
         pa.array(ids // 1500),
         _padded("c", ids % 50, 2),
-        pa.array((ids // 50 % 30).astype(np.int32)),
+        pa.array(ids // 50 % 30).cast(pa.int32()),
     ],
 }
 
@@ -129,26 +126,20 @@ class Batch:
         return pa.table({**workload.key_columns(self.ids[rows]), **columns})
 
 
-@dataclass
 class Expected:
     """Running totals by numpy, and the expected output of each batch, (rows, hash), by kind of output."""
 
-    workload: Workload
-    checks: dict[Gives, list[tuple[int, int]]] = field(default_factory=lambda: {"totals": [], "rows": []})
-    _totals: dict[str, Longs] = field(default_factory=dict)
-    _seen: npt.NDArray[np.bool_] | None = None
-
-    def __post_init__(self) -> None:
-        keys = self.workload.keys
-        self._totals = {a.name: np.zeros(keys, np.int64) for a in self.workload.aggregates}
-        self._seen = np.zeros(keys, bool)
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.checks: dict[Gives, list[tuple[int, int]]] = {"totals": [], "rows": []}
+        self._totals = {a.name: np.zeros(workload.keys, np.int64) for a in workload.aggregates}
+        self._seen = np.zeros(workload.keys, bool)
 
     def add(self, batch: Batch) -> None:
         order = np.argsort(batch.ids, kind="stable")
         ids = batch.ids[order]
         starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
         touched = ids[starts]
-        assert self._seen is not None
         old = self._seen[touched]
         totals = {}
         for a in self.workload.aggregates:
@@ -163,7 +154,6 @@ class Expected:
 
     def of_all(self) -> tuple[int, int]:
         """Return the expected output of all batches at once."""
-        assert self._seen is not None
         keys = np.flatnonzero(self._seen)
         return _check({**self.workload.key_columns(keys), **{name: v[keys] for name, v in self._totals.items()}})
 
@@ -262,8 +252,6 @@ def _row_processor(base: Any, workload: Workload) -> Any:
             pass
 
     class FiveTotals(RunningTotals):
-        """The same with five figures."""
-
         def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
             n, spent, least, most, pieces = self.total.get() or (0, 0, 1 << 62, -(1 << 62), 0)
             for row in rows:

@@ -31,7 +31,7 @@ import psutil
 from suite.model import rotated
 from suite.runner import Steps
 
-from alternatives.contestants import Alternative, Group, Pace
+from alternatives.comparison import Alternative, Group, Pace
 
 # -- the input of all contestants: files of JSON lines, and the totals that they must give
 
@@ -94,11 +94,6 @@ def write(directory: Path, i: int, users: Longs, amounts: Longs) -> None:
 
 def name_of(i: int) -> str:
     return f"{i:06}.json"
-
-
-def with_one_more(totals: Mapping[int, tuple[int, int]]) -> Totals:
-    """Return the totals behind one more row of each user, of the amount 0."""
-    return {user: (n + 1, spent) for user, (n, spent) in totals.items()}
 
 
 # -- the results that a contestant has written
@@ -420,7 +415,7 @@ def take_events(running: Running, course: Course, given: Given, directory: Path,
             slice_ += 1
     users = np.array(sorted(expected))
     write(inbox, slice_, users, np.zeros(len(users), np.int64))
-    expected = with_one_more(expected)
+    expected = {user: (n + 1, spent) for user, (n, spent) in expected.items()}
     results.wait(lambda found: expected.keys() <= found.keys(), SECONDS, running.check_alive)
     results.wait(lambda found: are_counted(found, expected), GRACE, running.check_alive)
     check(course.alternative.name, results.look(), expected)
@@ -476,7 +471,10 @@ class Courses:
                     self.steps.say(f"{a.name} is left out: {error}")
                     self._close()
                 else:
-                    self.steps.say(in_words(course))
+                    of_core, of_second = (
+                        ", ".join(f"{v:,.0f}" for v in of) for of in (course.per_core, course.per_second)
+                    )
+                    self.steps.say(f"{a.name}: {of_core} updates a CPU second, {of_second} a second")
         finally:
             self._close()
 
@@ -493,8 +491,3 @@ class Courses:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-
-def in_words(course: Course) -> str:
-    cores, seconds = (", ".join(f"{v:,.0f}" for v in figures) for figures in (course.per_core, course.per_second))
-    return f"{course.alternative.name}: {cores} updates a CPU second, {seconds} a second"

@@ -5,31 +5,11 @@ A module here has ``COMPARISONS``, and imports the measured programs only when i
 
 from __future__ import annotations
 
+from alternatives import comparison as alternatives
 from nexmark import comparison as nexmark
 from suite.model import Comparison
 
-from comparisons import (
-    alternatives,
-    coordinators,
-    kafka,
-    lookups,
-    object_storage,
-    providers,
-    restarts,
-    startup,
-    throughput,
-)
+from comparisons import coordinators, kafka, lookups, object_storage, providers, restarts, startup, throughput
 
-MODULES = (
-    throughput,
-    restarts,
-    startup,
-    lookups,
-    nexmark,
-    providers,
-    object_storage,
-    coordinators,
-    kafka,
-    alternatives,
-)
-COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}
+_ORDER = (throughput, restarts, startup, lookups, nexmark, providers, object_storage, coordinators, kafka, alternatives)
+COMPARISONS: dict[str, Comparison] = {c.name: c for module in _ORDER for c in module.COMPARISONS}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from suite.model import Case, Comparison, Contestant, Measured, Size, Target
+from suite.machine import own_ray
+from suite.model import Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from played_queries import PlayedQuery
 
     from coordinator_actor.messages import HostOrders
@@ -28,8 +27,6 @@ RECORDS = "answers to the messages of a checkpoint"
 
 def run(size: Size, steps: Steps) -> Measured:
     """Measure messages of callers first, then the cluster, each with its own coordinator in one Ray cluster."""
-    from suite.machine import own_ray
-
     measured = Measured(
         {
             OURS: Contestant("the coordinator's actor: a host's heartbeat", {}, True),
@@ -65,23 +62,15 @@ def _query(call: Any, root: Path, size: Size, each: Any = map) -> PlayedQuery:
     return query
 
 
-def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
+def _messages(size: Size, steps: Steps) -> dict[int, Turns]:
     """Measure messages a second of so many callers at once, in turns."""
-    import ray
-    from played_queries import actor, memory_directory
+    from played_queries import InActor, empty_actor, memory_directory
 
-    from coordinator_actor.process import take_ordinary_priority
+    from coordinator_actor.direct_calls import NotDirectError
 
-    class Empty:
-        def __init__(self) -> None:
-            take_ordinary_priority()
-
-        def heartbeat_host(self, host_id: str, incarnation: str, versions: dict[str, int]) -> None:
-            """Do nothing."""
-
-    empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
-    found: dict[int, dict[str, list[list[float]]]] = {}
-    with memory_directory() as root, actor("messages") as link:
+    empty = empty_actor(64)
+    found: dict[int, Turns] = {}
+    with memory_directory() as root, closing(InActor("messages")) as link:
         hosts = [host.name for host in _query(link.call, root, size).hosts]
         direct = link.connections
         direct.follow(link.call("heartbeat_host", *hosts[0], {}).calls)
@@ -92,12 +81,16 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
         def over_connection(i: int) -> None:
             check(i, direct.call("heartbeat_host", (*hosts[i % len(hosts)], {}), {}, 60.0))
 
+        def connect(i: int) -> None:
+            with suppress(NotDirectError):  # a message makes another connection if none is free
+                over_connection(i)
+
         def check(i: int, orders: HostOrders) -> None:
             if not orders.known:
                 raise RuntimeError(f"The coordinator has forgotten host {hosts[i % len(hosts)]}.")
 
         def theirs(i: int) -> None:
-            ray.get(empty.heartbeat_host.remote(*hosts[i % len(hosts)], {}))
+            empty(*hosts[i % len(hosts)], {})
 
         contestants = {OURS: ours, DIRECT: over_connection, EMPTY: theirs}
         for callers in size["callers"]:
@@ -107,7 +100,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
                     for i in range(len(hosts)):
                         ours(i)  # none is forgotten while the others have their turn
                     while name == DIRECT and direct.num_connections < callers:
-                        _calls(pool, callers, lambda i: _try(lambda: over_connection(i)), 0.05)
+                        _calls(pool, callers, connect, 0.05)
                     _calls(pool, callers, contestants[name], 0.2)
                     found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
     return found
@@ -118,14 +111,6 @@ def _names(callers: int) -> list[str]:
     from coordinator_actor.direct_calls import MAX_DIRECT_CONNECTIONS
 
     return [name for name in (OURS, DIRECT, EMPTY) if name != DIRECT or callers <= MAX_DIRECT_CONNECTIONS]
-
-
-def _try(message: Callable[[], None]) -> None:
-    """Send a message, which makes another connection if none is free."""
-    from coordinator_actor.direct_calls import NotDirectError
-
-    with suppress(NotDirectError):
-        message()
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
@@ -145,12 +130,12 @@ def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) ->
 
 def _simulation(size: Size, steps: Steps) -> list[Case]:
     """Measure some rounds of the simulated cluster, each with its own coordinator."""
-    from played_queries import actor, locate_seconds, memory_directory
+    from played_queries import InActor, locate_seconds, memory_directory
 
     cpu, memory, answers, located = [], [], [], []
     for i in range(size["rounds"]):
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
-        with memory_directory() as root, actor(f"round-{i}") as link, ThreadPoolExecutor(THREADS) as pool:
+        with memory_directory() as root, closing(InActor(f"round-{i}")) as link, ThreadPoolExecutor(THREADS) as pool:
             query = _query(link.send, root, size, pool.map)
             taken, peak, used = [], link.resident(), link.cpu_seconds()
             count = max(1, round(size["seconds"] / INTERVAL))

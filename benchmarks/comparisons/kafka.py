@@ -8,15 +8,16 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from suite.machine import directory, own_ray
 from suite.model import Case, Comparison, Contestant, Measured, Size, Target
-from suite.runner import Steps
+from suite.runner import EnvironmentMissingError, Steps, made_environment
 
-from comparisons.providers import QUIX_VERSION, quix_environment
+from comparisons.providers import QUIX_ENVIRONMENT, QUIX_REQUIREMENTS, QUIX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,18 +39,23 @@ def run(size: Size, steps: Steps) -> Measured:
     names = list(size["contestants"])
     steps.expect(len(size["rates"]) * len(names) * size["turns"])
     with directory() as root, ExitStack() as stack:
-        python = quix_environment(steps) if QUIX in names else None
-        if QUIX in names and python is None:
-            measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed.")
-            names.remove(QUIX)
-        stand = stack.enter_context(_stand(root))
+        python = None
+        if QUIX in names:
+            steps.now(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
+            try:
+                python = made_environment(QUIX_ENVIRONMENT, QUIX_REQUIREMENTS)
+            except EnvironmentMissingError as error:
+                measured.notes.append(f"{QUIX} is left out: {error}")
+                names.remove(QUIX)
+        stand = stack.enter_context(_stand(root, size, python))
         for name in [name for name in names if name != QUIX] * size["warm_turns"]:
-            stand.turn(name, min(size["rates"]), size["seconds"], size["keys"], python)
+            stand.turn(min(size["rates"]), name)
         for rate in size["rates"]:
-            turns: dict[str, list[Turn]] = {name: [] for name in names}
-            for name in steps.turns(f"{rate:,} records a second", names, size["turns"]):
-                turns[name].append(stand.turn(name, rate, size["seconds"], size["keys"], python))
-            measured.cases += _cases(rate, turns)
+            what = f"{rate:,} records a second"
+            turns = steps.take_turns(what, names, size["turns"], partial(stand.turn, rate))
+            for of, unit in (("p50", "ms"), ("p99", "ms"), ("cores", "cores")):
+                figures = {name: [[getattr(turn, of)] for turn in its] for name, its in turns.items()}
+                measured.cases.append(Case(f"{what}, {of}", unit, figures))
             for name, its in turns.items():
                 if not all(turn.is_sustained for turn in its):
                     behind = max(turn.load_behind for turn in its)
@@ -69,11 +75,12 @@ def run(size: Size, steps: Steps) -> Measured:
 class _Stand:
     """What all turns share: a broker, Redis, and a Spark session on RayDP."""
 
-    def __init__(self, root: Path, broker: Any, port: int, spark: Any) -> None:
+    def __init__(self, root: Path, broker: Any, port: int, spark: Any, size: Size, quix: Path | None) -> None:
         self._root, self._broker, self._port, self._spark = root, broker, port, spark
+        self._seconds, self._keys, self._quix = size["seconds"], size["keys"], quix
         self._turns = 0
 
-    def turn(self, name: str, rate: int, seconds: float, keys: int, python: Path | None) -> Turn:
+    def turn(self, rate: int, name: str) -> Turn:
         """Run one turn on a new topic. Raises ``AssertionError`` if the counts are wrong at its end."""
         import kafka_latency as contestants
 
@@ -89,15 +96,15 @@ class _Stand:
             OURS: lambda: contestants.ours(self._spark, address, topic, place),
             IDENTITY: lambda: contestants.identity(self._spark, address, topic, place),
             FOREACH_BATCH: lambda: contestants.foreach_batch(self._spark, address, topic, place, self._port),
-            QUIX: lambda: contestants.quix(python or Path(), address, topic, place, self._port),
+            QUIX: lambda: contestants.quix(self._quix or Path(), address, topic, place, self._port),
         }[name]()
-        loads = [(min(rate, 1000), 3.0, keys, "warm"), (rate, seconds, keys, "probe")]
+        loads = [(min(rate, 1000), 3.0, self._keys, "warm"), (rate, self._seconds, self._keys, "probe")]
         with started as (sees, all_counts):
             contestants.measure(contestants.load_command(address, topic, *loads[0]), sees, 60.0)
             before = _cpu_seconds(name)
             turn = contestants.measure(contestants.load_command(address, topic, *loads[1]), sees, 120.0)
             after = _cpu_seconds(name)
-            turn.cores = sum(used - before.get(pid, 0.0) for pid, used in after.items()) / seconds
+            turn.cores = sum(used - before.get(pid, 0.0) for pid, used in after.items()) / self._seconds
             if all_counts is not None:
                 wanted = contestants.expected(*loads[0]) + contestants.expected(*loads[1])
                 deadline = time.monotonic() + 60
@@ -122,7 +129,7 @@ def _cpu_seconds(name: str) -> dict[int, float]:
 
 
 @contextmanager
-def _stand(root: Path) -> Iterator[_Stand]:
+def _stand(root: Path, size: Size, quix: Path | None) -> Iterator[_Stand]:
     from queries import running_redis
 
     from ray_statestore import init_spark, stop_spark
@@ -138,46 +145,23 @@ def _stand(root: Path) -> Iterator[_Stand]:
         stack.enter_context(own_ray(3))
         stack.callback(stop_spark)
         spark = init_spark("kafka", 2, 1, "2g", packages=connector_jars(), configs={"spark.log.level": "ERROR"})
-        yield _Stand(root, broker, port, spark)
-
-
-def _cases(rate: int, turns: dict[str, list[Turn]]) -> list[Case]:
-    what = f"{rate:,} records a second"
-    p50 = {name: [[turn.percentile(50)] for turn in its] for name, its in turns.items()}
-    p99 = {name: [[turn.percentile(99)] for turn in its] for name, its in turns.items()}
-    cores = {name: [[turn.cores] for turn in its] for name, its in turns.items()}
-    return [
-        Case(f"{what}, p50", "ms", p50),
-        Case(f"{what}, p99", "ms", p99),
-        Case(f"{what}, cores", "cores", cores),
-    ]
+        yield _Stand(root, broker, port, spark, size, quix)
 
 
 def _targets(rates: list[int]) -> tuple[Target, ...]:
-    beats = [
-        Target(
-            f"A value is at a client sooner than by foreachBatch into Redis at {rate:,} records a second",
-            f"{rate:,} records a second, {of}",
-            OURS,
-            1.0,
-            against=FOREACH_BATCH,
-            at_least=True,
-        )
-        for rate in rates
-        for of in ("p50", "p99")
-    ]
-    floor = [
-        Target(
-            f"p50 is at most 1.2 times that of the identity at {rate:,} records a second",
-            f"{rate:,} records a second, p50",
-            OURS,
-            1 / 1.2,
-            against=IDENTITY,
-            at_least=True,
-        )
-        for rate in rates
-    ]
-    return (*beats, *floor)
+    sooner = "A value is at a client sooner than by foreachBatch into Redis at {:,} records a second"
+    floor = "p50 is at most 1.2 times that of the identity at {:,} records a second"
+    return (
+        *(
+            Target.times(sooner.format(rate), f"{rate:,} records a second, {of}", OURS, 1.0, FOREACH_BATCH)
+            for rate in rates
+            for of in ("p50", "p99")
+        ),
+        *(
+            Target.times(floor.format(rate), f"{rate:,} records a second, p50", OURS, 1 / 1.2, IDENTITY)
+            for rate in rates
+        ),
+    )
 
 
 _RATES = [1_000, 10_000, 100_000]

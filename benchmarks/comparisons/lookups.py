@@ -20,15 +20,14 @@ UNITS = {"single": "lookups/s", "async": "lookups/s", "batched": "keys/s"}
 WORK = {"single": "single blocking lookups", "async": "64 lookups in flight", "batched": "1,000 random keys a call"}
 
 
-def _contestants() -> dict[str, Contestant]:
-    return {
-        OURS: Contestant(
-            "QueryableStateClient and AsyncQueryableStateClient, with an idle stream on RayDP", {"direct": "True"}, True
-        ),
-        REDIS: Contestant(
-            "redis-py with hiredis, the same values by msgpack under totals:<user>", {"save": "''", "appendonly": "no"}
-        ),
-    }
+CONTESTANTS = {
+    OURS: Contestant(
+        "QueryableStateClient and AsyncQueryableStateClient, with an idle stream on RayDP", {"direct": "True"}, True
+    ),
+    REDIS: Contestant(
+        "redis-py with hiredis, the same values by msgpack under totals:<user>", {"save": "''", "appendonly": "no"}
+    ),
+}
 
 
 def run(size: Size, steps: Steps) -> Measured:
@@ -36,30 +35,22 @@ def run(size: Size, steps: Steps) -> Measured:
     import queries
 
     keys, turns = size["keys"], size["turns"]
-    measured = Measured(_contestants())
+    measured = Measured(CONTESTANTS)
     steps.expect(2 * turns * (len(size["work"]) * len(size["clients"]) + 1))
     with queries.running_stream(keys, size["partitions"]), queries.running_redis(keys) as port:
         queries.check_equal(port, keys)
-        address, token = queries.connection()
-        os.environ["STATESTORE_TOKEN"] = token
-        places = {OURS: address, REDIS: str(port)}
+        places = {OURS: queries.address_for_clients(), REDIS: str(port)}
         for work in size["work"]:
             for count in size["clients"]:
-                found: dict[str, list[queries.Figures]] = {OURS: [], REDIS: []}
                 what = f"{WORK[work]}, {count} client{'s' if count > 1 else ''}"
                 with ExitStack() as stack:
                     begun = {
                         name: stack.enter_context(queries.clients(name, work, place, count, size["seconds"], keys))
                         for name, place in places.items()
                     }
-                    for name in steps.turns(what, places, turns):
-                        found[name].append(queries.turn(begun[name]))
-                for figure, label in (
-                    ("keys_per_second", what),
-                    ("p50_ms", f"{what}, p50"),
-                    ("p99_ms", f"{what}, p99"),
-                ):
-                    is_rate = figure == "keys_per_second"
+                    found = steps.take_turns(what, places, turns, lambda name, begun=begun: queries.turn(begun[name]))
+                for figure, of in (("keys_per_second", ""), ("p50_ms", ", p50"), ("p99_ms", ", p99")):
+                    label, is_rate = what + of, not of
                     its = {name: [[f[figure]] for f in figures] for name, figures in found.items()}
                     measured.cases.append(Case(label, UNITS[work] if is_rate else "ms", its, more_is_better=is_rate))
         measured.cases.append(_scan(keys, port, turns, steps))
@@ -102,15 +93,17 @@ def _scan(keys: int, port: int, turns: int, steps: Steps) -> Case:
                 return rows, spent
 
     expected = (keys, keys * (keys - 1) / 4)
-    rates: dict[str, list[list[float]]] = {OURS: [], REDIS: []}
     work = {OURS: ours, REDIS: theirs}
-    for name in steps.turns("scan", work, turns):
+
+    def rate(name: str) -> list[float]:
         began = time.perf_counter()
         found = work[name]()
-        rates[name].append([keys / (time.perf_counter() - began)])
+        seconds = time.perf_counter() - began
         if found != expected:
             raise AssertionError(f"The scan of {name} gave {found}, not {expected} (rows, sum of spent).")
-    return Case(SCAN, "rows/s", rates, more_is_better=True)
+        return [keys / seconds]
+
+    return Case(SCAN, "rows/s", steps.take_turns("scan", work, turns, rate), more_is_better=True)
 
 
 SINGLE, BATCHED = WORK["single"], f"{WORK['batched']}, 8 clients"
@@ -139,15 +132,14 @@ TIMEOUT = 300.0
 LOOKUP, MGET, NOTHING = "lookup", "mapInArrow with Redis MGET", "mapInArrow that looks nothing up"
 
 
-def _joined() -> dict[str, Contestant]:
-    return {
-        LOOKUP: Contestant("lookup(df, ...) in a running stream, at one version", {}, True),
-        MGET: Contestant(
-            "each batch of Arrow: MGET of its distinct keys by redis-py with hiredis, values by msgpack into columns",
-            {"save": "''", "appendonly": "no"},
-        ),
-        NOTHING: Contestant("the same rows with columns of nulls", {}),
-    }
+JOINED = {
+    LOOKUP: Contestant("lookup(df, ...) in a running stream, at one version", {}, True),
+    MGET: Contestant(
+        "each batch of Arrow: MGET of its distinct keys by redis-py with hiredis, values by msgpack into columns",
+        {"save": "''", "appendonly": "no"},
+    ),
+    NOTHING: Contestant("the same rows with columns of nulls"),
+}
 
 
 def _mapped(df: Any, port: int | None) -> Any:
@@ -161,16 +153,13 @@ def _mapped(df: Any, port: int | None) -> Any:
 
         store = None if port is None else redis.Redis(port=port)
         for batch in batches:
-            once = batch.column("user").dictionary_encode()
+            once, kinds = batch.column("user").dictionary_encode(), (pa.int64(), pa.float64())
             if store is None:
-                columns = [pa.nulls(batch.num_rows, kind) for kind in (pa.int64(), pa.float64())]
+                columns = [pa.nulls(batch.num_rows, kind) for kind in kinds]
             else:
                 found = store.mget([redis_key(user) for user in once.dictionary.to_pylist()])
                 values = [(None, None, None) if value is None else msgpack.unpackb(value) for value in found]
-                columns = [
-                    pa.array([value[i] for value in values], kind).take(once.indices)
-                    for i, kind in enumerate((pa.int64(), pa.float64()))
-                ]
+                columns = [pa.array([v[i] for v in values], kind).take(once.indices) for i, kind in enumerate(kinds)]
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, "n", "spent"])
 
     return df.mapInArrow(run, "id long, user long, n long, spent double")
@@ -210,13 +199,13 @@ def _streamed(given: Any, frames: dict[str, Callable[[Any], Any]], rows: int, tu
         (root / "batch").mkdir()
         for n, path in enumerate(sorted((root / "written").glob("*.parquet"))):
             path.rename(root / "batch" / f"{n}.parquet")
-        rates: dict[str, list[list[float]]] = {name: [] for name in frames}
         streams = {name: _Stream(given.sparkSession, root / str(n), f) for n, (name, f) in enumerate(frames.items())}
         try:
             for stream in streams.values():
                 stream.seconds(root / "batch")
-            for name in steps.turns("as a stream", frames, turns):
-                rates[name].append([rows / streams[name].seconds(root / "batch")])
+            rates = steps.take_turns(
+                "as a stream", frames, turns, lambda name: [rows / streams[name].seconds(root / "batch")]
+            )
         finally:
             for stream in streams.values():
                 stream.query.stop()
@@ -232,7 +221,7 @@ def run_enrichment(size: Size, steps: Steps) -> Measured:
     from spark_bridge import lookup
 
     keys, rows, turns = size["keys"], size["rows"], size["turns"]
-    measured = Measured(_joined())
+    measured = Measured(JOINED)
     steps.expect(turns * 6)
     with queries.running_stream(keys, size["partitions"]), queries.running_redis(keys) as port:
         spark = SparkSession.active()
@@ -242,16 +231,16 @@ def run_enrichment(size: Size, steps: Steps) -> Measured:
             MGET: lambda df: _mapped(df, port),
             NOTHING: lambda df: _mapped(df, None),
         }
-        sums = {
-            name: frames[name](given).selectExpr("sum(n)", "sum(spent)", "count(*)").first() for name in (LOOKUP, MGET)
-        }
-        if sums[LOOKUP] != sums[MGET]:
+        sums = [frames[n](given).selectExpr("sum(n)", "sum(spent)", "count(*)").first() for n in (LOOKUP, MGET)]
+        if sums[0] != sums[1]:
             raise AssertionError(f"The rows differ: {sums}.")
-        rates: dict[str, list[list[float]]] = {name: [] for name in frames}
-        for name in steps.turns("as a batch", frames, turns):
+
+        def rate(name: str) -> list[float]:
             began = time.perf_counter()
             frames[name](given).write.format("noop").mode("overwrite").save()
-            rates[name].append([rows / (time.perf_counter() - began)])
+            return [rows / (time.perf_counter() - began)]
+
+        rates = steps.take_turns("as a batch", frames, turns, rate)
         measured.cases.append(Case("rows with random keys", "rows/s", rates, more_is_better=True))
         measured.cases.append(_streamed(given, frames, rows, turns, steps))
     measured.notes += [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from suite.machine import directory
 from suite.model import Case, Comparison, Contestant, Measured, Part, Size, Table, Target, amount
 from suite.runner import Steps
 
 if TYPE_CHECKING:
     from played import PlayedStream
-    from s3_proxy import ProxiedS3
+    from slow_s3 import SlowS3
 
 OURS, APART = "ray-statestore", "a file a partition"
 BATCHES_A_MONTH = 30 * 24 * 3600
@@ -89,7 +89,7 @@ class Played:
     sent: int = 0
     received: int = 0
 
-    def run(self, batches: int, s3: ProxiedS3, *, counts: bool) -> None:
+    def run(self, batches: int, s3: SlowS3, *, counts: bool) -> None:
         """Run batches; they count, or only warm up."""
         if self.bucket:
             s3.traffic(self.bucket)
@@ -120,7 +120,7 @@ class Played:
 
 def run(size: Size, steps: Steps) -> Measured:
     """Run the same batches on a local disk and on S3, with changelogs stored together and with a file a partition."""
-    from s3_proxy import proxied_s3
+    from slow_s3 import proxied_s3
 
     measured = Measured(
         {
@@ -132,14 +132,14 @@ def run(size: Size, steps: Steps) -> Measured:
     )
     rows = [Row.of(text) for text in size["rows"]]
     steps.expect(len(rows) + len({(row.partitions, row.hosts) for row in rows}) + len(size["cold"]))
-    with tempfile.TemporaryDirectory(prefix="object-storage-") as directory, proxied_s3() as s3:
+    with directory() as root, proxied_s3() as s3:
         for (partitions, hosts), of_shape in groupby(rows, lambda row: (row.partitions, row.hosts)):
             places = [Row(partitions, hosts, LOCAL), *(row for row in of_shape if row.where != LOCAL)]
-            _shape(measured, Path(directory) / f"{partitions}-{hosts}", places, size, steps, s3)
+            _shape(measured, root / f"{partitions}-{hosts}", places, size, steps, s3)
         for text in size["cold"]:
             row = Row.of(text)
             steps.now(f"{COLD}: {row.name}")
-            _cold(measured, Path(directory) / f"cold-{text.replace('/', '-')}", row, size, s3)
+            _cold(measured, root / f"cold-{text.replace('/', '-')}", row, size, s3)
             steps.advance()
     slots = f"{size['slots']} tasks of a batch run" if size["slots"] else "all tasks of a batch run"
     measured.notes += [
@@ -157,7 +157,7 @@ def run(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
+def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: SlowS3) -> None:
     from played import Shape, played_cluster
 
     from backends.conf import StateStoreConf
@@ -167,9 +167,9 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
     with ExitStack() as stack:
         played: list[Played] = []
         for contestant, linger in ((OURS, {}), (APART, {"commit_linger": 0.0})):
-            directory = where / contestant.replace(" ", "-")
+            own = where / contestant.replace(" ", "-")
             conf = StateStoreConf(host_memory=512 << 20, **linger)
-            cluster = stack.enter_context(played_cluster(directory, first.hosts, conf=conf))
+            cluster = stack.enter_context(played_cluster(own, first.hosts, conf=conf))
             for row in places:
                 bucket = "" if row.where == LOCAL else f"{where.name}-{row.where}-{len(played)}"
                 if bucket:
@@ -178,7 +178,7 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
                     ways = (f"s3://{bucket}/ck", shape, s3.options(), s3.options(s3.direct))
                     stream = cluster.start(*ways, spark_seconds=row.delay)
                 else:
-                    stream = cluster.start(str(directory / "ck"), shape)
+                    stream = cluster.start(str(own / "ck"), shape)
                 played.append(Played(row, contestant, stream, bucket))
         for one in played:
             steps.now(f"{one.row.name}: warming up {one.contestant}")
@@ -205,7 +205,7 @@ def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, s
         measured.cases += cases.values()
 
 
-def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: ProxiedS3) -> None:
+def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: SlowS3) -> None:
     """Restart a query with hosts that hold nothing, several times."""
     from played import Shape, played_cluster
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from suite.machine import directory
-from suite.model import Case, Comparison, Contestant, Measured, Size, Target
-from suite.runner import Steps
+from suite.model import Case, Comparison, Contestant, Measured, Size, T, Target
+from suite.runner import EnvironmentMissingError, Steps, made_environment
 
 QUIX = "Quix Streams"
 QUIX_VERSION = "quixstreams==3.28.1"
+QUIX_REQUIREMENTS = f"{QUIX_VERSION}\nredis>=5\n"
 QUIX_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-quix"
 
 
@@ -43,42 +44,38 @@ def run(size: Size, steps: Steps) -> Measured:
     import numpy as np
     import store
 
-    count, turns = size["keys"], size["turns"]
-    rng = np.random.default_rng(20130101)
+    count, rng = size["keys"], np.random.default_rng(20130101)
     measured = Measured()
-    steps.expect(3)
+
+    def in_turns(what: str, contestants: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+        def take(name: str) -> T:
+            gc.collect()
+            return contestants[name]()
+
+        steps.expect(len(contestants) * size["turns"])
+        return steps.take_turns(what, contestants, size["turns"], take)
+
+    def add(name: str, seconds: Mapping[str, list[float]]) -> None:
+        measured.cases.append(Case(name, "ms", {who: [[s * 1e3] for s in its] for who, its in seconds.items()}))
+
     with directory() as root:
         held = store.Loaded(root / "held", count, rng)
         values = store.random_values(count, rng)
         try:
             columns = [held.keys, held.values, values]
             with _quix(root, columns, measured, steps) if size["quix"] else nullcontext() as quix:
-                getters, scanners = store.getters(held), store.scanners(held)
+                getters, putters = store.getters(held), store.putters(root / "put", held.keys, [held.values, values])
                 if quix is not None:
                     quix("fill 0")
                     getters[QUIX] = lambda: quix("get")
-                steps.now(f"bulk get of {count:,} keys")
-                _add(measured, f"bulk get of {count:,} sorted keys", store.take_turns(getters, turns))
-                steps.advance()
-                steps.now("full scan")
-                _add(measured, "full scan in key order", store.take_turns(scanners, turns))
-                steps.advance()
-                steps.now("bulk put")
-                times, putters = store.putters(root / "put", held.keys, [held.values, values])
-                (root / "put").mkdir()
-                if quix is not None:
-
-                    def quix_put() -> float:
-                        """Put all in one transaction into an empty store; "get" checks what "fill" writes so."""
-                        assert quix is not None
-                        times["empty state"].setdefault(QUIX, []).append(quix("put 0"))
-                        return 0.0
-
-                    putters[QUIX] = quix_put
-                store.take_turns(putters, turns)
-                for name, of_case in times.items():
-                    _add(measured, f"bulk put and commit, {name}", of_case)
-                steps.advance()
+                    # All in one transaction into an empty store; "get" has checked what "fill" writes so.
+                    putters[QUIX] = lambda: [quix("put 0")]
+                add(f"bulk get of {count:,} sorted keys", in_turns("bulk get", getters))
+                add("full scan in key order", in_turns("full scan", store.scanners(held)))
+                puts = in_turns("bulk put", putters)
+                for i, case in enumerate(store.PUTS):
+                    its = {name: [turn[i] for turn in turns] for name, turns in puts.items() if i < len(turns[0])}
+                    add(f"bulk put and commit, {case}", its)
         finally:
             held.close()
     used = {name for case in measured.cases for name in case.turns}
@@ -90,36 +87,14 @@ def run(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-def _add(measured: Measured, name: str, times: dict[str, list[float]]) -> None:
-    turns = {contestant: [[s * 1e3] for s in seconds] for contestant, seconds in times.items()}
-    measured.cases.append(Case(name, "ms", turns))
-
-
-def quix_environment(steps: Steps) -> Path | None:
-    """Return the Python of an environment with Quix Streams, made if it is missing; None if that fails, and say why."""
-    python, ready = QUIX_ENVIRONMENT / "bin" / "python", QUIX_ENVIRONMENT / ".installed"
-    if ready.exists():
-        return python
-    steps.say(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
-    commands = (
-        [sys.executable, "-m", "venv", str(QUIX_ENVIRONMENT)],
-        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", QUIX_VERSION, "redis>=5"],
-    )
-    for command in commands:
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            steps.say((made.stderr or made.stdout).strip()[-2000:])
-            return None
-    ready.touch()
-    return python
-
-
 @contextmanager
 def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> Iterator[Callable[[str], float] | None]:
     """Give a process that takes commands on the state of Quix Streams; None, and a note why, if it cannot be made."""
-    python = quix_environment(steps)
-    if python is None:
-        measured.notes.append(f"{QUIX} is left out: {QUIX_VERSION} could not be installed; see the output above.")
+    steps.now(f"making {QUIX_ENVIRONMENT.name} with {QUIX_VERSION}")
+    try:
+        python = made_environment(QUIX_ENVIRONMENT, QUIX_REQUIREMENTS)
+    except EnvironmentMissingError as error:
+        measured.notes.append(f"{QUIX} is left out: {error}")
         yield None
         return
     pairs = root / "pairs"
@@ -268,9 +243,11 @@ def run_eviction(size: Size, steps: Steps) -> Measured:
                 for _ in range(size["batches"]):
                     one.batch(0, leaves)
                 steps.advance()
-            turns: dict[str, list[list[float]]] = {name: [] for name in buffered}
-            for name in steps.turns(f"{count:,} rows", buffered, size["turns"]):
-                turns[name].append([buffered[name].batch(0, leaves) for _ in range(size["batches"])])
+
+            def take(name: str) -> list[float]:
+                return [buffered[name].batch(0, leaves) for _ in range(size["batches"])]
+
+            turns = steps.take_turns(f"{count:,} rows", buffered, size["turns"], take)
             measured.cases.append(Case(f"{count:,} rows wait", "s a batch", turns, x=count))
         for one in buffered.values():
             one.provider.close()

@@ -8,11 +8,12 @@ import signal
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suite.machine import directory
-from suite.model import VENV, VENV42, Case, Comparison, Contestant, Measured, Size, Target
+from suite.model import VENV, VENV42, Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def _input(root: Path, size: Size) -> Input:
     import lanes
     from totals import Workload
 
-    return lanes.Input(root, Workload("long", "a long key", size["rows"], size["keys"]))
+    return lanes.Input(root, Workload(size["rows"], size["keys"]))
 
 
 def _filled_and_stopped(
@@ -39,7 +40,7 @@ def _filled_and_stopped(
     for name in names:
         (running[name],) = lanes.warmed(spark, [name], root, given, 0, steps)
         _fill([running[name]], batches, steps)
-        running[name].stop()
+        running[name].query.stop()
     return running
 
 
@@ -112,11 +113,11 @@ def run_restart(size: Size, steps: Steps) -> Measured:
 
     names = lanes.chosen(size["contestants"])
     measured = lanes.measured_of(names)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    seconds: Turns = {name: [] for name in names}
     steps.expect(len(names) * (2 * size["turns"] + 2))
     with directory() as root:
         given = _input(root / "batches", size)
-        small = lanes.Input(root / "small", Workload("long", "a long key", 1_000, 1_000))
+        small = lanes.Input(root / "small", Workload(1_000, 1_000))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         given.draw(size["turns"] * 2)
         small.draw(3)
@@ -126,12 +127,12 @@ def run_restart(size: Size, steps: Steps) -> Measured:
             # Both take their snapshots in the background, once a minute.
             time.sleep(size["settle"])
             for lane in running:
-                lane.stop()
+                lane.query.stop()
         for turn in range(size["turns"]):
             with lanes.session(size["partitions"]) as spark:
                 # A small query of each kind first, so that the JVMs and Python have loaded their code.
                 for warm in lanes.warmed(spark, names, root / f"warm-{turn}", small, len(small.directories), steps):
-                    warm.stop()
+                    warm.query.stop()
                 for lane in running if turn % 2 == 0 else running[::-1]:
                     steps.now(f"restart: turn {turn + 1} of {size['turns']}, {lane.contestant.name}")
                     lane.feed(1)
@@ -140,7 +141,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
                     lane.wait(0.02)
                     seconds[lane.contestant.name].append([time.perf_counter() - began])
                     lane.run(1)
-                    lane.stop()
+                    lane.query.stop()
                     steps.advance()
         for lane in running:
             lane.check()
@@ -162,7 +163,7 @@ COLD_KEYS = 10_000
 def run_cold(size: Size, steps: Steps) -> Measured:
     """Start a query whose state is on S3 on a host with an empty disk, several times."""
     from cold_start import filled, start
-    from s3_files import file_s3
+    from slow_s3 import file_s3
 
     from backends.conf import StateStoreConf
 
@@ -175,11 +176,8 @@ def run_cold(size: Size, steps: Steps) -> Measured:
             steps.advance()
             floor = state.nbytes / BANDWIDTH
             with file_s3(root, LATENCY, BANDWIDTH) as s3:
-                starts = []
-                for turn in range(size["turns"]):
-                    steps.now(f"start {turn + 1} of {size['turns']}")
-                    starts.append(start(state, s3, root / "cold-host", conf))
-                    steps.advance()
+                take = partial(start, state, s3, root / "cold-host", conf)
+                starts = steps.take_turns("start", [OURS], size["turns"], lambda _: take())[OURS]
     measured.cases += [
         Case(COLD, "s", {OURS: [[one.first_batch] for one in starts]}),
         Case(FLOOR, "s", {OURS: [[floor]]}),
@@ -230,14 +228,13 @@ def run_savepoint(size: Size, steps: Steps) -> Measured:
         running = _filled_and_stopped(spark, names, root, given, fills, steps)
         lanes.start(spark, running[OURS])
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
-        _last_savepoint(running[OURS], root / "savepoints", steps, measured)
         partitions = _rescales(spark, running, given, root, size, steps, measured)
         _restarts(spark, running[OURS], given, partitions, size["settle"], steps, measured)
     return measured
 
 
 def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
-    """Measure savepoints, and the batches before and during each."""
+    """Measure savepoints, and the batches before and during each; then one that stops the query, without batches."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     seconds, rates, beside, without = [], [], [], []
@@ -265,28 +262,19 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
         without.append(around + [batch() for _ in range(size["batches"])])
         beside.append(during)
         steps.advance()
-    measured.cases += [
-        Case(BATCH, "s a batch", {BESIDE: beside, WITHOUT: without}),
-        Case(SAVEPOINT, "s", {OURS: seconds}),
-        Case(f"{SAVEPOINT}: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
-    ]
-    measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
-
-
-def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
-    """Measure the savepoint that stops the query: no batch runs at the same time."""
-    from spark_bridge import describe_savepoint, trigger_savepoint
-
     steps.now("savepoint to stop with")
     began = time.perf_counter()
     savepoint = describe_savepoint(trigger_savepoint(lane.query, str(path), stop=True).result())
-    seconds = time.perf_counter() - began
-    rate = savepoint.size / 1e6 / seconds
-    measured.cases += [
-        Case(STOPPED, "s", {OURS: [[seconds]]}),
-        Case(f"{STOPPED}: Parquet written", "MB/s", {OURS: [[rate]]}, more_is_better=True),
-    ]
+    stopped = time.perf_counter() - began
     steps.advance()
+    measured.cases.append(Case(BATCH, "s a batch", {BESIDE: beside, WITHOUT: without}))
+    for name, taken, rate in (
+        (SAVEPOINT, seconds, rates),
+        (STOPPED, [[stopped]], [[savepoint.size / 1e6 / stopped]]),
+    ):
+        measured.cases.append(Case(name, "s", {OURS: taken}))
+        measured.cases.append(Case(f"{name}: Parquet written", "MB/s", {OURS: rate}, more_is_better=True))
+    measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
 
 
 def _restarts(
@@ -303,7 +291,7 @@ def _restarts(
     given.add()
     lane.run(1)
     time.sleep(settle)
-    lane.stop()
+    lane.query.stop()
     for number in RESTARTS:
         steps.now(f"restarting with {number} partitions")
         given.add()
@@ -311,7 +299,7 @@ def _restarts(
         measured.cases.append(Case(RESTARTED.format(number), "s", {OURS: [[_timed_batch(lane)]]}))
         steps.advance()
         lane.check()
-        lane.stop()
+        lane.query.stop()
     measured.notes.append(
         f"Restarts with {' and at once '.join(map(str, RESTARTS))} partitions: from the input of the first batch, as "
         f"the query begins to load {given.workload.keys:,} keys. Before them the query had rested for {settle:g} s."
@@ -324,7 +312,7 @@ def _rescales(
     """Measure the change from few to many partitions and back, up to the first completed batch; return their number."""
     import lanes
 
-    turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
+    turns: dict[tuple[int, int], Turns] = {}
     before, can_repartition = FEW, NATIVE in lanes_of
     for i in range(size["rescales"]):
         after = MANY if before == FEW else FEW
@@ -344,7 +332,7 @@ def _rescales(
             lane.wait()
             seconds_of.setdefault(name, []).append([repartition + time.perf_counter() - began])
             lane.check()
-            lane.stop()
+            lane.query.stop()
         seconds_of.setdefault(AGAIN, []).append([_again(spark, given, root / f"again-{i}", after)])
         before = after
         steps.advance()
@@ -379,15 +367,13 @@ def _again(spark: Any, given: Input, root: Path, partitions: int) -> float:
 
     lane = lanes.Lane(CONTESTANTS[NATIVE], root, given)
     lane.feed(len(given.directories))
+    lane.fed = 1  # all of them are one batch
     began = time.perf_counter()
     lanes.start(spark, lane, {PARTITIONS: str(partitions)}, files_per_trigger=given.files * len(given.directories))
-    while (progress := lane.query.lastProgress) is None or not progress["numInputRows"]:
-        if (error := lane.query.exception()) is not None:
-            raise RuntimeError(f"The query of {AGAIN} failed: {error}") from error
-        time.sleep(0.02)
+    lane.wait(0.02)
     seconds = time.perf_counter() - began
-    seen = progress["observedMetrics"][CHECK]
-    lane.stop()
+    seen = lane.progress[0]["observedMetrics"][CHECK]
+    lane.query.stop()
     if (seen["rows"], seen["hashes"]) != given.expected.of_all():
         raise AssertionError(f"{AGAIN} gave {seen}, not {given.expected.of_all()} (rows, hashes)")
     return seconds
@@ -427,7 +413,7 @@ def run_surgery(size: Size, steps: Steps) -> Measured:
         given = _input(root / "batches", size)
         fills = given.fill(0, size["keys"], FILL_ROWS)
         running = _filled_and_stopped(spark, [OURS, NATIVE], root, given, fills, steps)
-        turns: dict[str, dict[str, list[list[float]]]] = {SAME_KEY: {}, OTHER_KEY: {}}
+        turns: dict[str, Turns] = {SAME_KEY: {}, OTHER_KEY: {}}
         for turn in range(size["turns"]):
             after = (MANY, FEW)[turn % 2]
             steps.now(f"turn {turn + 1} of {size['turns']}")
@@ -519,10 +505,7 @@ COLD_START = Comparison(
     title="Recovery: start of a large state from object storage",
     about="A state on S3 (50 ms a request, 200 MB/s) starts on a host whose local disk is empty, without Spark.",
     run=run_cold,
-    sizes={
-        "full": dict(keys=100_000_000, partitions=8, turns=5),
-        "smoke": dict(keys=2_000_000, partitions=4, turns=1),
-    },
+    sizes={"full": dict(keys=100_000_000, partitions=8, turns=5), "smoke": dict(keys=2_000_000, partitions=4, turns=1)},
     minutes={"full": 15, "smoke": 3},
     targets=(
         Target.at_most("cold start of 10^8 keys (3 GB), compared with the transfer alone", SHARE, OURS, 1.2, "times"),

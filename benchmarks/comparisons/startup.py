@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from suite.model import Case, Comparison, Contestant, Measured, Size, Target
+from suite.machine import ray_directory
+from suite.model import Case, Comparison, Contestant, Measured, Size, Target, Turns
 from suite.runner import Steps
 
 RAY, RAYDP, OURS = "ray", "raydp", "ours"
@@ -32,7 +31,7 @@ TURN = Path(__file__).resolve().parents[1] / "startup_turn.py"
 
 def run(size: Size, steps: Steps) -> Measured:
     """Start the contestants in turns, each in a separate process and Ray cluster."""
-    turns: dict[str, dict[str, list[list[float]]]] = {}
+    turns: dict[str, Turns] = {}
 
     def add(case: str, contestant: str, figure: float) -> None:
         turns.setdefault(case, {}).setdefault(contestant, []).append([figure])
@@ -69,13 +68,10 @@ def run(size: Size, steps: Steps) -> Measured:
 
 def _turn(contestant: str, size: Size) -> tuple[dict[str, float], dict[str, float]]:
     """Run one turn; return seconds and CPU seconds by the name of the mark."""
-    directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
-    environment = os.environ | {"RAY_TMPDIR": directory}
     command = [sys.executable, str(TURN), contestant, str(size["executors"]), str(size["rows"])]
-    try:
+    with ray_directory() as temporary:
+        environment = os.environ | {"RAY_TMPDIR": str(temporary)}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     if ran.returncode:
         raise RuntimeError(f"{contestant} ended with status {ran.returncode}: {ran.stderr[-2000:]}")
     answer: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
@@ -88,10 +84,7 @@ COMPARISONS = (
         title="Start of a session, and its first batch",
         about="A start loads and compiles code on all cores: of Ray, of RayDP's five JVMs, and of ours.",
         run=run,
-        sizes={
-            "full": dict(turns=3, executors=2, rows=1_000),
-            "smoke": dict(turns=1, executors=1, rows=1_000),
-        },
+        sizes={"full": dict(turns=3, executors=2, rows=1_000), "smoke": dict(turns=1, executors=1, rows=1_000)},
         minutes={"full": 30, "smoke": 10},
         targets=(
             Target("`init_spark` after Ray and RayDP", EXECUTORS, OURS, 3, "difference", against=RAYDP, unit="s"),

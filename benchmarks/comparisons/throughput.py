@@ -32,20 +32,16 @@ def _workload(name: str, size: Size) -> Any:
     """Return one of ``LABELS``; ``rows`` and ``keys`` are those of a batch."""
     from totals import FIVE, Workload
 
-    label, rows, keys = LABELS[name], size["rows"], size["keys"]
-    if name == "strings":
-        return Workload(name, label, rows, keys, key="string")
-    if name == "aggregates":
-        return Workload(name, label, rows, keys, aggregates=FIVE)
-    if name == "rows-per-key":
-        return Workload(name, label, rows, rows // 10)
-    if name == "skew":
-        return Workload(name, label, keys, keys, hot_rows=2 * rows)
-    if name == "columns":
-        return Workload(name, label, rows, keys, key="columns")
-    if name == "all-at-once":
-        return Workload(name, label, rows, keys, key="columns", aggregates=FIVE)
-    return Workload(name, label, rows, keys)
+    rows, keys = size["rows"], size["keys"]
+    special: dict[str, dict[str, Any]] = {
+        "strings": dict(key="string"),
+        "aggregates": dict(aggregates=FIVE),
+        "rows-per-key": dict(keys=rows // 10),
+        "skew": dict(rows=keys, hot_rows=2 * rows),
+        "columns": dict(key="columns"),
+        "all-at-once": dict(key="columns", aggregates=FIVE),
+    }
+    return Workload(**{"rows": rows, "keys": keys, **special.get(name, {})})
 
 
 def run(size: Size, steps: Steps) -> Measured:
@@ -57,21 +53,18 @@ def run(size: Size, steps: Steps) -> Measured:
     steps.expect(len(size["workloads"]) * len(names) * (size["turns"] + 1))
     with directory() as root, lanes.session(size["partitions"], configs={lanes.POLLING: size["polling"]}) as spark:
         for name in size["workloads"]:
-            workload = _workload(name, size)
-            given = lanes.Input(root / name / "batches", workload)
-            steps.now(f"{workload.label}: making batches")
+            label, given = LABELS[name], lanes.Input(root / name / "batches", _workload(name, size))
+            steps.now(f"{label}: making batches")
             given.draw(size["warm_up"] + size["turns"] * size["batches"])
-            running = lanes.warmed(spark, names, root / name, given, size["warm_up"], steps, f"{workload.label}: ")
-            turns = lanes.in_turns(running, size["turns"], size["batches"], steps, workload.label)
-            measured.cases.append(Case(workload.label, "s a batch", turns))
-            steps.say(
-                f"{workload.label}: " + ", ".join(f"{n} {min(min(turn) for turn in t):.2f} s" for n, t in turns.items())
-            )
-            measured.cases.append(lanes.cpu(workload.label, running))
+            running = lanes.warmed(spark, names, root / name, given, size["warm_up"], steps, f"{label}: ")
+            turns = lanes.in_turns(running, size["turns"], size["batches"], steps, label)
+            measured.cases.append(Case(label, "s a batch", turns))
+            steps.say(f"{label}: " + ", ".join(f"{n} {min(min(turn) for turn in t):.2f} s" for n, t in turns.items()))
+            measured.cases.append(lanes.cpu(label, running))
             if size["profile"]:
                 measured.notes += [lane.profile(spark) for lane in running]
             for lane in running:
-                lane.stop()
+                lane.query.stop()
     return measured
 
 
@@ -149,7 +142,7 @@ def run_growth(size: Size, steps: Steps) -> Measured:
     filled = 0
     steps.expect(len(names) * (len(keys) * (size["turns"] + 1) + 1))
     with directory() as root, lanes.session(size["partitions"]) as spark:
-        given = lanes.Input(root / "batches", Workload("long", "a long key", touched, keys[-1]))
+        given = lanes.Input(root / "batches", Workload(touched, keys[-1]))
         running = lanes.warmed(spark, names, root, given, 0, steps)
         for count in keys:
             fills = given.fill(filled, count, FILL_ROWS)
@@ -220,7 +213,7 @@ def run_latency(size: Size, steps: Steps) -> Measured:
     steps.expect(len(names) * (size["turns"] + 1))
     with directory() as root, lanes.session(size["partitions"]) as spark:
         # One file a batch: Spark looks at each.
-        given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]), files=1)
+        given = lanes.Input(root / "batches", Workload(size["rows"], size["keys"]), files=1)
         given.draw(size["warm_up"] + size["turns"] * size["batches"])
         running = lanes.warmed(spark, names, root, given, size["warm_up"], steps)
         turns = lanes.in_turns(running, size["turns"], size["batches"], steps, "batches")

@@ -38,7 +38,7 @@ def run(size: Size, steps: Steps) -> Measured:
         {
             name: Contestant(LABELS[name], {} if name in OURS else ON_ROCKSDB, name in OURS)
             for name in size["contestants"]
-            if any(name in names for names in chosen.values())
+            if any(name == c.name for its in chosen.values() for c in its)
         },
         notes=[
             "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas "
@@ -50,8 +50,10 @@ def run(size: Size, steps: Steps) -> Measured:
         ],
     )
     with lanes.session(size["partitions"]) as spark:
-        for query, names in chosen.items():
-            turns, profiles = lanes.measure(spark, query, names, size, conf, steps.now)
+        for query, contestants in chosen.items():
+            if not contestants:
+                continue
+            turns, profiles = lanes.measure(spark, contestants, size, conf, steps)
             measured.cases.append(Case(TITLES[query], "s a batch", turns))
             measured.notes += profiles
     return measured

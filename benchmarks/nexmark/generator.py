@@ -10,16 +10,14 @@ An event is a row as in nexmark-flink's source: its type, a struct per type, two
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 PERSON, AUCTION, BID = 0, 1, 2
 FIRST_PERSON_ID = FIRST_AUCTION_ID = 1000
@@ -246,31 +244,6 @@ def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
     return batch.cast(SCHEMA)
 
 
-def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int) -> None:
-    """Write a micro-batch as parquet files into a new directory; Spark takes directories in the order of ``number``.
-
-    Events go to the files in turn.
-    """
-    directory.mkdir(parents=True)
-    for part in range(files):
-        path = directory / f"{part}.parquet"
-        pq.write_table(pa.Table.from_batches([batch.take(pa.array(np.arange(part, batch.num_rows, files)))]), path)
-        # Spark takes files in the order of their times.
-        os.utime(path, ns=((1_700_000_000 + number) * 10**9,) * 2)
-
-
-def auctions_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, AUCTION, "auction")
-
-
-def bids_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, BID, "bid")
-
-
-def people_of(batch: pa.RecordBatch) -> pa.Table:
-    return _of_type(batch, PERSON, "person")
-
-
 def last_person(conf: NexmarkConf, numbers: Longs) -> Longs:
     """Return the number of the last person up to each event, counted from 0."""
     epoch, offset = np.divmod(numbers, conf.total_proportion)
@@ -400,8 +373,11 @@ def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.Record
     return pa.RecordBatch.from_arrays(changed, schema=SCHEMA)
 
 
-def _of_type(batch: pa.RecordBatch, kind: int, column: str) -> pa.Table:
+def _of_type(kind: int, batch: pa.RecordBatch) -> pa.Table:
+    """Return the events of a type, with a column for each field and ``date_time``."""
     rows = batch.filter(pc.equal(batch.column("event_type"), kind))
-    struct = rows.column(column)
-    table = pa.table(struct.flatten(), names=struct.type.names)
-    return table.append_column("date_time", rows.column("date_time"))
+    struct = rows.column(_STRUCTS[kind][0])
+    return pa.table(struct.flatten(), names=struct.type.names).append_column("date_time", rows.column("date_time"))
+
+
+people_of, auctions_of, bids_of = (partial(_of_type, kind) for kind in (PERSON, AUCTION, BID))

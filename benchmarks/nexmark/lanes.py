@@ -10,7 +10,6 @@ and do not count.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +22,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from lanes import CpuSeconds, Figures, cpu_seconds, cpu_since, has_spark_4, profile, store_steps
+from lanes import Profile, cpu_seconds, give, has_spark_4, write_batch, writer_of
 from lanes import session as streams
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from suite.machine import directory
-from suite.model import Size, rotated
+from suite.model import Size, Turns, rotated
+from suite.runner import Steps
 
 from backends.encoding.key_groups import spark_xxhash64
 
 from . import expected, generator, queries
 from .generator import SPARK_SCHEMA, NexmarkConf
-from .queries import CLOSES_BY_WATERMARK, CONTESTANTS, WATERMARK_DELAY_MS, NexmarkContestant, contestants_of
+from .queries import CLOSES_BY_WATERMARK, CONTESTANTS, OUTPUTS, WATERMARK_DELAY_MS, NexmarkContestant
 
 CHECK = "check"
 HASH_SHIFT = 24
@@ -89,12 +89,13 @@ class Batch:
     def of(cls, progress: dict[str, Any]) -> Batch:
         check = progress.get("observedMetrics", {}).get(CHECK, {})
         data = [s["numInputRows"] for s in progress["sources"] if s["description"].startswith("FileStreamSource")]
-        watermark = progress.get("eventTime", {}).get("watermark")
+        said = progress.get("eventTime", {}).get("watermark")
+        watermark = None if said is None else datetime.fromisoformat(said.replace("Z", "+00:00"))
         return cls(
             progress["batchId"],
             progress["durationMs"]["triggerExecution"] / 1e3,
             sum(data) > 0,
-            -1 if watermark is None else _milliseconds(watermark),
+            -1 if watermark is None else round(watermark.timestamp() * 1000),
             Check(check.get("rows") or 0, check.get("hashes") or 0),
             progress,
         )
@@ -115,6 +116,7 @@ def seconds_by_batch(executed: Sequence[Batch], first: int) -> list[float]:
 
 @dataclass
 class Lane:
+    name: str
     contestant: NexmarkContestant
     query: Any
     root: Path
@@ -122,22 +124,16 @@ class Lane:
     executed: list[Batch] = field(default_factory=list)
     given: int = 0
     counted: list[dict[str, Any]] = field(default_factory=list)
-    store_steps: Figures = field(default_factory=dict)
-    cpu: Figures = field(default_factory=dict)
+    spent: Profile = field(default_factory=Profile)
 
     @classmethod
     def start(cls, spark: SparkSession, contestant: NexmarkContestant, root: Path, conf: NexmarkConf) -> Lane:
         """Start a query that waits for input, ``FILES`` files a batch."""
         (root / "input").mkdir(parents=True)
         events = spark.readStream.schema(SPARK_SCHEMA).option("maxFilesPerTrigger", FILES).parquet(f"{root}/input/*")
-        writer = (
-            observed(contestant.make(events, conf))
-            .writeStream.queryName(f"{contestant.query}_{contestant.name}")
-            .outputMode(contestant.output_mode)
-            .option("checkpointLocation", str(root / "checkpoint"))
-            .format("noop")
-        )
-        return cls(contestant, writer.start(), root, writer.start)
+        name = f"{contestant.query}_{contestant.name}"
+        writer = writer_of(observed(contestant.make(events, conf)), name, contestant.output_mode, root)
+        return cls(name, contestant, writer.start(), root, writer.start)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
         """Add these batches at once, wait for them and for the windows that the watermark closes; return their seconds.
@@ -150,10 +146,7 @@ class Lane:
         if not self.contestant.answers:  # it has no state, so nothing runs after the batch to close windows
             watermark_ms = -1
         for source in directories:
-            # Files appear all at once, by a rename.
-            draft = self.root / f"draft-{source.name}"
-            shutil.copytree(source, draft, copy_function=os.link)
-            draft.rename(self.root / "input" / source.name)
+            give(source, self.root)
         self.given += len(directories)
         deadline = time.monotonic() + TIMEOUT * (len(directories) + 1)
         while not self._is_through(watermark_ms):
@@ -169,20 +162,8 @@ class Lane:
         self._look()
         return seconds_by_batch(self.executed, first)
 
-    def note_turn(self, first: int, before: CpuSeconds, batches: int) -> None:
-        """Record the time of a turn: its batches from ``first`` on, their CPU, and the steps in the hosts."""
-        from spark_bridge.session.current import current_cluster
-
-        self.counted += [batch.progress for batch in self.executed[first:] if batch.has_data]
-        for role, seconds in cpu_since(before).items():
-            self.cpu.setdefault(role, []).append(seconds / batches * 1e3)
-        for name, values in store_steps(current_cluster().describe_hosts(), str(self.query.runId)).items():
-            self.store_steps.setdefault(name, []).extend(values)
-
     def profile(self, spark: SparkSession) -> str:
-        """Report where the time of the counted batches with data went."""
-        name = f"{self.contestant.query}_{self.contestant.name}"
-        return profile(spark, name, self.counted, self.store_steps, self.cpu)
+        return self.spent.text(spark, self.name, self.counted)
 
     def pause(self) -> None:
         """End the query until ``resume``, if it has a source that always has rows."""
@@ -195,10 +176,6 @@ class Lane:
         """Restart the query from its checkpoint, unless it runs or has failed."""
         if not self.query.isActive and self.query.exception() is None:
             self.query = self.begin()
-
-    @property
-    def name(self) -> str:
-        return f"{self.contestant.query} {self.contestant.name}"
 
     @property
     def total(self) -> Check:
@@ -254,10 +231,6 @@ class Lane:
         return {"rows": seen.get().getLong(0), "hashes": seen.get().getLong(1)}
 
 
-def _milliseconds(time_text: str) -> int:
-    return round(datetime.fromisoformat(time_text.replace("Z", "+00:00")).timestamp() * 1000)
-
-
 # -- a query's contestants in turns
 
 
@@ -271,40 +244,41 @@ class _Input:
 
 
 def measure(
-    spark: SparkSession, query: str, names: Sequence[str], size: Size, conf: NexmarkConf, report: Callable[[str], None]
-) -> tuple[dict[str, list[list[float]]], list[str]]:
-    """Return the seconds of the batches of each turn, by contestant of a query, and a profile of each contestant.
+    spark: SparkSession, contestants: Sequence[NexmarkContestant], size: Size, conf: NexmarkConf, steps: Steps
+) -> tuple[Turns, list[str]]:
+    """Return the seconds of the batches of each turn, by contestant of one query, and a profile of each.
 
     The batches of a turn are given at once, after one that does not count, since the queries may have been stopped
     before. Raises ``AssertionError`` for a contestant with wrong output.
     """
-    warm_up, turns, batches = size["warm_up"], size["turns"], size["batches"]
+    warm_up, turns, batches, query = size["warm_up"], size["turns"], size["batches"], contestants[0].query
     with directory() as root:
-        report(f"{query}: making the batches")
+        steps.now(f"{query}: making the batches")
         given = _make_input(root / "batches", query, conf, size["events"], warm_up + turns * (batches + 1))
         lanes: list[Lane] = []
         try:
-            for contestant in (c for c in CONTESTANTS if c.query == query and c.name in names):
-                report(f"{query}: warming up {contestant.name}")
+            for contestant in contestants:
+                steps.now(f"{query}: warming up {contestant.name}")
                 lane = Lane.start(spark, contestant, root / contestant.name, conf)
                 lanes.append(lane)
                 for i in range(warm_up):
                     lane.run(given.directories[i : i + 1], given.watermarks_ms[i])
                 lane.pause()
-            seconds: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
+            seconds: Turns = {lane.contestant.name: [] for lane in lanes}
             for i in range(turns):
                 first = warm_up + i * (batches + 1)
                 end = first + batches + 1
                 for lane in rotated(lanes, i):
-                    report(f"{query}: turn {i + 1} of {turns}: {lane.contestant.name}")
+                    steps.now(f"{query}: turn {i + 1} of {turns}: {lane.contestant.name}")
                     lane.resume()
                     lane.run(given.directories[first : first + 1], given.watermarks_ms[first])
                     executed, before = len(lane.executed), cpu_seconds()
                     taken = lane.run(given.directories[first + 1 : end], given.watermarks_ms[end - 1])
-                    lane.note_turn(executed, before, batches)
+                    lane.counted += [batch.progress for batch in lane.executed[executed:] if batch.has_data]
+                    lane.spent.note_turn(lane.query, before, batches)
                     lane.pause()
                     seconds[lane.contestant.name].append(taken)
-            report(f"{query}: checking results")
+            steps.now(f"{query}: checking results")
             profiles = [lane.profile(spark) for lane in lanes]
             for lane in (lane for lane in lanes if lane.contestant.answers):
                 lane.resume()
@@ -317,10 +291,12 @@ def measure(
     return seconds, profiles
 
 
-def available(query: str, wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the wanted contestants of a query (None: all) that this Spark has."""
-    names = [c.name for c in contestants_of(query, has_spark_4=has_spark_4())]
-    return [n for n in names if wanted is None or n in wanted]
+def available(query: str, wanted: Sequence[str]) -> list[NexmarkContestant]:
+    """Return the wanted contestants that this Spark can run; raises ``ValueError`` for an unknown query."""
+    if query not in OUTPUTS:
+        raise ValueError(f"Unknown query {query!r}; the queries are {', '.join(OUTPUTS)}.")
+    of_query = (c for c in CONTESTANTS if c.query == query and c.name in wanted)
+    return [c for c in of_query if has_spark_4() or not c.needs_spark_4]
 
 
 @contextmanager
@@ -341,7 +317,7 @@ def _make_input(root: Path, query: str, conf: NexmarkConf, events_per_batch: int
     latest = dict.fromkeys((generator.AUCTION, generator.BID) if query in ("q4", "q9") else (generator.BID,), 0)
     for i, batch in enumerate(made):
         directories.append(root / f"{i:06}")
-        generator.write_batch(batch, directories[-1], i, FILES)
+        write_batch(pa.Table.from_batches([batch]), directories[-1], FILES)
         for kind, before in latest.items():
             times = batch.column("date_time").filter(pc.equal(batch.column("event_type"), kind)).cast(pa.int64())
             latest[kind] = max(before, pc.max(times).as_py() or 0)

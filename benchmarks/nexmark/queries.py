@@ -103,9 +103,6 @@ def passed_on(rows: DataFrame, *by: str) -> DataFrame:
     return rows.repartition(*by).mapInArrow(same, rows.schema)
 
 
-# q18: last bids
-
-
 def q18_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     return _q18(aggregate(_last_bids(events), by=["bidder", "auction"], operator="last_bids", last=S.max("bid")))
 
@@ -130,9 +127,6 @@ def _q18(df: DataFrame) -> DataFrame:
     return df.select("bidder", "auction", "last.*").select(*OUTPUTS["q18"])
 
 
-# q19: top bids
-
-
 def q19_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     top = S.top_k(_RANKED, TOP)
     return _q19(aggregate(bids(events), by="auction", operator="top_bids", top=top))
@@ -155,9 +149,6 @@ def _q19(df: DataFrame) -> DataFrame:
     return ranked.withColumn("rank_number", F.col("place") + 1).select(*OUTPUTS["q19"])
 
 
-# q11: sessions
-
-
 def q11_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     session = S.session_window("date_time", SESSION_GAP).alias("window")
     rows = bids(timed(events))
@@ -173,9 +164,6 @@ def q11_identity(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 def q11_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     session = F.session_window("date_time", SESSION_GAP).alias("window")
     return _windows(bids(timed(events)).groupBy("bidder", session).agg(F.count(F.lit(1)).alias("bid_count")))
-
-
-# q12: windows of processing time
 
 
 def q12_aggregate(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -270,9 +258,6 @@ def _matched_natively(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     )
 
 
-# q4: average of the winning prices
-
-
 def q4_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     matched = _matched(events, conf, ["category", "date_time", "expires"], ["price", "bid_date_time"])
     keys = ["id", "category", "date_time"]
@@ -294,9 +279,6 @@ def q4_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 def _q4(sums: DataFrame) -> DataFrame:
     named = sums.toDF("category", "start_time", "end_time", "auctions", "total")
     return named.withColumn("average_price", F.expr("total div auctions")).select(*OUTPUTS["q4"])
-
-
-# q9: winning bids
 
 
 def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -322,9 +304,6 @@ def q9_columns(df: DataFrame) -> DataFrame:
     return df.withColumn("auction", F.col("id")).select(*OUTPUTS["q9"])
 
 
-# q8: people and their auctions
-
-
 def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     people, sellers = _people_and_sellers(events)
     return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
@@ -343,9 +322,6 @@ def _people_and_sellers(events: DataFrame) -> tuple[DataFrame, DataFrame]:
 
 def _q8(df: DataFrame) -> DataFrame:
     return df.select("id", "name", F.col("w.start").alias("start_time"), F.col("w.end").alias("end_time"))
-
-
-# q20: bids with their auctions
 
 
 def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -392,10 +368,3 @@ CONTESTANTS = (
     NexmarkContestant("q19", "identity", q19_identity, needs_spark_4=True, answers=False),
     NexmarkContestant("q19", "native", q19_native, "update", True),
 )
-
-
-def contestants_of(query: str, *, has_spark_4: bool) -> list[NexmarkContestant]:
-    """Return the contestants of a query that this Spark can run; raises ``ValueError`` for an unknown query."""
-    if query not in OUTPUTS:
-        raise ValueError(f"Unknown query {query!r}; the queries are {', '.join(OUTPUTS)}.")
-    return [c for c in CONTESTANTS if c.query == query and (has_spark_4 or not c.needs_spark_4)]

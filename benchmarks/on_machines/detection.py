@@ -11,7 +11,6 @@ batches. The timeouts are those of the product.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_machines.elasticity import RESULTS, status
+from benchmarks.on_machines.running import finish, parser_of
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from tests.cluster.bare_bank import BareBank
 from tests.lab.lab import Lab
@@ -55,7 +54,6 @@ class Watched:
 
 
 def usual_seconds(watched: Watched) -> float:
-    """Return the median time of a batch."""
     begun = watched.count("batch")
     at = [watched.wait_for("batch", begun + i) for i in range(1, 12)]
     return float(np.median(np.diff(at)))
@@ -117,15 +115,11 @@ def broken_limits(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print, and write the results; return 1 if a limit is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     figures = measured(options.turns)
-    if not options.no_write:
-        (RESULTS / "detection.json").write_text(json.dumps(figures, indent=1) + "\n")
-    return status(broken_limits(figures))
+    return finish(options, "detection", json.dumps(figures, indent=1), broken_limits(figures))
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ the end the whole state.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.on_machines.programs import OPERATOR, Shape
-from benchmarks.on_machines.running import RunningStream
+from benchmarks.on_machines.running import RESULTS, RunningStream, finish, parser_of
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_environment, start_ray, start_ray_on
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 MACHINES = 4
 HOST_SECONDS, WAIT_SECONDS, TIMES_THE_MINIMUM = 10.0, 2.0, 2
 """Limits: seconds from an executor to its host, seconds that a batch waits for a move, and moved partitions."""
@@ -208,30 +205,21 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def status(broken: list[str]) -> int:
-    """Print the broken limits, and return the status of the process."""
-    for words in broken:
-        print(f"BROKEN: {words}")
-    return 1 if broken else 0
-
-
 def main() -> int:
-    """Measure, print, and write the results; return 1 if a limit is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=50_000, help="of a batch")
     parser.add_argument("--settle", type=int, default=40, help="batches between two changes")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     began = time.time()
     found = measured(Shape(options.keys, options.rows), options.settle)
     print(f"measured in {time.time() - began:.0f} s")
     print(json.dumps({n: v for n, v in found.items() if n not in ("batches", "answers", "places")}, indent=1))
+    status = finish(options, "elasticity", json.dumps(found), broken_limits(found))
     if not options.no_write:
-        (RESULTS / "elasticity.json").write_text(json.dumps(found) + "\n")
         for name, drawn in pictures(found).items():
             (RESULTS / f"{name}.svg").write_text(drawn)
-    return status(broken_limits(found))
+    return status
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ class Shape:
     rows: int
 
     def firsts(self, keys: Integers) -> Integers:
-        """Return the number of each key's first row."""
         return keys * pow(STEP, -1, self.keys) % self.keys
 
     def totals(self, keys: Integers, version: int) -> tuple[Integers, Integers]:
@@ -95,6 +94,11 @@ def say(event: str, **what: Any) -> None:
     print(json.dumps({"event": event, "at": time.time(), **what}), flush=True)
 
 
+def copy_lags(described: dict[str, Any]) -> list[int]:
+    """Return by how many versions each copy of a partition is behind, of what the coordinator describes."""
+    return [lag for q in described["queries"] for of in q["copy_lags"].values() for lags in of for lag in lags]
+
+
 class Places:
     """Says where executors, hosts and partitions are, whenever that has changed; counts partitions that have moved."""
 
@@ -113,13 +117,12 @@ class Places:
             self._moved += sum(a != b for a, b in zip(self._owners, owners, strict=True))
         self._owners = owners
         described = current_cluster().coordinator.describe()
-        lags = [lag for q in described["queries"] for of in q["copy_lags"].values() for lags in of for lag in lags]
         found = {
             "executors": executor_cores(self._spark),
             "hosts": dict(Counter(h["address"].rpartition("//")[2].rpartition(":")[0] for h in described["hosts"])),
             "owners": dict(Counter(owners)),
             "moved": self._moved,
-            "copies": len(lags),
+            "copies": len(copy_lags(described)),
             "nodes": sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
         }
         if found != self._said:
@@ -138,7 +141,6 @@ def look_always(places: Places) -> None:
 
 
 def say_batches(query: Any) -> None:
-    """Say each batch that Spark has committed."""
     last = -1
     while query.isActive:
         for progress in query.recentProgress:
@@ -172,16 +174,20 @@ def obey(spark: Any, words: list[str]) -> None:
     say("done", command=" ".join(words))
 
 
-def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: int, standbys: int) -> None:
-    """Run the stream until standard input ends."""
-    conf = StateStoreConf(standby_replicas=standbys)
-    spark = init_spark("machines", executors, 1, "768m", ray_address=address, configs=CONFIGS, conf=conf)
+def started(spark: Any, checkpoint: str, keys: int, rows: int, every: str) -> Any:
     source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
     numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
     keyed = numbers.select((col("value") * STEP % keys).alias("k"), col("value").alias("v"))
     totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), s=S.sum("v"))
-    out = totals.writeStream.queryName("stream").format("noop").trigger(processingTime="500 milliseconds")
-    query = out.option("checkpointLocation", checkpoint).start()
+    out = totals.writeStream.queryName("stream").format("noop").trigger(processingTime=every)
+    return out.option("checkpointLocation", checkpoint).start()
+
+
+def run_stream(address: str, checkpoint: str, executors: int, keys: int, rows: int, standbys: int) -> None:
+    """Run the stream until standard input ends."""
+    conf = StateStoreConf(standby_replicas=standbys)
+    spark = init_spark("machines", executors, 1, "768m", ray_address=address, configs=CONFIGS, conf=conf)
+    query = started(spark, checkpoint, keys, rows, "500 milliseconds")
     for target, argument in ((say_batches, query), (look_always, Places(spark))):
         threading.Thread(target=target, args=(argument,), daemon=True).start()
     for line in sys.stdin:
@@ -200,7 +206,6 @@ HEARTBEAT_VERSIONS = 10
 def ask(
     client: QueryableStateClient, shape: Shape, keys: np.ndarray, checkpoint: str, staleness: int
 ) -> dict[str, object]:
-    """Ask once; return the event."""
     newest, began, at = committed(checkpoint), time.perf_counter(), time.time()
     told = {"at": at, "stale": bool(staleness)}
     try:

@@ -13,7 +13,6 @@ clients ask all the time, one of them with a staleness; every answer is checked,
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_machines.elasticity import RESULTS, check, status, within
+from benchmarks.on_machines.elasticity import check, within
 from benchmarks.on_machines.programs import PARTITIONS, Shape
-from benchmarks.on_machines.running import RunningStream
+from benchmarks.on_machines.running import RESULTS, RunningStream, finish, parser_of
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_environment, start_ray, start_ray_on
 
@@ -92,26 +91,22 @@ def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int, standbys: 
     address = next(ip for ip in lab.addresses[1:] if ip in places["owners"] and ip in places["executors"])
     k = lab.addresses.index(address)
     lost = time.time()
+    dead = None
     if kind == HOST_PROCESS:
         lab.run(k, ["pkill", "-KILL", "-f", "^ray::StateStoreHost"])
-        stream.wait_for_batches(settle)
-        figures = summary(stream, kind, address, began, lost, None)
-        stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners on the machines of both executors")
-        return figures
-    if kind in ("without power", "cut off"):
-        lab.cut(k)
-    if kind in ("killed", "without power"):
-        lab.kill(k)
-    stream.wait(lambda: address not in stream.places()["nodes"], f"Ray takes {address} for dead")
-    dead = stream.places()["at"]
+    else:
+        if kind in ("without power", "cut off"):
+            lab.cut(k)
+        if kind in ("killed", "without power"):
+            lab.kill(k)
+        stream.wait(lambda: address not in stream.places()["nodes"], f"Ray takes {address} for dead")
+        dead = stream.places()["at"]
     stream.wait_for_batches(settle)
     figures = summary(stream, kind, address, began, lost, dead)
-    if kind == "cut off":
-        lab.mend(k)
-    else:
-        lab.start(k)
-    lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
-    start_ray_on(lab, k, CPUS[k])
+    if kind != HOST_PROCESS:
+        lab.mend(k) if kind == "cut off" else lab.start(k)
+        lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
+        start_ray_on(lab, k, CPUS[k])
     stream.wait(lambda: len(stream.places()["owners"]) == EXECUTORS, "owners on the machines of both executors")
     return figures
 
@@ -197,22 +192,20 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure, print, and write the results; return 1 if a limit is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--keys", type=int, default=10_000_000)
     parser.add_argument("--rows", type=int, default=100_000, help="of a batch")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--settle", type=int, default=10, help="batches before and behind a loss")
     parser.add_argument("--standbys", type=int, nargs="+", default=STANDBYS, help="replicas, one run for each number")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     shape = Shape(options.keys, options.rows)
     runs = [measured(shape, options.turns, options.settle, standbys) for standbys in options.standbys]
+    results = {"keys": shape.keys, "rows": shape.rows, "runs": runs}
+    status = finish(options, "recovery", json.dumps(results), broken_limits(runs))
     if not options.no_write:
-        results = {"keys": shape.keys, "rows": shape.rows, "runs": runs}
-        (RESULTS / "recovery.json").write_text(json.dumps(results) + "\n")
         draw(runs, RESULTS / "recovery.svg")
-    return status(broken_limits(runs))
+    return status
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -10,14 +11,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.on_machines.programs import Shape
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_address, ray_environment
 
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 WAIT_SECONDS = 600.0
 Event = dict[str, Any]
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    return parser
+
+
+def finish(options: argparse.Namespace, name: str, results: str, broken: list[str]) -> int:
+    """Write the results if that is wanted, print the broken limits, and return the status of the process."""
+    if not options.no_write:
+        (RESULTS / f"{name}.json").write_text(f"{results}\n")
+    for words in broken:
+        print(f"BROKEN: {words}")
+    return 1 if broken else 0
 
 
 class RunningStream:
@@ -63,7 +81,6 @@ class RunningStream:
         return found
 
     def wait_for_batches(self, count: int) -> None:
-        """Wait until so many more batches are committed."""
         since = time.time()
         self.wait(lambda: len(self.of("batch", since)) >= count, f"{count} batches")
 

@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from pyspark.sql.functions import col
 
-from benchmarks.on_machines.elasticity import RESULTS
-from benchmarks.on_machines.programs import CONFIGS, OPERATOR, STEP
-from spark_bridge import aggregate, init_spark, stop_spark
-from spark_bridge import functions as S
+from benchmarks.on_machines.programs import CONFIGS, copy_lags, started
+from benchmarks.on_machines.running import finish, parser_of
+from spark_bridge import init_spark, stop_spark
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STANDBY_REPLICAS_CONF
 from tests.lab.lab import Lab
@@ -59,12 +57,7 @@ def run(address: str, directory: str, keys: int, rows: int, turns: int, batches:
     for turn, order in enumerate([(0,), *orders]):
         for standbys in order:
             spark.conf.set(STANDBY_REPLICAS_CONF, str(standbys))
-            source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", rows)
-            numbers = source.option("startTimestamp", 1_000_000).option("numPartitions", 4).load()
-            keyed = numbers.select((col("value") * STEP % keys).alias("k"), col("value").alias("v"))
-            totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), s=S.sum("v"))
-            out = totals.writeStream.queryName("stream").format("noop").trigger(processingTime="0 seconds")
-            query = out.option("checkpointLocation", f"{directory}/{turn}-{standbys}").start()
+            query = started(spark, f"{directory}/{turn}-{standbys}", keys, rows, "0 seconds")
             print(json.dumps({"standbys": standbys, **timed(query, FILLS * keys // rows, batches)}), flush=True)
             query.stop()
     stop_spark()
@@ -81,23 +74,17 @@ def timed(query: Any, warm_up: int, batches: int) -> dict[str, Any]:
         if not is_warm and len(seen) >= warm_up:
             is_warm = True
             print(json.dumps({"warm_at": len(seen)}), flush=True)
-    described = current_cluster().coordinator.describe()["queries"]
-    lags = [lag for q in described for of in q["copy_lags"].values() for lags in of for lag in lags]
-    return {
-        "batches": len(seen),
-        "seconds": [seen[n] for n in sorted(seen)[warm_up:]],
-        "copies": len(lags),
-        "max_lag": max(lags, default=0),
-    }
+    lags = copy_lags(current_cluster().coordinator.describe())
+    seconds = [seen[n] for n in sorted(seen)[warm_up:]]
+    return {"batches": len(seen), "seconds": seconds, "copies": len(lags), "max_lag": max(lags, default=0)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=100_000, help="of a batch")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--batches", type=int, default=30)
-    parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--inside", nargs=2, metavar=("ADDRESS", "DIRECTORY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = (options.keys, options.rows, options.turns, options.batches)
@@ -131,16 +118,12 @@ def main() -> int:
                 return 1
     del turns[0]
     by_standbys = {n: [t for t in turns if t["standbys"] == n] for n in (0, 1)}
-    ratios = [
-        float(np.median(b["seconds"]) / np.median(a["seconds"]))
-        for a, b in zip(by_standbys[0], by_standbys[1], strict=True)
-    ]
-    cpu = [b["cpu_seconds"] / a["cpu_seconds"] for a, b in zip(by_standbys[0], by_standbys[1], strict=True)]
+    pairs = list(zip(by_standbys[0], by_standbys[1], strict=True))
+    ratios = [float(np.median(b["seconds"]) / np.median(a["seconds"])) for a, b in pairs]
+    cpu = [b["cpu_seconds"] / a["cpu_seconds"] for a, b in pairs]
     results = {"keys": options.keys, "rows": options.rows, "ratios": ratios, "cpu_ratios": cpu, "turns": turns}
     print(json.dumps({"ratios": [round(r, 2) for r in ratios], "cpu_ratios": [round(r, 2) for r in cpu]}))
-    if not options.no_write:
-        (RESULTS / "standbys.json").write_text(json.dumps(results) + "\n")
-    return 0
+    return finish(options, "standbys", json.dumps(results), [])
 
 
 if __name__ == "__main__":

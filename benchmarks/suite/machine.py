@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -97,10 +97,15 @@ def _cpu_name() -> str:
 
 
 @contextmanager
-def directory() -> Iterator[Path]:
+def directory(prefix: str = "statestore-bench-", where: str | None = None) -> Iterator[Path]:
     """Give a directory for input and checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="statestore-bench-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as name:
         yield Path(name)
+
+
+def ray_directory() -> AbstractContextManager[Path]:
+    """Give a directory for Ray, whose path is short: Ray's sockets live below it."""
+    return directory("rs-", "/tmp")
 
 
 @contextmanager
@@ -112,8 +117,8 @@ def own_ray(cpus: int, object_store_memory: int = 200 << 20) -> Iterator[None]:
     """
     import ray
 
-    directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
-    try:
+    with ray_directory() as temporary, ExitStack() as stack:
+        stack.callback(ray.shutdown)
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -122,11 +127,8 @@ def own_ray(cpus: int, object_store_memory: int = 200 << 20) -> Iterator[None]:
             logging_level=logging.WARNING,
             include_dashboard=False,
             object_store_memory=object_store_memory,
-            _temp_dir=directory,
+            _temp_dir=str(temporary),
             # Executors and hosts run as they do without Ray, not with its niceness of 15.
             _system_config={"worker_niceness": 0},
         )
         yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)

@@ -11,8 +11,9 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORMAT = 1
 Size = dict[str, Any]
-"""The sizes of a run: names of quantities, and their values."""
+"""The sizes of a run: names of quantities, and their values; several values are a list."""
+Turns = dict[str, list[list[float]]]
+"""By contestant the figures of each of its turns."""
 KEPT_RUNS = 5
 """Of runs on machines of one type with the same sizes, the newest of this number are kept."""
 NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
@@ -30,8 +33,6 @@ NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
 
 @dataclass(frozen=True)
 class Contestant:
-    """A contestant: its label, its settings, and whether it is this project's."""
-
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)
     is_ours: bool = False
@@ -47,7 +48,7 @@ class Case:
 
     name: str
     unit: str
-    turns: dict[str, list[list[float]]]
+    turns: Turns
     more_is_better: bool = False
     curve: str = ""
     x: float | None = None
@@ -115,11 +116,11 @@ class Result:
 
 def to_json(result: Result) -> str:
     """Return the JSON to keep: a turn's figures are on one line, so that a difference can be read."""
-    parts = {name: json.loads(part_to_json(part)) for name, part in result.parts.items()}
-    earlier = {name: [json.loads(part_to_json(run)) for run in runs] for name, runs in result.earlier.items() if runs}
+    parts = {name: part_to_dict(part) for name, part in result.parts.items()}
+    earlier = {name: [part_to_dict(run) for run in runs] for name, runs in result.earlier.items() if runs}
     data = {"format": FORMAT, "comparison": result.comparison, "parts": parts, "earlier": earlier}
     text = json.dumps(data, indent=1, ensure_ascii=False)
-    return _short_lists(text) + "\n"
+    return NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def from_json(text: str) -> Result:
@@ -132,23 +133,19 @@ def from_json(text: str) -> Result:
 
 
 def part_from_dict(data: Mapping[str, Any]) -> Part:
-    return Part(
-        **{
-            **data,
-            "contestants": {name: Contestant(**given) for name, given in data["contestants"].items()},
-            "cases": tuple(Case(**case) for case in data["cases"]),
-            "notes": tuple(data["notes"]),
-        }
-    )
+    contestants = {name: Contestant(**given) for name, given in data["contestants"].items()}
+    cases, notes = tuple(Case(**case) for case in data["cases"]), tuple(data["notes"])
+    return Part(**{**data, "contestants": contestants, "cases": cases, "notes": notes})
 
 
-def part_to_json(part: Part) -> str:
-    """Return one part as a JSON object. Figures have five digits: more is noise."""
+def part_to_dict(part: Part) -> dict[str, Any]:
+    """Return one part for JSON. Figures have five digits: more is noise."""
     data = dataclasses.asdict(part)
     for case in data["cases"]:
-        case["turns"] = {name: [[_rounded(v) for v in turn] for turn in turns] for name, turns in case["turns"].items()}
+        turns = case["turns"].items()
+        case["turns"] = {name: [[float(f"{v:.5g}") for v in turn] for turn in its] for name, its in turns}
     data["memory"] = {role: round(mib) for role, mib in part.memory.items()}
-    return json.dumps(data)
+    return data
 
 
 def load(directory: Path) -> dict[str, Result]:
@@ -164,15 +161,6 @@ def save(directory: Path, result: Result) -> None:
     draft = directory / f".{result.comparison}.draft"
     draft.write_text(to_json(result))
     draft.replace(directory / f"{result.comparison}.json")
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _short_lists(text: str) -> str:
-    """Return JSON text with each list of numbers on one line."""
-    return NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 # -- ratios and targets
@@ -240,9 +228,7 @@ class Target:
         return Target(what, case, contestant, limit, against=against, at_least=True, environment=environment)
 
     @staticmethod
-    def at_most(
-        what: str, case: str, contestant: str, limit: float, unit: str = "", environment: str = "venv"
-    ) -> Target:
+    def at_most(what: str, case: str, contestant: str, limit: float, unit: str, environment: str = "venv") -> Target:
         """Return the target that a contestant's figure is at most so large."""
         return Target(what, case, contestant, limit, "value", unit=unit, environment=environment)
 
@@ -257,20 +243,24 @@ class Judged:
     runs: int = 0
 
 
+Place = tuple[str, str, str]
+"""A case, one of our contestants, and another one."""
+
+
 def ratio(case: Case, contestant: str, other: str) -> Spread:
     """Return how many times as fast ``contestant`` is as ``other``, turn by turn."""
-    ours, theirs = case.figures(contestant), case.figures(other)
-    pairs = list(zip(ours, theirs, strict=False))
+    pairs = zip(case.figures(contestant), case.figures(other), strict=False)
     return Spread.of([o / t if case.more_is_better else t / o for o, t in pairs])
 
 
-def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
+def ratios(part: Part) -> dict[Place, Spread]:
     """Return the ratios of each of our contestants to each other one, in every case."""
-    for case in part.cases:
-        for ours in case.turns:
-            for other in case.turns:
-                if part.contestants[ours].is_ours and not part.contestants[other].is_ours:
-                    yield case, ours, other, ratio(case, ours, other)
+    return {
+        (case.name, ours, other): ratio(case, ours, other)
+        for case in part.cases
+        for ours, other in permutations(case.turns, 2)
+        if part.contestants[ours].is_ours and not part.contestants[other].is_ours
+    }
 
 
 def judge(target: Target, runs: Sequence[Part]) -> Judged:
@@ -284,83 +274,57 @@ def judge(target: Target, runs: Sequence[Part]) -> Judged:
 
 
 def _found(target: Target, part: Part) -> Spread | None:
-    case = part.case(target.case)
-    if case is None or target.contestant not in case.turns:
+    case, since = part.case(target.case), part.case(target.since or target.case)
+    against = target.against or target.contestant
+    if case is None or since is None or target.contestant not in since.turns:
         return None
-    if target.kind == "value":
-        return Spread.of(case.figures(target.contestant))
-    if target.kind == "growth":
-        since = part.case(target.since)
-        if since is None or target.contestant not in since.turns:
-            return None
-        return _growth(since.figures(target.contestant), case.figures(target.contestant))
-    if target.against not in case.turns:
+    if not {target.contestant, against} <= case.turns.keys():
         return None
+    figures = case.figures(target.contestant)
     if target.kind == "ratio":
-        return ratio(case, target.contestant, target.against)
-    pairs = zip(case.figures(target.contestant), case.figures(target.against), strict=False)
-    return Spread.of([ours - theirs for ours, theirs in pairs])
+        return ratio(case, target.contestant, against)
+    if target.kind == "difference":
+        return Spread.of([ours - theirs for ours, theirs in zip(figures, case.figures(against), strict=False)])
+    if target.kind == "growth":
+        usual = statistics.median(since.figures(target.contestant))  # turns of two cases are not close in time
+        return Spread.of([value / usual for value in figures])
+    return Spread.of(figures)
 
 
-def _growth(before: list[float], after: list[float]) -> Spread:
-    """Return ratios to the median of earlier turns, as these turns are not close in time."""
-    usual = statistics.median(before)
-    return Spread.of([value / usual for value in after])
-
-
-@dataclass(frozen=True)
-class KeptRatio:
-    """A ratio over all kept runs of an environment: the medians of the runs by machine type, and the worst of them."""
-
-    case: str
-    contestant: str
-    other: str
-    medians: dict[str, list[float]]
-    worst: Spread
-
-
-def kept_ratios(runs: Sequence[Part]) -> list[KeptRatio]:
-    """Return the ratios of the newest run, each over all runs that have it."""
-    found = []
-    tables = [(run.machine_type, {(c.name, ours, other): s for c, ours, other, s in ratios(run)}) for run in runs]
-    for key in tables[0][1] if tables else ():
-        medians: dict[str, list[float]] = {}
-        for machine_type, table in tables:
-            if key in table:
-                medians.setdefault(machine_type, []).append(table[key].median)
-        found.append(KeptRatio(*key, medians, Spread.over([table[key] for _, table in tables if key in table])))
-    return found
+def kept_ratios(runs: Sequence[Part]) -> dict[Place, list[tuple[str, Spread]]]:
+    """Return the ratios of the newest run, each in all runs that have it, with the type of the machine."""
+    tables = [(run.machine_type, ratios(run)) for run in runs]
+    newest = tables[0][1] if tables else {}
+    return {place: [(kind, table[place]) for kind, table in tables if place in table] for place in newest}
 
 
 def repeated(before: Result, part: Part) -> list[str]:
     """Return a line for each ratio of a part that kept runs on this type of machine have: is it within their range?"""
-    kept = [r for r in before.runs(part.environment) if (r.machine_type, r.size) == (part.machine_type, part.size)]
-    now = {(case.name, ours, other): spread for case, ours, other, spread in ratios(part)}
-    lines = []
-    for ratio_before in kept_ratios(kept):
-        spread = now.get((ratio_before.case, ratio_before.contestant, ratio_before.other))
-        if spread is None:
-            continue
-        low, high = ratio_before.worst.low, ratio_before.worst.high
-        verdict = "within the range" if low <= spread.median <= high else "outside the range"
-        lines.append(
-            f"{ratio_before.case}: {ratio_before.contestant} {amount(spread.median)} times as fast as "
-            f"{ratio_before.other}, {verdict} of {len(kept)} kept runs ({amount(low)} to {amount(high)})"
-        )
+    runs = [r for r in before.runs(part.environment) if (r.machine_type, r.size) == (part.machine_type, part.size)]
+    kept, lines = kept_ratios(runs), []
+    for place, now in ratios(part).items():
+        if place in kept:
+            case, ours, other = place
+            over = Spread.over([spread for _, spread in kept[place]])
+            verdict = "within the range" if over.low <= now.median <= over.high else "outside the range"
+            lines.append(
+                f"{case}: {ours} {amount(now.median)} times as fast as {other}, {verdict} of {len(runs)} kept runs "
+                f"({amount(over.low)} to {amount(over.high)})"
+            )
     return lines
 
 
 @dataclass(frozen=True)
 class Slower:
-    """A ratio that has become worse than noise explains."""
+    """A ratio that has become worse than noise explains. Two are equal if they are of the same place."""
 
     comparison: str
     environment: str
     case: str
     contestant: str
     other: str
-    kept: Spread
-    now: Spread
+    kept: Spread = field(compare=False)
+    now: Spread = field(compare=False)
 
     @property
     def times(self) -> float:
@@ -374,8 +338,8 @@ class Slower:
         )
 
 
-def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
-    """Return what has become ``times`` slower than the kept result, relative to the contestant of the comparison.
+def slower(kept: Result, now: Result) -> list[Slower]:
+    """Return what has become ``SLOWER`` times slower than kept, relative to the contestant of the comparison.
 
     A ratio is slower only if the new median is below all kept ratios, and all new ratios are below the kept median: a
     difference within the spread of either run is noise. Parts that failed, are not kept, or had other sizes are
@@ -386,22 +350,12 @@ def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
         old = kept.parts.get(environment)
         if old is None or old.failure or part.failure or old.size != part.size:
             continue
-        before = {(case.name, ours, other): spread for case, ours, other, spread in ratios(old)}
-        for case, ours, other, spread in ratios(part):
-            was = before.get((case.name, ours, other))
-            if was is not None and _is_slower(was, spread, times):
-                found.append(Slower(now.comparison, environment, case.name, ours, other, was, spread))
+        before = ratios(old)
+        for place, is_now in ratios(part).items():
+            was = before.get(place, is_now)
+            if is_now.median * SLOWER <= was.median and is_now.median < was.low and is_now.high < was.median:
+                found.append(Slower(now.comparison, environment, *place, was, is_now))
     return found
-
-
-def in_both(first: list[Slower], second: list[Slower]) -> list[Slower]:
-    """Return what two runs found slower, as the second measured it: a busy moment does not come twice in one place."""
-    places = {(s.comparison, s.environment, s.case, s.contestant, s.other) for s in first}
-    return [s for s in second if (s.comparison, s.environment, s.case, s.contestant, s.other) in places]
-
-
-def _is_slower(kept: Spread, now: Spread, times: float) -> bool:
-    return now.median * times <= kept.median and now.median < kept.low and now.high < kept.median
 
 
 # -- the definition of a comparison
@@ -462,31 +416,32 @@ class Comparison:
             return [e for e in self.environments if e == wanted]
         return list(self.environments if kind == "full" else self.environments[:1])
 
-    def size(self, kind: Kind, given: Mapping[str, str | list[str]]) -> Size:
-        """Return the quantities of a run of this kind, with given quantities (as text) in place of the usual ones.
+    def size(self, kind: Kind, given: Mapping[str, list[str]]) -> Size:
+        """Return the quantities of a run of this kind, with given quantities (as words) in place of the usual ones.
 
-        Raises ``ValueError`` for a quantity that is unknown or cannot be read.
+        Raises ``ValueError`` for a quantity that is unknown, has no value, or cannot be read.
         """
         size = dict(self.sizes[kind])
-        for name, text in given.items():
+        for name, words in given.items():
             if name not in size:
                 raise ValueError(f"{self.name} has no size {name!r}; it has {', '.join(size)}.")
-            size[name] = _read(name, size[name], text)
+            size[name] = _read(name, size[name], words)
         return size
 
 
-def _read(name: str, usual: Any, text: str | list[str]) -> Any:
-    if isinstance(usual, (list, tuple)):
+def _read(name: str, usual: Any, words: list[str]) -> Any:
+    if not words:
+        raise ValueError(f"--{name} needs a value.")
+    if isinstance(usual, list):
         kind = type(usual[0]) if usual else str
-        values = text if isinstance(text, list) else text.split(",")
-        return [_number(name, kind, value) for value in values]
-    if isinstance(text, list):
-        raise ValueError(f"--{name} takes one value, not {' '.join(text)!r}.")
+        return [_number(name, kind, word) for word in (words if len(words) > 1 else words[0].split(","))]
+    if len(words) > 1:
+        raise ValueError(f"--{name} takes one value, not {' '.join(words)!r}.")
     if isinstance(usual, bool):
-        if text not in ("true", "false"):
-            raise ValueError(f"--{name} is true or false, not {text!r}.")
-        return text == "true"
-    return _number(name, type(usual), text)
+        if words[0] not in ("true", "false"):
+            raise ValueError(f"--{name} is true or false, not {words[0]!r}.")
+        return words[0] == "true"
+    return _number(name, type(usual), words[0])
 
 
 def _number(name: str, kind: type, text: str) -> Any:

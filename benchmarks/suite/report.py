@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from suite.model import (
     amount,
     judge,
     kept_ratios,
-    ratio,
+    ratios,
 )
 
 if TYPE_CHECKING:
@@ -76,49 +77,32 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
     return found
 
 
-# -- targets -------------------------------------------------------------------------------------
-
-
 def _targets(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) -> list[str]:
     rows = []
     for name, comparison in comparisons.items():
         for target in comparison.targets:
             result = results.get(name)
             judged = judge(target, [] if result is None else result.runs(target.environment))
-            rows.append((target.what, f"[{name}](#{name})", _limit(judged), _found(judged), _verdict(judged)))
+            rows.append((target.what, f"[{name}](#{name})", *_judged(judged)))
     return [_table(("target", "comparison", "limit", "measured", ""), rows), ""]
 
 
-def _limit(judged: Judged) -> str:
-    target = judged.target
-    return f"{'at least' if target.at_least else 'at most'} {amount(target.limit)}{_unit(judged)}"
-
-
-def _found(judged: Judged) -> str:
-    if judged.found is None:
-        return "not measured"
-    return f"{judged.found}{_unit(judged)}{f', {judged.runs} runs' if judged.runs > 1 else ''}"
-
-
-def _unit(judged: Judged) -> str:
-    target = judged.target
-    if target.kind in ("ratio", "growth"):
-        return " times"
-    return f" {target.unit}" if target.unit else ""
-
-
-def _verdict(judged: Judged) -> str:
-    if judged.found is None:
-        return "-"
+def _judged(judged: Judged) -> tuple[str, str, str]:
+    """Return the limit, what was measured, and the verdict."""
+    target, found, is_factor = judged.target, judged.found, judged.target.kind in ("ratio", "growth")
+    unit = " times" if is_factor else f" {target.unit}".rstrip()
+    limit = f"{'at least' if target.at_least else 'at most'} {amount(target.limit)}{unit}"
+    if found is None:
+        return limit, "not measured", "-"
+    measured = f"{found}{unit}{f', {judged.runs} runs' if judged.runs > 1 else ''}"
     if judged.reached:
-        return "reached"
-    found, limit = judged.found.median, judged.target.limit
-    if judged.target.kind in ("ratio", "growth"):
-        return f"**not reached**: {amount(max(found, limit) / min(found, limit))} times away"
-    return f"**not reached**: by {amount(abs(found - limit))}{_unit(judged)}"
+        return limit, measured, "reached"
+    low, high = sorted((found.median, target.limit))
+    away = f"{amount(high / low)} times away" if is_factor else f"by {amount(high - low)}{unit}"
+    return limit, measured, f"**not reached**: {away}"
 
 
-# -- a comparison --------------------------------------------------------------------------------
+# -- a comparison
 
 
 def _parts(comparison: Comparison, result: Result | None) -> list[Part]:
@@ -135,51 +119,39 @@ def _section(comparison: Comparison, result: Result | None) -> list[str]:
         if len(comparison.environments) > 1:
             lines.append(f"### {comparison.name} on {ENVIRONMENTS[part.environment]}\n")
         if part.failure is not None:
-            failure = f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}"
-            lines += _marked(comparison, failure)
+            lines += _marked(comparison, f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}")
         else:
-            lines += _measured(comparison, part)
+            if _picture(comparison, part):
+                lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
+            lines += [*_figures(comparison, part), *(f"- {note}" for note in part.notes), *[""] * bool(part.notes)]
+            lines += [_settings(part.contestants), ""]
         lines += _circumstances(comparison, part)
         lines += _all_runs(result.runs(part.environment) if result is not None else [])
     return lines
-
-
-def _measured(comparison: Comparison, part: Part) -> list[str]:
-    lines = []
-    if _picture(comparison, part):
-        lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
-    return [*lines, *_figures(comparison, part), *_notes(part), _settings(part.contestants), ""]
 
 
 def _all_runs(runs: Sequence[Part]) -> list[str]:
     """Return the ratios over all kept runs; nothing for a single run."""
     if len(runs) < 2:
         return []
-    types = list(dict.fromkeys(run.machine_type for run in runs))
-    counts = [sum(run.machine_type == one for run in runs) for one in types]
-    columns = (f"{one}: {count} run{'s' if count > 1 else ''}" for one, count in zip(types, counts, strict=True))
+    types = Counter(run.machine_type for run in runs)
+    columns = (f"{one}: {count} run{'s' if count > 1 else ''}" for one, count in types.items())
     heading = ("case", "times as fast as", "worst median (range of all turns)", *columns)
     rows = [
         (
-            kept.case,
-            f"{kept.contestant} / {kept.other}",
-            str(kept.worst),
-            *(_medians(kept.medians.get(t)) for t in types),
+            *(case, f"{ours} / {other}", str(Spread.over([spread for _, spread in kept]))),
+            *(_medians([spread.median for kind, spread in kept if kind == one]) for one in types),
         )
-        for kept in kept_ratios(runs)
+        for (case, ours, other), kept in kept_ratios(runs).items()
     ]
     return ["Medians of all kept runs:\n", _table(heading, rows), ""]
 
 
-def _medians(medians: Sequence[float] | None) -> str:
-    if medians is None:
+def _medians(medians: Sequence[float]) -> str:
+    if not medians:
         return "-"
     low, high = amount(min(medians)), amount(max(medians))
     return low if low == high else f"{low} to {high}"
-
-
-def _notes(part: Part) -> list[str]:
-    return [*(f"- {note}" for note in part.notes), *([""] if part.notes else [])]
 
 
 def _marked(comparison: Comparison, text: str) -> list[str]:
@@ -192,7 +164,9 @@ def _marked(comparison: Comparison, text: str) -> list[str]:
 def _figures(comparison: Comparison, part: Part) -> list[str]:
     if comparison.table is not None:
         return _marked(comparison, _table(comparison.table.heading, comparison.table.lines(part)))
-    others = [name for name, c in part.contestants.items() if not c.is_ours and _has_ours(part, name)]
+    table = ratios(part)
+    compared = {other for _, _, other in table}
+    others = [name for name in part.contestants if name in compared]
     heading = ("case", "contestant", "median", "min to max", "turns", *(f"times as fast as {n}" for n in others))
     rows = []
     for case in part.cases:
@@ -200,20 +174,10 @@ def _figures(comparison: Comparison, part: Part) -> list[str]:
             spread = Spread.of(case.figures(name))
             label = f"**{name}**" if part.contestants[name].is_ours else name
             least_and_most = f"{amount(spread.low)} to {amount(spread.high)}"
-            times = [_against(part, case, name, other) for other in others]
+            times = [str(table.get((case.name, name, other), "")) for other in others]
             what = [case.name if i == 0 else "", label, f"{amount(spread.median)} {case.unit}", least_and_most]
             rows.append([*what, str(len(case.turns[name])), *times])
     return [_table(heading, rows), ""]
-
-
-def _has_ours(part: Part, other: str) -> bool:
-    return any(other in case.turns and any(part.contestants[n].is_ours for n in case.turns) for case in part.cases)
-
-
-def _against(part: Part, case: Case, name: str, other: str) -> str:
-    if name == other or other not in case.turns or not part.contestants[name].is_ours:
-        return ""
-    return str(ratio(case, name, other))
 
 
 def _settings(contestants: Mapping[str, Contestant]) -> str:
@@ -247,18 +211,11 @@ def _arguments(comparison: Comparison, part: Part) -> str:
         words.append(f"--environment {part.environment}")
     usual = comparison.sizes["full"]
     for name, value in part.size.items():
-        if name in usual and value != _listed(usual[name]):
+        if name in usual and value != usual[name]:
             values = value if isinstance(value, list) else [value]
-            words.append(f"--{name.replace('_', '-')} {' '.join(map(_given, values))}")
+            given = (str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+            words.append(f"--{name.replace('_', '-')} {' '.join(given)}")
     return " ".join(words)
-
-
-def _given(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _listed(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _size(value: object) -> str:
@@ -267,7 +224,7 @@ def _size(value: object) -> str:
     return f"{value:,}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
-# -- pictures ------------------------------------------------------------------------------------
+# -- pictures
 
 
 def _plot_name(comparison: Comparison, part: Part) -> str:
@@ -295,28 +252,24 @@ def _picture(comparison: Comparison, part: Part) -> str:
 
 def bars(title: str, cases: Sequence[Case], contestants: Mapping[str, Contestant]) -> str:
     """Draw a horizontal bar with its spread for each contestant of each case, and return the SVG."""
-    figures = [(case, name, Spread.of(case.figures(name))) for case in cases for name in case.turns]
-    axes = _axes(title, 1.2 + 0.3 * (len(figures) + len(cases)))
-    place = 0.0
-    ticks, labels = [], []
+    axes = _axes(title, 1.2 + 0.3 * sum(len(case.turns) + 1 for case in cases))
+    place, spreads = 0, list[Spread]()
+    ticks: dict[int, str] = {}
     for case in cases:
         if len(cases) > 1:
             axes.text(0, place, f" {case.name}", transform=axes.get_yaxis_transform(), weight="bold", va="center")
             place += 1
         for name in case.turns:
-            s = Spread.of(case.figures(name))
+            spreads.append(s := Spread.of(case.figures(name)))
             axes.barh(place, s.median, color=OURS if contestants[name].is_ours else OTHERS)
             axes.hlines(place, s.low, s.high, color=INK)
-            axes.annotate(
-                amount(s.median), (max(s.high, s.median), place), (5, 0), textcoords="offset points", va="center"
-            )
-            ticks.append(place)
-            labels.append(name)
+            axes.annotate(amount(s.median), (s.high, place), (5, 0), textcoords="offset points", va="center")
+            ticks[place] = name
             place += 1
-    axes.set_yticks(ticks, labels)
+    axes.set_yticks(list(ticks), list(ticks.values()))
     axes.set_ylim(place - 0.4, -0.6)
     axes.margins(x=0.12)
-    is_log = _scale(axes.set_xscale, [s for *_, s in figures])
+    is_log = _scale(axes.set_xscale, spreads)
     axes.set_xlabel(_axis_label(cases[0].unit, is_log))
     return _svg(axes)
 
@@ -379,9 +332,6 @@ def _svg(axes: Axes) -> str:
     return text.getvalue()
 
 
-# -- Markdown ------------------------------------------------------------------------------------
-
-
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(_cell(text) for text in line)} |" for line in lines)
@@ -423,11 +373,6 @@ class WholeRun:
 
     def save(self, directory: Path) -> None:
         (directory / WHOLE_RUN).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @staticmethod
-    def remove(directory: Path) -> None:
-        """Remove the record, because another run begins."""
-        (directory / WHOLE_RUN).unlink(missing_ok=True)
 
     @staticmethod
     def record_again(directory: Path, parts: Collection[str]) -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from suite.machine import machine, memory_by_role, versions
 from suite.model import (
@@ -33,8 +33,9 @@ from suite.model import (
     Kind,
     Part,
     Size,
+    T,
     part_from_dict,
-    part_to_json,
+    part_to_dict,
     rotated,
 )
 
@@ -51,39 +52,27 @@ QUIET = 10.0
 
 
 class Steps:
+    """The steps of a comparison: a bar on a terminal within ``bar``, otherwise a line from time to time."""
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=True)
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._done = self._total = 0
+        columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar.add_task("starting", total=None)
+        (self._task,) = self.bar.tasks
         self._said = 0.0
 
-    @contextmanager
-    def shown(self) -> Iterator[Steps]:
-        """Show a bar within the block, if there is a terminal."""
-        if not self.console.is_terminal:
-            yield self
-            return
-        columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as self._bar:
-            self._task = self._bar.add_task("starting", total=None)
-            yield self
-        self._bar = None
-
     def expect(self, steps: int) -> None:
-        self._total += steps
-        self._update()
+        self.bar.update(self._task.id, total=(self._task.total or 0) + steps)
 
     def now(self, what: str) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=what)
-        elif time.monotonic() - self._said > QUIET:
+        self.bar.update(self._task.id, description=what)
+        if not self.console.is_terminal and time.monotonic() - self._said > QUIET:
             self._said = time.monotonic()
-            self.console.print(f"  {self._done} of {self._total or '?'}: {what}", markup=False)
+            self.say(f"{self._task.completed:g} of {self._task.total or '?'}: {what}")
 
     def advance(self) -> None:
-        self._done += 1
-        self._update()
+        self.bar.advance(self._task.id)
 
     def turns(self, what: str, contestants: Iterable[str], turns: int) -> Iterator[str]:
         """Give the contestants, turn by turn; each turn begins with another one. Each use is one step."""
@@ -93,12 +82,15 @@ class Steps:
                 yield name
                 self.advance()
 
+    def take_turns(self, what: str, names: Iterable[str], turns: int, take: Callable[[str], T]) -> dict[str, list[T]]:
+        """Return what ``take`` returns for each turn of a contestant, by its name."""
+        found: dict[str, list[T]] = {name: [] for name in names}
+        for name in self.turns(what, found, turns):
+            found[name].append(take(name))
+        return found
+
     def say(self, text: str) -> None:
         self.console.print(f"  {text}", markup=False)
-
-    def _update(self) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, total=self._total or None)
 
 
 class EnvironmentMissingError(RuntimeError):
@@ -130,6 +122,27 @@ def interpreter(environment: str) -> Path:
                 f"{' '.join(command)} ended with status {status} and did not make {python}; see what it said"
                 f"{names if environment == VENV42 else ''}."
             )
+    return python
+
+
+def made_environment(directory: Path, requirements: str) -> Path:
+    """Return the Python of an environment with these lines of requirements, which is made again if they have changed.
+
+    Raises ``EnvironmentMissingError`` if it cannot be made.
+    """
+    python, wanted, made = (directory / name for name in ("bin/python", "requirements.txt", ".made-of"))
+    if made.exists() and made.read_text() == requirements:
+        return python
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    wanted.write_text(requirements)
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(wanted)]
+    for command in ([sys.executable, "-m", "venv", str(directory)], pip):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+            raise EnvironmentMissingError(f"{' '.join(command[1:])} ended with status {done.returncode}: {said[-1]}")
+    wanted.rename(made)
     return python
 
 
@@ -209,26 +222,24 @@ def _descendants(pid: int) -> list[psutil.Process]:
 def _end(processes: list[psutil.Process]) -> None:
     """End the processes that a child has left; ``is_running`` tells a process id that was given to another."""
     left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=LEAVE)[1]
-    for process in _running(left):
-        process.kill()
+    for process in left:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            process.kill()
     psutil.wait_procs(left, timeout=GRACE)
-
-
-def _running(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
-    return (process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, answer: Path) -> None:
     """Run the comparison in this process, the child, and write the part."""
     began, part = time.perf_counter(), Part(environment, kind, size, str(date.today()), 0.0, versions(), machine())
     try:
-        with Steps().shown() as steps:
+        steps = Steps()
+        with steps.bar:
             measured = comparison.run(size, steps)
         part = replace(part, contestants=measured.contestants, cases=tuple(measured.cases), notes=tuple(measured.notes))
     except Exception as error:  # noqa: BLE001 - the report has the error, and the other comparisons still run
         traceback.print_exc()
         part = replace(part, failure=_in_short(error))
-    answer.write_text(part_to_json(replace(part, seconds=time.perf_counter() - began)))
+    answer.write_text(json.dumps(part_to_dict(replace(part, seconds=time.perf_counter() - began))))
 
 
 def _in_short(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import protocol
 STEP = 100
 
 
-class Counting:
+class Counting(protocol.Program):
     look_every = 0.001
 
     def start(self, contestant: str, directory: Path, collect: bool, checkpoint_seconds: float) -> None:
@@ -77,9 +77,6 @@ class Counting:
         if self._results is not None:
             self._thread.join()
         self._state.write_text(json.dumps([self._totals, self._done]))
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 if __name__ == "__main__":

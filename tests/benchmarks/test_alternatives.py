@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from alternatives import turns
-from alternatives.contestants import ALTERNATIVES, REQUIREMENTS, SPARK, Alternative, Group
+from alternatives.comparison import ALTERNATIVES, REQUIREMENTS, SPARK, Alternative, Group, _cases, chosen
 from alternatives.turns import (
     ContestantError,
     Course,
@@ -28,7 +28,6 @@ from alternatives.turns import (
     slices_of,
 )
 from comparisons import COMPARISONS
-from comparisons.alternatives import _cases, chosen
 from suite import report
 from suite.model import Contestant, Part, rotated
 from suite.runner import Steps

@@ -33,9 +33,9 @@ def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: p
 
 
 def test_a_size_is_read_like_the_usual_one() -> None:
-    size = bench.sizes_of(comparison(), "full", {"keys": ["2_000"], "work": ["c", "d"]})
+    size = comparison().size("full", {"keys": ["2_000"], "work": ["c", "d"]})
     assert size == {"keys": 2000, "work": ["c", "d"]}
-    assert bench.sizes_of(comparison(), "smoke", {"work": ["c"]}) == {"keys": 100, "work": ["c"]}
+    assert comparison().size("smoke", {"work": ["c"]}) == {"keys": 100, "work": ["c"]}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_size_is_read_like_the_usual_one() -> None:
 )
 def test_a_wrong_size_is_refused(given: dict[str, list[str]], words: str) -> None:
     with pytest.raises(ValueError, match="^" + words.replace(".", r"\.")):
-        bench.sizes_of(comparison(), "full", given)
+        comparison().size("full", given)
 
 
 @pytest.mark.parametrize("one", COMPARISONS.values(), ids=COMPARISONS.keys())

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from lanes import write_batch
 from nexmark.generator import (
     AUCTION,
     BID,
@@ -26,7 +27,6 @@ from nexmark.generator import (
     last_auction,
     last_person,
     people_of,
-    write_batch,
 )
 
 from tests.effort import effort, only_thorough
@@ -180,7 +180,7 @@ def test_closing_events_are_a_day_later_and_have_no_bidder(group: int) -> None:
 
 def test_files_of_a_batch_have_its_events_between_them(tmp_path: Path) -> None:
     batch = events(CONF, 100, 51)
-    write_batch(batch, tmp_path / "000003", 3, 2)
+    write_batch(pa.Table.from_batches([batch]), tmp_path / "000003", 2)
     files = sorted((tmp_path / "000003").iterdir())
     read = [pq.read_table(path) for path in files]
     assert [path.name for path in files] == ["0.parquet", "1.parquet"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from comparisons.object_storage import dollars_a_month
 from played import Shape, played_cluster
-from s3_proxy import kind_of, proxy_before
+from slow_s3 import kind_of, proxy_before
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage

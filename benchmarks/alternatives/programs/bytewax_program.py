@@ -135,9 +135,7 @@ if "DIRECTORY" in os.environ:
 PROCESSES = PARTS
 
 
-class Bytewax:
-    look_every = 0.01
-
+class Bytewax(protocol.Program):
     def start(self, contestant: str, directory: Path, collect: bool, checkpoint_seconds: float) -> None:
         recovery = directory / "state"
         if not any(recovery.iterdir()):
@@ -163,17 +161,11 @@ class Bytewax:
             raise RuntimeError(f"A process has ended by itself: {ended[0]}; see its output above.")
         return sum(int.from_bytes(path.read_bytes(), "little") for path in self._counts)
 
-    def sees(self, user: int) -> int:
-        raise NotImplementedError("Bytewax has no queries of its state.")
-
     def stop(self) -> None:
         """Let the sources end: Bytewax writes a last snapshot then."""
         (self._directory / STOP).touch()
         if failed := [p.args for p in self._processes if p.wait(60)]:
             raise RuntimeError(f"A process has failed at the end: {failed[0]}; see its output above.")
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 def _free_ports(count: int) -> list[int]:

@@ -70,7 +70,7 @@ class Collect(MapFunction):
         return 0
 
 
-class Flink:
+class Flink(protocol.Program):
     look_every = 0.02
 
     def start(self, contestant: str, directory: Path, collect: bool, checkpoint_seconds: float) -> None:
@@ -79,7 +79,8 @@ class Flink:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         if contestant.startswith("table") and collect:
-            protocol.redirect_output(directory / "results" / "printed.csv")
+            with (directory / "results" / "printed.csv").open("w") as file:
+                os.dup2(file.fileno(), 1)  # what processes print that are started from now on
         env = StreamExecutionEnvironment.get_execution_environment(self._configuration(checkpoint_seconds))
         env.set_parallelism(SLOTS)
         if contestant.startswith("table"):
@@ -121,7 +122,7 @@ class Flink:
         totals = keyed.process(RunningTotals(), output_type=TOTAL).name(OPERATOR).uid(OPERATOR)
         if collect:
             totals = totals.map(Collect(self._directory / "results"), Types.INT())
-        totals.sink_to(_drop())
+        totals.sink_to(Sink(get_gateway().jvm.org.apache.flink.streaming.api.functions.sink.v2.DiscardingSink()))
         return env.execute_async("running totals")
 
     def _table(self, env: StreamExecutionEnvironment, collect: bool) -> Any:
@@ -176,9 +177,6 @@ class Flink:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
-    def sees(self, user: int) -> int:
-        raise NotImplementedError("PyFlink has no queries of its state.")
-
     def stop(self) -> None:
         """Stop with a savepoint, by the REST interface: PyFlink's own call does not fit Flink 2.3."""
         job, where = self._job.get_job_id(), f"file://{self._directory}/state/savepoints"
@@ -189,13 +187,6 @@ class Flink:
         if "location" not in found["operation"]:
             raise RuntimeError(f"No savepoint was made: {found['operation']}")
         (self._directory / "state" / "savepoint").write_text(found["operation"]["location"])
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-
-def _drop() -> Any:
-    return Sink(get_gateway().jvm.org.apache.flink.streaming.api.functions.sink.v2.DiscardingSink())
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ THREADS = 2
 AUTOCOMMIT_MS = 100
 
 
-class Pathway:
-    look_every = 0.01
-
+class Pathway(protocol.Program):
     def start(self, contestant: str, directory: Path, collect: bool, checkpoint_seconds: float) -> None:
         self._count, self._checkpoint_seconds = directory / "rows", checkpoint_seconds
         before = self._count.read_bytes()[8:] if self._count.exists() else bytes(8)
@@ -36,16 +34,10 @@ class Pathway:
         data = self._count.read_bytes()
         return int.from_bytes(data[8:], "little") - int.from_bytes(data[:8], "little")
 
-    def sees(self, user: int) -> int:
-        raise NotImplementedError("Pathway has no client for the state of a running program.")
-
     def stop(self) -> None:
         time.sleep(3 * self._checkpoint_seconds)
         self._process.kill()
         self._process.wait()
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 def query() -> None:

@@ -21,28 +21,33 @@ import os
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 
-class Program(Protocol):
+class Program(ABC):
     """What runs one contestant after the other."""
 
-    look_every: float
+    look_every = 0.01
     """Seconds between two looks at how far the contestant is."""
 
+    @abstractmethod
     def start(self, contestant: str, directory: Path, collect: bool, checkpoint_seconds: float) -> None: ...
 
+    @abstractmethod
     def rows(self) -> int:
         """Return of how many rows the results are out, since the start."""
 
     def sees(self, user: int) -> int:
         """Return the count of a user by a query of the running state; ``NotImplementedError`` where there is none."""
+        raise NotImplementedError(f"{type(self).__name__} has no queries of its state.")
 
+    @abstractmethod
     def stop(self) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing
         """Give back what is kept between contestants."""
 
 
@@ -62,7 +67,6 @@ def serve(program: Program) -> None:
 
 
 def carry_out(program: Program, command: dict[str, Any]) -> Any:
-    """Carry out one command and return its answer."""
     if command["do"] == "start":
         directory = Path(command["directory"])
         for name in ("input", "state", "results"):
@@ -97,9 +101,3 @@ class Results:
 
     def write(self, user: int, n: int, spent: int) -> None:
         self._file.write(f"{user},{n},{spent}\n")
-
-
-def redirect_output(path: Path) -> None:
-    """Let what processes print that are started from now on go to a file of results."""
-    with path.open("w") as file:
-        os.dup2(file.fileno(), 1)

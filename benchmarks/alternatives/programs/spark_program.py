@@ -20,16 +20,14 @@ from totals import CONTESTANTS, ON_ROCKSDB, Workload
 from spark_bridge.session.ray_cluster import ensure_java
 
 PARTITIONS = 2
-WORKLOAD = Workload("long", "a long key", 0, 0)  # its columns: the rows are given
+WORKLOAD = Workload(0, 0)  # its columns: the rows are given
 OPERATORS = {
     **dict.fromkeys(("aggregate", "aggregate_partial"), "totals"),
     **{"arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"},
 }
-POLLING = {lanes.POLLING: "10ms"}
-"""Spark's default, for queries that run alone."""
 
 
-class Spark:
+class Spark(protocol.Program):
     look_every = 0.005
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class Spark:
         if self._spark is None or provider != self._provider:
             self._open.close()
             self._client = None  # it knows the cluster that has just ended
-            made = lanes.session(PARTITIONS, provider=provider, configs=POLLING) if provider else _local()
+            made = lanes.session(PARTITIONS, provider=provider, configs=lanes.AT_ONCE) if provider else _local()
             self._spark, self._provider = self._open.enter_context(made), provider
         return self._spark
 
@@ -80,7 +78,7 @@ class Spark:
         from spark_bridge import QueryableStateClient
 
         if self._name not in OPERATORS:
-            raise NotImplementedError("Spark has no queries of its state.")
+            return super().sees(user)
         self._client = self._client or QueryableStateClient.connect()
         return (self._client.get(OPERATORS[self._name], user) or {"n": 0})["n"]
 
@@ -96,17 +94,15 @@ class Spark:
 def _local() -> Iterator[SparkSession]:
     """Give a session without Ray, for Spark's own ways."""
     ensure_java()
-    made = SparkSession.builder.master(f"local[{PARTITIONS}]").config("spark.driver.memory", "3g")
     settings = {
+        "spark.driver.memory": "3g",
         "spark.sql.shuffle.partitions": str(PARTITIONS),
         "spark.sql.streaming.numRecentProgressUpdates": "1000",
         "spark.ui.enabled": "false",
-        **POLLING,
+        **lanes.AT_ONCE,
         **ON_ROCKSDB,
     }
-    for name, value in settings.items():
-        made = made.config(name, value)
-    spark = made.getOrCreate()
+    spark = SparkSession.builder.master(f"local[{PARTITIONS}]").config(map=settings).getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     try:
         yield spark
