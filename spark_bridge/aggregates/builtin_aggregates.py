@@ -151,11 +151,6 @@ def sum_type(of: pa.DataType) -> pa.DataType:
     return pa.float64()
 
 
-def _sum_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
-    source = input_column(output, rows).cast(sum_type(output.type))
-    return [sums(groups, source)]
-
-
 def _mean_sum_type(output: Output) -> pa.DataType:
     return sum_type(output.type) if split_function(output.function)[1] else pa.float64()
 
@@ -199,7 +194,7 @@ def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
 
 SUM = Computation(
     parts=lambda output: [("sum", sum_type(output.type))],
-    of_rows=_sum_rows,
+    of_rows=lambda output, groups, rows: [sums(groups, input_column(output, rows).cast(sum_type(output.type)))],
     merge=lambda output, groups, state: [sums(groups, state[0])],
     merge_pairs=lambda output, a, b: [sum_pairs(a[0], b[0])],
 )
@@ -347,8 +342,7 @@ def _picked_rows(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: boo
     chosen = _candidates(groups, by, greatest=greatest)
     rows = np.full(groups.num, -1, np.int64)
     rows[groups.ids[chosen]] = chosen
-    num_found = int((rows >= 0).sum())
-    if num_found < len(chosen):
+    if int((rows >= 0).sum()) < len(chosen):
         among = groups.ids[chosen]
         best = _extreme_rows(Groups(among, groups.num), value.take(pa.array(chosen)), greatest=True)
         rows = np.where(best >= 0, chosen[best], rows)
@@ -380,10 +374,6 @@ def _chosen(first: Mask, a: pa.Array, b: pa.Array) -> pa.Array:
     return pa.concat_arrays([a, b]).take(pa.array(np.where(first, np.arange(n), np.arange(n) + n)))
 
 
-def _value_pairs(a: OutputState, b: OutputState, *, greatest: bool) -> OutputState:
-    return [_chosen(_is_better(a[0], b[0], greatest=greatest), a[0], b[0])]
-
-
 def _pick(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: bool) -> OutputState:
     return _rows_taken(_picked_rows(groups, value, by, greatest=greatest), value, by)
 
@@ -401,7 +391,7 @@ def _extreme(*, greatest: bool) -> Computation:
         parts=lambda output: [("value", output.type)],
         of_rows=lambda output, groups, rows: [_extremes(groups, input_column(output, rows), greatest=greatest)],
         merge=lambda _, groups, state: [_extremes(groups, state[0], greatest=greatest)],
-        merge_pairs=lambda _, a, b: _value_pairs(a, b, greatest=greatest),
+        merge_pairs=lambda _, a, b: [_chosen(_is_better(a[0], b[0], greatest=greatest), a[0], b[0])],
     )
 
 

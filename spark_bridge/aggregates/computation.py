@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import Integers, Mask, one_array, struct_array
-from spark_bridge.aggregates.row_groups import plain
+from spark_bridge.aggregates.row_groups import as_type, plain
 from spark_bridge.exceptions import InvalidOperatorError
 
 # Rows in groups: the rows of one key in a batch, or the states to merge into one.
@@ -132,28 +132,22 @@ class Computation:
     merge: Callable[[Output, Groups, OutputState], OutputState]
     merge_pairs: Callable[[Output, OutputState, OutputState], OutputState] | None = None
     result_type: Callable[[str, FunctionArguments, list[pa.Field]], pa.DataType] = lambda _, __, parts: parts[0].type
-    result: Callable[[str, FunctionArguments, list[pa.Field], OutputState], pa.Array] = lambda _, __, ___, state: state[
-        0
-    ]
+    result: Callable[[str, FunctionArguments, list[pa.Field], OutputState], pa.Array] = lambda *given: given[3][0]
 
 
 def input_column(output: Output, rows: pa.RecordBatch) -> pa.Array:
     """Return the input column of an output in its declared type; several columns become a struct."""
     kind = output.type
     if output.columns and kind is not None:
-        children = [_as_type(rows.column(c), kind.field(i).type) for i, c in enumerate(output.columns)]
+        children = [as_type(rows.column(c), kind.field(i).type) for i, c in enumerate(output.columns)]
         return struct_array(children, rows.num_rows, None, kind)
-    return _as_type(rows.column(output.column), output.type)
+    column = rows.column(output.column)
+    return plain(column) if kind is None or pa.types.is_null(kind) else as_type(column, kind)
 
 
 def order_of(output: Output, rows: pa.RecordBatch) -> pa.Array:
     """Return the column that an output is ordered by, in its declared type."""
-    return _as_type(rows.column(output.by), output.by_type)
-
-
-def _as_type(column: pa.Array, kind: pa.DataType | None) -> pa.Array:
-    column = plain(column)
-    return column if kind is None or pa.types.is_null(kind) or column.type == kind else column.cast(kind)
+    return as_type(rows.column(output.by), output.by_type)
 
 
 # The names of an aggregation's state columns: ``<output>.<function>.<part>``, such as ``total.sum.sum``.
@@ -200,9 +194,8 @@ GROUP_ID = "group_id"
 
 def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
     """Return the states that the user's ``merge`` makes of states; raises ``InvalidOperatorError``."""
-    table = pa.Table.from_arrays(
-        [pa.array(groups.ids), *states], schema=pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
-    )
+    schema = pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
+    table = pa.Table.from_arrays([pa.array(groups.ids), *states], schema=schema)
     return _states(f"{output}: merge", user.merge(table), user.state, groups.num)
 
 
@@ -291,17 +284,12 @@ def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputSta
     return [column.take(pa.array(rows, mask=rows < 0)) for column in merged]
 
 
-def _user_parts(output: Output) -> list[tuple[str, pa.DataType]]:
-    assert output.user is not None
-    return [(f.name, f.type) for f in output.user.state]
-
-
 def _as_declared(parts: list[pa.Field]) -> pa.Schema:
     return pa.schema([f.with_name(split_state_column(f.name).part) for f in parts])
 
 
 USER = Computation(
-    parts=_user_parts,
+    parts=lambda output: [] if output.user is None else [(f.name, f.type) for f in output.user.state],
     of_rows=_user_rows,
     merge=_user_merge,
     result_type=lambda _, __, parts: state_result_type(_as_declared(parts)),

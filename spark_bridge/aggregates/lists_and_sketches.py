@@ -132,16 +132,12 @@ def _codes(column: pa.Array, descending: bool) -> columns.Integers:
     """Return codes in the order that is asked for, a null being the least value."""
     codes, mask = order_codes(column), columns.null_mask(column)
     if mask is not None:
-        codes = _below_all(codes, mask)
+        least = int(codes[~mask].min(initial=0))
+        if least > np.iinfo(np.int64).min:
+            codes = np.where(mask, least - 1, codes)
+        else:
+            codes = np.where(mask, 0, np.unique(codes, return_inverse=True)[1] + 1)
     return ~codes if descending else codes
-
-
-def _below_all(codes: columns.Integers, mask: columns.Mask) -> columns.Integers:
-    least = int(codes[~mask].min(initial=0))
-    if least > np.iinfo(np.int64).min:
-        return np.where(mask, least - 1, codes)
-    ranks = np.unique(codes, return_inverse=True)[1] + 1
-    return np.where(mask, 0, ranks)
 
 
 def _rule_of(output: computation.Output) -> ListRule:

@@ -45,6 +45,12 @@ def plain(column: pa.Array) -> pa.Array:
     return column
 
 
+def as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return a column in its declared type: Spark renames the fields of lists, and sets the session's zone in times."""
+    column = plain(column)
+    return column if column.type == kind else column.cast(kind)
+
+
 def normalized(column: pa.Array) -> pa.Array:
     """Return a column whose equal values have the same bits: -0.0 becomes 0.0, and every NaN the same NaN."""
     if not pa.types.is_floating(column.type):
@@ -203,7 +209,7 @@ class RowGroups:
 
 def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> RowGroups:
     """Return the rows by their columns ``keys``; stored keys begin with one of ``num_key_groups`` key groups."""
-    columns = [_as_type(rows.column(f.name), f.type) for f in keys]
+    columns = [as_type(rows.column(f.name), f.type) for f in keys]
     ids, at = distinct_rows(columns)
     picked = pa.array(at)
     distinct = pa.RecordBatch.from_arrays([c.take(picked) for c in columns], schema=keys)
@@ -294,8 +300,3 @@ def _inverse(order: npt.NDArray[np.intp]) -> Integers:
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     return places
-
-
-def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    column = plain(column)
-    return column if column.type == kind else column.cast(kind)

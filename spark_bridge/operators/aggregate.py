@@ -27,18 +27,15 @@ from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahe
 from spark_bridge.operators.map_in_arrow import (
     DeclaredOperator,
     KeyRouting,
-    check_operator_name,
     columns_by_name,
-    declare,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
+    refusing,
+    state_layout,
+    stateful_operator,
     with_ticks,
 )
 from spark_bridge.operators.rolling_task import RollingLogic
 from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, rolling_schema, session_schema
-from spark_bridge.task.state_task import StateTask
 
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
 
@@ -82,11 +79,9 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
             is_fine = True
         case "count_if":
             is_fine = isinstance(kind, T.BooleanType)
-        case "approx_count_distinct":
-            is_fine = columns.is_ordered(kind)  # a map has no hash
         case n if n in OF_NUMBERS:
             is_fine = isinstance(kind, columns.NUMERIC)
-        case _:
+        case _:  # a map has neither an order nor a hash
             is_fine = columns.is_ordered(kind)
     if not is_fine:
         remedy = ""
@@ -244,8 +239,6 @@ def aggregate(
             "out, or add an aggregate of the same rows without horizons, and index that one."
         )
     keys = _keys_of(by)
-    check_operator_name(operator, df)
-    key_groups = key_group_count(df)
     if keys.is_global:
         if num_partitions not in (None, 1):
             raise InvalidOperatorError(
@@ -253,7 +246,7 @@ def aggregate(
             )
         num_partitions = 1
         partial_aggregation = partial_aggregation is not False
-    partitions = partition_count(df, num_partitions, key_groups)
+    partitions, key_groups = state_layout(operator, num_partitions, df)
     marked = columns.watermark_columns(df.schema)
     rolling = _rolling(df, aggregations, event_time, exact_windows, output_mode)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
@@ -266,7 +259,7 @@ def aggregate(
     if output_mode == "append" and marked:
         df = with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
-    try:
+    with refusing(operator):
         if rolling is None:
             declared = _declared(rows, keys, aggregator, output_mode, indexed)
         else:
@@ -274,10 +267,8 @@ def aggregate(
         spec = OperatorSpec(
             operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
         )
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
 
-    prepared, stored, logic = rows, declared.stored, declared.logic
+    prepared, logic = rows, declared.logic
     if partial_aggregation:
         if not isinstance(logic, AggregateLogic):
             raise InvalidOperatorError(
@@ -286,11 +277,10 @@ def aggregate(
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
     results = declared.results if declared.results is not None else pa.schema(aggregator.result_fields)
     output = T.StructType([*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(results).fields])
-    routing = KeyRouting(stored, partitions, key_groups)
-    return map_in_arrow(prepared, task.run, declare(DeclaredOperator(spec, aggregator=aggregator)), output, routing)
+    routing, stated = KeyRouting(declared.stored, partitions, key_groups), DeclaredOperator(spec, aggregator=aggregator)
+    return stateful_operator(prepared, stated, routing, logic, output, declared.lag_ms)
 
 
 @dataclass(frozen=True)

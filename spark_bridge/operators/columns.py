@@ -12,7 +12,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from backends.encoding.columns import RESERVED_PREFIX, from_spark_type, to_spark_type
+from backends.encoding.columns import RESERVED_PREFIX, from_spark_type, spark_struct_json
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import SessionWindow, Window
@@ -99,10 +99,7 @@ def arrow_type(kind: T.DataType) -> pa.DataType:
 
 def spark_struct(fields: pa.Schema) -> T.StructType:
     """Return Arrow fields as Spark's fields; raises ``StateStoreError`` for a type that Spark does not have."""
-    of_spark = [
-        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": f.nullable, "metadata": {}} for f in fields
-    ]
-    return T.StructType.fromJson({"type": "struct", "fields": of_spark})
+    return T.StructType.fromJson(spark_struct_json(list(fields)))
 
 
 def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:

@@ -20,14 +20,14 @@ from backends.encoding.columns import Mask, distinct_names
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.aggregates.row_groups import as_type, group_rows
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.operators import join_sides
 from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
 from spark_bridge.state_format.layouts import LEFT, MATCHED, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, in_steps, one_batch, parts_of
 from spark_bridge.task.state_task import Times
 from spark_bridge.task.task_store import Spool, StateAccess
 
@@ -116,10 +116,7 @@ class JoinOutput:
         tables = []
         for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.table_columns, strict=True):
             of_key = [pa.nulls(n, f.type) for f in self.keys] if of_keys is None else of_keys.columns
-            named = {
-                **dict(zip(self.keys.names, of_key, strict=True)),
-                **dict(zip(side.columns.names, arrays, strict=True)),
-            }
+            named = dict(zip([*self.keys.names, *side.columns.names], [*of_key, *arrays], strict=True))
             tables.append(pa.table({name: named[name] for name in names}))
         result = self.apply(tables[0], tables[1])
         if not isinstance(result, (pa.Table, pa.RecordBatch)):
@@ -132,7 +129,7 @@ class JoinOutput:
                 f"apply= of a join returned the columns {', '.join(result.schema.names) or 'none'}; output= declares "
                 f"one each of {', '.join(self.output.names)}."
             )
-        table = pa.table(result.select(self.output.names)) if isinstance(result, pa.RecordBatch) else result
+        table = pa.Table.from_batches([result]) if isinstance(result, pa.RecordBatch) else result
         return one_batch(table.select(self.output.names).cast(self.output).to_batches() or [empty(self.output)])
 
 
@@ -190,13 +187,7 @@ class JoinLogic:
             for rows in parts_of(batches, timer, "sort_ms"):
                 work.add(rows, reducer)
             work.add_due(reducer)
-            size = StepSize(JOIN_KEYS_PER_STEP)
-            for part in reducer.steps():
-                start = 0
-                while start < len(part.keys):
-                    step = part.slice(start, size.keys)
-                    start += len(step.keys)
-                    size.seen(len(step.keys), work.step(step, spool))
+            in_steps(reducer, StepSize(JOIN_KEYS_PER_STEP), lambda step: work.step(step, spool))
             timer.step("join_ms")
             store.commit(work.figures(), timer.milliseconds)
             yield from spool.batches()
@@ -263,7 +254,6 @@ class JoinBatch:
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def _due_until(self, side: join_sides.JoinSide) -> int | None:
@@ -278,9 +268,8 @@ class JoinBatch:
         is_right = np.asarray(rows.column(join_sides.SIDE)) == join_sides.RIGHT_ROW
         if logic.bounds.uses_time:
             late_watermark = self._store.times.late_watermark_ms
-            late = np.where(
-                is_right, logic.right.is_late(rows, late_watermark), logic.left.is_late(rows, late_watermark)
-            )
+            of_left, of_right = (side.is_late(rows, late_watermark) for side in logic.sides)
+            late = np.where(is_right, of_right, of_left)
             if late.any():
                 self._late += int(np.count_nonzero(late))
                 rows = rows.filter(pa.array(~late))
@@ -289,9 +278,7 @@ class JoinBatch:
             return
         groups = group_rows(rows, logic.keys, self._store.num_key_groups)
         columns = [rows.column(join_sides.SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
-        for i, kind in enumerate(logic.slots):
-            column = rows.column(join_sides.slot_name(i))
-            columns.append(column if column.type == kind else column.cast(kind))
+        columns += [as_type(rows.column(join_sides.slot_name(i)), kind) for i, kind in enumerate(logic.slots)]
         ids, sorted_rows = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
         reducer.add(KeyedRows(groups.keys, ids, sorted_rows))
 
@@ -333,8 +320,8 @@ class JoinBatch:
             for one in matches:
                 for of_left, of_right in one.pairs():
                     self.output.emit(keys, left, of_left, right, of_right, spool)
-        self._settle(0, part, keys, no_nulls, left, matched[0], spool)
-        self._settle(1, part, keys, no_nulls, right, matched[1], spool)
+        for i in (join_sides.LEFT_ROW, join_sides.RIGHT_ROW):
+            self._settle(i, part, keys, no_nulls, sides[i], matched[i], spool)
         return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
 
     @staticmethod

@@ -18,7 +18,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.operators.join_sides import JoinSide, SideTimes
+from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, ROLLING
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -204,7 +204,7 @@ def targets_of(
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
     targets = []
-    times = {side.name: SideTimes(side) for side in sides if side.expires_after_us is not None}
+    times = {side.name: side.row_times for side in sides if side.expires_after_us is not None}
     for variable in variables:
         pairs = PairsOfRows(VariableRows(schema, variable, raw=True), times.get(variable.name))
         if not _can_get_rows(pairs):

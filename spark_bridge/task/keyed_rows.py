@@ -72,6 +72,10 @@ class StepSize:
             self.keys = max(1, min(1 << 18, self._bytes * num_keys // max(1, num_bytes)))
 
 
+VisitOthers: TypeAlias = Callable[[bytes | None, bytes | None, pa.BinaryArray], None]
+"""Takes a range of stored keys, after the first key and up to the second (None: unbounded), and touched keys in it."""
+
+
 class RowReducer:
     """Takes rows by key and reduces them; yields them in steps of ascending keys. Use it in a ``with`` statement.
 
@@ -169,6 +173,28 @@ class RowReducer:
         size = max(1, self._limits.memory // 4 * len(ids) // max(1, batch.nbytes))
         for start in range(0, len(ids), size):
             self._sorter.add(batch.slice(start, size))
+
+
+def in_steps(
+    reducer: RowReducer, size: StepSize, merge: Callable[[KeyedRows], int], visit: VisitOthers | None = None
+) -> None:
+    """Call ``merge`` for some keys at a time, and ``visit`` for the stored keys between and after them.
+
+    ``merge`` returns the bytes that the rows of the keys take.
+    """
+    behind = None
+    for part in reducer.steps():
+        start = 0
+        while start < len(part.keys):
+            step = part.slice(start, size.keys)
+            start += len(step.keys)
+            size.seen(len(step.keys), merge(step))
+            if visit is not None:
+                last = step.keys[-1].as_py()
+                visit(behind, last, step.keys)
+                behind = last
+    if visit is not None:
+        visit(behind, None, pa.array([], pa.binary()))
 
 
 def scanned(
