@@ -187,7 +187,7 @@ class _AsofBatch(JoinBatch):
         # Rows that cannot match are emitted or dropped at once; unsettled rows stay as they are.
         stays = [left.can_match.copy(), right.can_match.copy()]
         due_at = [left.times.copy(), right.times.copy()]
-        self.output.emit(keys, left, np.flatnonzero(~left.can_match), None, None, spool)
+        self.output.emit(keys, (left, np.flatnonzero(~left.can_match)), None, spool)
         waiting = np.full(len(part.keys), NO_TIME)
         chosen = np.flatnonzero(left.can_match & settled[left.ids])
         others = np.flatnonzero(right.can_match & settled[right.ids])
@@ -204,8 +204,8 @@ class _AsofBatch(JoinBatch):
             if self._logic.asof.tolerance_us is not None:
                 matched &= distances[final] <= self._logic.asof.tolerance_us
             of_right = others[rows.numbers[places[final][matched]]]
-            self.output.emit(keys, left, of_left[matched], right, of_right, spool)
-            self.output.emit(keys, left, of_left[~matched], None, None, spool)
+            self.output.emit(keys, (left, of_left[matched]), (right, of_right), spool)
+            self.output.emit(keys, (left, of_left[~matched]), None, spool)
         if len(others):
             kept, times = self._kept(rows, waiting)
             numbers = others[rows.numbers]

@@ -63,6 +63,10 @@ class SideRows:
         return join_sides.RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
+SomeRows: TypeAlias = tuple[SideRows, Ids] | None
+"""Rows of a side by their numbers; None: nulls instead of rows of the side."""
+
+
 @dataclass(frozen=True)
 class JoinOutput:
     """Makes the rows of the output; the fields are those of ``JoinLogic``."""
@@ -73,31 +77,23 @@ class JoinOutput:
     apply: Apply | None
     table_columns: tuple[tuple[str, ...], tuple[str, ...]]
 
-    def emit(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows | None,
-        of_left: Ids | None,
-        right: SideRows | None,
-        of_right: Ids | None,
-        spool: Spool,
-    ) -> None:
-        """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
-        rows = ((left, of_left), (right, of_right))
-        num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
+    def emit(self, keys: pa.RecordBatch, left: SomeRows, right: SomeRows, spool: Spool) -> None:
+        """Put pairs of rows into the spool."""
+        num_rows = next(len(rows[1]) for rows in (left, right) if rows is not None)
         for first in range(0, num_rows, join_sides.PAIRS_AT_ONCE):
             part = slice(first, first + join_sides.PAIRS_AT_ONCE)
-            spool.add(self._output(keys, [(side, None if n is None else n[part]) for side, n in rows]))
+            spool.add(self._output(keys, [rows and (rows[0], rows[1][part]) for rows in (left, right)]))
 
-    def _output(self, keys: pa.RecordBatch, rows: Sequence[tuple[SideRows | None, Ids | None]]) -> pa.RecordBatch:
-        n = next(len(numbers) for _, numbers in rows if numbers is not None)
+    def _output(self, keys: pa.RecordBatch, both: Sequence[SomeRows]) -> pa.RecordBatch:
+        n = next(len(rows[1]) for rows in both if rows is not None)
         key_columns: list[pa.RecordBatch | None] = []
         columns: list[list[pa.Array]] = []
-        for side, (of_side, numbers) in zip(self.sides, rows, strict=True):
-            if of_side is None or numbers is None:
+        for side, rows in zip(self.sides, both, strict=True):
+            if rows is None:
                 key_columns.append(None)
                 columns.append([pa.nulls(n, kind) for kind in side.columns.types])
             else:
+                of_side, numbers = rows
                 key_columns.append(keys.take(pa.array(of_side.ids[numbers])))
                 columns.append(of_side.rows.take(pa.array(numbers)).columns)
         if self.apply is not None:
@@ -315,11 +311,11 @@ class JoinBatch:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
         if logic.how == join_sides.SEMI:
-            self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
+            self.output.emit(keys, (left, np.flatnonzero(matched[0])), None, spool)
         elif logic.how != join_sides.ANTI:
             for one in matches:
                 for of_left, of_right in one.pairs():
-                    self.output.emit(keys, left, of_left, right, of_right, spool)
+                    self.output.emit(keys, (left, of_left), (right, of_right), spool)
         for i in (join_sides.LEFT_ROW, join_sides.RIGHT_ROW):
             self._settle(i, part, keys, no_nulls, sides[i], matched[i], spool)
         return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
@@ -362,10 +358,8 @@ class JoinBatch:
         matched = matched | np.concatenate([np.zeros(n, np.bool_), waiting.matched])
         expired = side.expired(of_side.times, self._watermark)
         if side.keeps_unmatched and (unmatched := np.flatnonzero(expired & ~matched)).size:
-            if i == 0:
-                self.output.emit(keys, of_side, unmatched, None, None, spool)
-            else:
-                self.output.emit(keys, None, None, of_side, unmatched, spool)
+            rows = of_side, unmatched
+            self.output.emit(keys, rows if i == 0 else None, rows if i == 1 else None, spool)
         kept = ~expired
         if side.leaves_once_matched:
             kept &= ~matched
