@@ -25,7 +25,7 @@ from coordinator_actor.reading.stored_versions import StatePlace, StateVersions,
 from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators.columns import arrow_type, column_literal, is_collated, other_case, plain_type
+from spark_bridge.operators.columns import arrow_schema, arrow_type, column_literal, is_collated, other_case, plain_type
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.state_views import StateView
@@ -292,7 +292,7 @@ def planned_lookup(
     wanted = _columns(df, view, columns, [f.name for f in fields])
     kinds = {f.name: f.type for f in fields}
     added = pa.schema([pa.field(name, kinds[name]) for name in wanted])
-    own = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
+    own = arrow_schema(df.schema.fields)
     task = LookupTask(
         operator,
         location.query_id,

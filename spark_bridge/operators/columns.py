@@ -97,6 +97,11 @@ def arrow_type(kind: T.DataType) -> pa.DataType:
         raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error
 
 
+def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
+    """Return the columns as Arrow has them."""
+    return pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in fields])
+
+
 def spark_struct(fields: pa.Schema) -> T.StructType:
     """Return Arrow fields as Spark's fields; raises ``StateStoreError`` for a type that Spark does not have."""
     return T.StructType.fromJson(spark_struct_json(list(fields)))

@@ -248,7 +248,7 @@ def deduplicate(
         expiry = columns.arrow_type(df.schema[event_time.column].dataType)
     key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
     stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)
-    key_schema = pa.schema([pa.field(n, columns.arrow_type(df.schema[n].dataType)) for n in stored])
+    key_schema = columns.arrow_schema([df.schema[name] for name in stored])
     with refusing(operator):
         schema = deduplicate_schema(key_schema, tuple(keys), expiry)
     uses_time = event_time is not None

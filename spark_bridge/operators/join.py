@@ -53,8 +53,8 @@ def joined_stream(
 ) -> DataFrame:
     """Return the output of a join of both sides: the columns ``output``; for ``layout`` see ``state_layout``."""
     with refusing(operator):
-        of_keys = arrow_schema([left.schema[key] for key in keys])
-        logic = logic_of(of_keys, (arrow_schema(others[0]), arrow_schema(others[1])), arrow_schema(output.fields))
+        of_keys, of_left, of_right = map(columns.arrow_schema, ([left.schema[key] for key in keys], *others))
+        logic = logic_of(of_keys, (of_left, of_right), columns.arrow_schema(output.fields))
     spec = OperatorSpec(operator, layout[0], logic.schema.to_json(), kind="join", uses_time=logic.bounds.uses_time)
     both = _both(left, right, keys, others, logic)
     if any(side.keeps_unmatched for side in logic.sides):
@@ -250,11 +250,6 @@ def _both(
         key_columns = [by_name[key].alias(key) for key in keys]
         frames.append(rows.select(F.lit(code).cast("byte").alias(join_sides.SIDE), *key_columns, *slots))
     return frames[0].union(frames[1])
-
-
-def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
-    """Return the columns as Arrow has them."""
-    return pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in fields])
 
 
 def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> T.StructType:

@@ -423,12 +423,6 @@ def refusing(operator: str) -> Iterator[None]:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
 
 
-def duplicate_names(operators: list[OperatorSpec]) -> list[str]:
-    """Return the names that occur more than once in a plan, for instance on both sides of a union."""
-    names = [o.name for o in operators]
-    return sorted({n for n in names if names.count(n) > 1})
-
-
 # The settings of a Spark session that stateful operators read: key groups, state partitions, the size of frames.
 
 

@@ -244,9 +244,8 @@ def _start_cluster(options: SessionOptions, executors: SessionExecutors) -> Stat
     from spark_bridge.session.settings import Shutdown, spark_is_over
     from spark_bridge.session.state_cluster import StateCluster
 
-    return StateCluster(
-        options, executors, Shutdown(lambda: executors.spark is not None and spark_is_over(executors.spark))
-    )
+    shutdown = Shutdown(lambda: executors.spark is not None and spark_is_over(executors.spark))
+    return StateCluster(options, executors, shutdown)
 
 
 def _join(
@@ -347,9 +346,8 @@ def _check_pair() -> None:
 
 def remedy_of_pair(raydp: str, pyspark: str) -> str | None:
     """Return the remedy if these versions are known not to work together, else None."""
-    for raydps, pysparks, remedy in INCOMPATIBLE:
-        if SpecifierSet(raydps).contains(raydp, prereleases=True) and SpecifierSet(pysparks).contains(
-            pyspark, prereleases=True
-        ):
+    for *specifiers, remedy in INCOMPATIBLE:
+        pairs = zip(specifiers, (raydp, pyspark), strict=True)
+        if all(SpecifierSet(one).contains(version, prereleases=True) for one, version in pairs):
             return remedy
     return None

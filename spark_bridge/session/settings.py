@@ -30,12 +30,7 @@ SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 STANDBY_REPLICAS_CONF = "spark.statestore.standbyReplicas"
 """The standby replicas of the queries that start from now on, instead of ``StateStoreConf.standby_replicas``."""
 STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
-_STORAGE_PREFIXES = (
-    "spark.hadoop.fs.s3a.",
-    "spark.hadoop.fs.defaultFS",
-    "spark.hadoop.dfs.",
-    "spark.hadoop.hadoop.security.",
-)
+_STORAGE_PREFIXES = tuple(f"spark.hadoop.{name}" for name in ("fs.s3a.", "fs.defaultFS", "dfs.", "hadoop.security."))
 _NAME_NODE_PREFIXES = ("dfs.ha.namenodes.", "dfs.namenode.rpc-address.", "dfs.client.failover.proxy.provider.")
 """Hadoop's settings that say which NameNodes a nameservice has."""
 

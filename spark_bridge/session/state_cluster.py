@@ -200,12 +200,10 @@ class HostPlacement:
         starting = [host.ready for host in self.hosts]
         ready, left = ray.wait(starting, num_returns=len(starting), timeout=NOTICE_SECONDS) if starting else ([], [])
         if left:
-            log.warning(
-                "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do",
-                len(starting),
-                len(ready),
-                START_SECONDS,
+            notice = (
+                "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do"
             )
+            log.warning(notice, len(starting), len(ready), START_SECONDS)
         ray.get(starting, timeout=START_SECONDS)
 
     def close(self) -> None:
@@ -238,9 +236,8 @@ class HostPlacement:
             problems: list[str] = []
             wanted: Mapping[str, int] = standing
             if executors or not self.hosts:  # without executors the hosts have no right place
-                placement = place_hosts(
-                    executors, usable, self._num_hosts, standing, {nodes[n] for n in going if n in nodes}
-                )
+                drained = {nodes[node_id] for node_id in going if node_id in nodes}
+                placement = place_hosts(executors, usable, self._num_hosts, standing, drained)
                 wanted = placement.hosts
                 problems += placement.problems
                 self._start(wanted, standing)
@@ -297,8 +294,7 @@ class HostPlacement:
         for host in gone:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
-            level = self._shutdown.log_level
-            log.log(level, "Host %s is lost with node %s", host.host_id, host.node_id)
+            log.log(self._shutdown.log_level, "Host %s is lost with node %s", host.host_id, host.node_id)
             # Ray may still wait for the node; prevent it from starting the host again.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)
@@ -488,9 +484,7 @@ class StateCluster:
             except (RayError, AttributeError) as error:
                 if not self.shutdown.is_over:  # Ray raises either once the program has called ray.shutdown()
                     raise
-                raise HostUnavailableError(
-                    f"The hosts did not get batch {batch_id}: Ray has been shut down."
-                ) from error
+                raise HostUnavailableError(f"The hosts did not get batch {batch_id}: Ray was shut down.") from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """Return what each host says of itself. Raises ``HostUnavailableError`` if one does not answer now."""

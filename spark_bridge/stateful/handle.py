@@ -67,9 +67,7 @@ class ValueState(PySparkValueState):
     def exists(self) -> bool:
         """Return whether the key has a value."""
         value = self._values[self._step.index]
-        if value is _UNREAD:
-            value = self._read()
-        return value is not None
+        return (self._read() if value is _UNREAD else value) is not None
 
     def get(self) -> tuple[Any, ...] | None:
         """Return the key's value, None if it has none."""
@@ -217,11 +215,8 @@ class Timers:
         is_kept = pa.array(np.diff(counts) > 0)
         step.stage(keys.filter(is_kept), self._schema.encode_values(rows.filter(is_kept)), self._family)
         step.stage(keys.filter(pc.invert(is_kept)), None, self._family)
-        step.stage(
-            self._by_expiry(added),
-            self._expiry_schema.encode_values(layouts.is_present(len(added))),
-            self._expiry_family,
-        )
+        marks = self._expiry_schema.encode_values(layouts.is_present(len(added)))
+        step.stage(self._by_expiry(added), marks, self._expiry_family)
         step.stage(self._by_expiry(removed), None, self._expiry_family)
         self.begin()
 
@@ -332,10 +327,6 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         if stateName in self._variables:
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
         self._deleted[stateName] = StateVariable(stateName, layouts.VALUE, {}, deleted=True)
-
-    def _all_declared(self) -> list[StateVariable]:
-        """Return the state variables in order, those to delete first."""
-        return [*self._deleted.values(), *self._variables.values()]
 
     def _declared(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ Entry: TypeAlias = "tuple[ValueTuple, ValueTuple | None, int | None]"
 """A user's key, its value (None: removed), and when the entry expires in ms since 1970 (None: never)."""
 
 
+@dataclass(slots=True, eq=False)
 class KeyMap:
     """The map of one grouping key, with the changes of this step.
 
@@ -41,32 +42,15 @@ class KeyMap:
     entries that were not in ``stored``.
     """
 
-    __slots__ = (
-        "entries",
-        "is_changed",
-        "is_large",
-        "is_loaded",
-        "misses",
-        "removed",
-        "stored",
-        "was_large",
-        "written",
-    )
-
-    def __init__(self, is_large: bool, entries: dict[Hashable, Entry]) -> None:
-        self.is_large = self.was_large = is_large
-        self.entries = entries
-        self.written: set[Hashable] = set()
-        self.removed = 0
-        self.is_changed = False
-        self.is_loaded = False
-        self.misses = 0
-        self.stored: dict[Hashable, ValueTuple | None] = {}
-
-    @property
-    def is_wiped(self) -> bool:
-        """Return whether the entries in the store must be removed."""
-        return self.was_large and not self.is_large
+    was_large: bool
+    is_large: bool
+    entries: dict[Hashable, Entry]
+    written: set[Hashable] = field(default_factory=set)
+    removed: int = 0
+    is_changed: bool = False
+    is_loaded: bool = False
+    misses: int = 0
+    stored: dict[Hashable, ValueTuple | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,8 +150,10 @@ class StoredMaps:
         """
         if changed:
             for i, key_map in changed:
-                if key_map.is_wiped:
-                    self._wipe(i, key_map)
+                if key_map.was_large and not key_map.is_large:
+                    for batch in self._step.store.scan([prefix_range(self._step.keys[i].as_py())], self._entry_family):
+                        self._step.stage(batch.column(0), None, self._entry_family)
+                        key_map.removed += batch.num_rows
             self._stage_heads([(i, m) for i, m in changed if not m.is_large])
             self._stage_entries([(i, m) for i, m in changed if m.is_large])
             if self._ttl.is_on:
@@ -175,16 +161,12 @@ class StoredMaps:
             figures = self._step.figures
             figures.num_rows_updated += sum(len(m.written) for _, m in changed)
             figures.num_rows_removed += sum(m.removed for _, m in changed)
-        if self._ttl.is_on and self._read_heads is not None:
-            self._remove_expired(self._read_heads, [i for i, _ in changed])
-        self._read_heads = None
-
-    def _wipe(self, i: int, key_map: KeyMap) -> None:
-        """Stage the removal of a large map's entries."""
-        prefix = self._step.keys[i].as_py()
-        for batch in self._step.store.scan([prefix_range(prefix)], self._entry_family):
-            self._step.stage(batch.column(0), None, self._entry_family)
-            key_map.removed += batch.num_rows
+        heads, self._read_heads = self._read_heads, None
+        if self._ttl.is_on and heads is not None:
+            # Small maps that were read, not changed, and have only expired entries.
+            is_over = heads.present & (np.diff(heads.small.offsets) == 0) & ~np.array(heads.large, np.bool_)
+            is_over[[i for i, _ in changed]] = False
+            self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
     def _stage_heads(self, changed: list[tuple[int, KeyMap]]) -> None:
         """Stage maps that have been small; a map with too many entries or bytes becomes large."""
@@ -208,22 +190,16 @@ class StoredMaps:
         is_large = partition_rows.are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True
-        rows = pa.RecordBatch.from_arrays(
-            [
-                pa.array(is_large),
-                partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind),
-            ],
-            schema=self._schema.value,
-        )
+        small = partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind)
+        rows = pa.RecordBatch.from_arrays([pa.array(is_large), small], schema=self._schema.value)
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
 
     def _stage_large_heads(self, maps: list[int]) -> None:
         """Stage the rows at the keys of large maps again: a sweep of this batch may have staged their removal."""
         kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
-        rows = pa.RecordBatch.from_arrays(
-            [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value
-        )
+        are_large = pa.repeat(pa.scalar(True), len(maps))
+        rows = pa.RecordBatch.from_arrays([are_large, entries], schema=self._schema.value)
         keys = self._step.keys.take(pa.array(maps, pa.int64()))
         self._step.stage(keys, self._schema.encode_values(rows), self._family)
 
@@ -252,12 +228,6 @@ class StoredMaps:
         except (TypeError, ValueError) as error:
             raise self.values.refusal(error) from error
         return keys, self._ttl.stamped(values, [entry[2] for entry in entries])
-
-    def _remove_expired(self, heads: _Heads, changed: list[int]) -> None:
-        """Stage the removal of small maps that were read, not changed, and have only expired entries."""
-        is_over = heads.present & (np.diff(heads.small.offsets) == 0) & ~np.array(heads.large, np.bool_)
-        is_over[changed] = False
-        self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
 
 _MISSES_BEFORE_LOADING = 16
@@ -370,7 +340,8 @@ class MapState(PySparkMapState):
         key_map: KeyMap | None = self._maps[index]
         if key_map is None:
             is_large, entries = self._stored.head(index)
-            key_map = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
+            by_key = {self._hashed(entry[0]): entry for entry in entries}
+            key_map = self._maps[index] = KeyMap(is_large, is_large, by_key)
             self._touched.append(index)
         return key_map
 
@@ -424,9 +395,8 @@ class MapState(PySparkMapState):
                     if changed_value is not None:
                         yield changed_key, changed_value
                     at += 1
-                if at < len(changed) and changed[at][0] == encoded:
-                    continue
-                yield key, value
+                if at == len(changed) or changed[at][0] != encoded:
+                    yield key, value
         for _, changed_key, changed_value in changed[at:]:
             if changed_value is not None:
                 yield changed_key, changed_value
