@@ -49,16 +49,13 @@ def _seconds(time: dt.datetime) -> int:
 VIEW_TAG = "statestore.view"
 """The tag of a view of Feast that names the feature view, if it has another name."""
 KEY_TYPES = {
-    "INT32": ("int8", "int16", "int32", "int64"),
-    "INT64": ("int8", "int16", "int32", "int64"),
+    **dict.fromkeys(("INT32", "INT64"), ("int8", "int16", "int32", "int64")),
     "STRING": ("string",),
     "BYTES": ("binary",),
 }
 """The types of Feast that an entity may have, and those of key columns. The others cannot name each key exactly."""
-FEATURE_TYPES = {
-    "int8": ("INT32", "INT64"),
-    "int16": ("INT32", "INT64"),
-    "int32": ("INT32", "INT64"),
+FEATURE_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("int8", "int16", "int32"), ("INT32", "INT64")),
     "int64": ("INT64",),
     "float": ("FLOAT", "DOUBLE"),
     "double": ("DOUBLE",),
@@ -301,7 +298,10 @@ def _converted(kind: str, values: list[Any]) -> list[Value]:
         return make(values)
     field = VALUE_TYPE_TO_PROTO_VALUE_MAP[ValueType[kind]]
     item, is_list, _ = kind.partition("_LIST")
-    return [NULL if v is None else Value(**{field: _plain_value(item, bool(is_list), v)}) for v in values]
+    convert = CONVERTED.get(item, lambda value: value)
+    if is_list:
+        return [NULL if v is None else Value(**{field: {"val": [*map(convert, v)]}}) for v in values]
+    return [NULL if v is None else Value(**{field: convert(v)}) for v in values]
 
 
 def _number_columns(answer: FeatureRows, kinds: Mapping[str, str]) -> dict[str, list[Value]]:
@@ -332,13 +332,6 @@ def _numbers(kind: str, array: np.ndarray[Any, Any]) -> list[Value]:
     else:
         encoded[:, 3:] = (array.view(np.uint64)[:, None] >> _SHIFTS) & np.uint64(0x7F) | _CONTINUED
     return list(RepeatedValue.FromString(encoded.tobytes()).val)
-
-
-def _plain_value(item: str, is_list: bool, value: Any) -> Any:
-    convert = CONVERTED.get(item)
-    if is_list:
-        return {"val": value if convert is None else [*map(convert, value)]}
-    return value if convert is None else convert(value)
 
 
 def _feast_types(kind: str) -> list[str]:
