@@ -83,9 +83,8 @@ def query_in_storage(
     specs = []
     for operator, entry in sorted(versions.operators(version).items()):
         schema = versions.schema(entry)
-        specs.append(
-            OperatorSpec(operator, entry.num_partitions, schema.to_json(), entry.backend, operator_kind(schema))
-        )
+        kind = operator_kind(schema)
+        specs.append(OperatorSpec(operator, entry.num_partitions, schema.to_json(), entry.backend, kind))
     query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
     epoch = versions.log.epochs.newest()
     if is_followed and epoch is not None:

@@ -230,7 +230,8 @@ def _rows_of(options: SourceOptions) -> StateSource:
             f"it is {options.snapshot}, and must be less than or equal to {source.reading.version - 1}, the batch that "
             "is read.",
         )
-    return _from_snapshots(source, options.snapshot + 1)
+    pieces = tuple(_from_snapshot(piece, options.snapshot + 1) for piece in source.reading.pieces)
+    return replace(source, reading=replace(source.reading, pieces=pieces))
 
 
 def _changes_of(options: SourceOptions) -> StateSource:
@@ -254,19 +255,13 @@ def source_schema(options: SourceOptions) -> pa.Schema:
     if options.is_changes:
         with _explained(options):
             newest = StateVersions.look(options.place).resolve(None)
-            return changes_source(
-                options.place, options.operator, options.state, newest, newest, raw=options.state_columns
-            ).schema
+            of, raw = options, options.state_columns
+            return changes_source(of.place, of.operator, of.state, newest, newest, raw=raw).schema
     return source_of(options).schema
 
 
-def _from_snapshots(source: StateSource, version: int) -> StateSource:
-    """Return the source with no snapshots after ``version``. Raises ``InvalidStateStoreArgument``."""
-    pieces = tuple(_from_snapshot(piece, version) for piece in source.reading.pieces)
-    return replace(source, reading=replace(source.reading, pieces=pieces))
-
-
 def _from_snapshot(piece: Piece, version: int) -> Piece:
+    """Return the piece with no snapshots after ``version``. Raises ``InvalidStateStoreArgument``."""
     whole = piece.lineage
     kept = tuple(ref for ref in whole.snapshots if ref.version <= version)
     base = max((ref.version for ref in kept), default=0)

@@ -264,6 +264,16 @@ def with_ttl(fields: Iterable[pa.Field]) -> list[pa.Field]:
     return [*fields, pa.field(TTL_COLUMN, pa.int64())]
 
 
+def families_of(
+    kind: str, name: str, keys: pa.Schema, user_key: list[pa.Field], value: list[pa.Field], *, has_ttl: bool
+) -> dict[str, StateSchema]:
+    """Return the families of a value, list or map state; ``value`` are the fields without the TTL's."""
+    if kind == MAP:
+        return map_families(name, keys, user_key, value, has_ttl=has_ttl)
+    families = {VALUE: value_families, LIST: list_families}[kind]
+    return families(name, keys, with_ttl(value) if has_ttl else value)
+
+
 def value_families(name: str, keys: pa.Schema, value: Sequence[pa.Field]) -> dict[str, StateSchema]:
     """Return the families of a value state: ``value`` are its fields, the TTL's included."""
     return {stored_name(name): StateSchema(keys, pa.schema(value))}

@@ -81,8 +81,7 @@ def _stored_names(pairs: PairsOfRows) -> list[str]:
 
 
 def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.RecordBatch:
-    columns = dict(zip(keys.schema.names, keys.columns, strict=True))
-    columns |= dict(zip(states.schema.names, states.columns, strict=True))
+    columns = {name: batch.column(name) for batch in (keys, states) for name in batch.schema.names}
     return pa.RecordBatch.from_arrays([columns[name] for name in _stored_names(pairs)], names=pairs.columns.names)
 
 
@@ -336,9 +335,7 @@ def _of_frame(frame: Any) -> Iterator[Any]:
 
     def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write_batch(batch)
-            yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["rows"])
+            rows = shuffle.packed(batch.schema, [batch]).tobytes()
+            yield pa.RecordBatch.from_arrays([pa.array([rows], pa.binary())], names=["rows"])
 
     return iter(map_in_arrow(frame, packed, "given_rows", "rows binary").toLocalIterator(prefetchPartitions=True))

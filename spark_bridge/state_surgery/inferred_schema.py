@@ -19,7 +19,6 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.state_sources import StateSource, packed_pieces
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.layouts import value_families as families_of_value
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import shuffle
@@ -190,11 +189,7 @@ def inferred_variable(
     column is missing, for a type that state cannot have, and for state whose layout only a program can declare.
     """
     variable = source.variable
-    by_time = (
-        layouts.ENDS_FAMILY in variable.families
-        or layouts.EXPIRY_FAMILY in variable.families
-        or variable.kind == TIMERS
-    )
+    by_time = variable.kind == TIMERS or bool({layouts.ENDS_FAMILY, layouts.EXPIRY_FAMILY} & variable.families.keys())
     if by_time or variable.indexes:
         raise InvalidStateStoreArgument(
             f"The rows of {owner} are also kept by {'time' if by_time else 'an index'}: give program=, the DataFrame "
@@ -225,7 +220,10 @@ def inferred_variable(
     before = pa.schema([f for f in source.stored_value if f.name != layouts.TTL_COLUMN])
     taken = pa.schema([*key, *inner])
     value = [_field(_named(f, shown.get(s, s), taken), before) for s, f in columns.items()]
-    families = _families(variable.kind, name, key, inner, value, has_ttl=has_ttl)
+    if variable.kind == layouts.ROWS:
+        families = {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
+    else:
+        families = layouts.families_of(variable.kind, name, key, inner, value, has_ttl=has_ttl)
     made_variable = StateVariable(name, variable.kind, families, variable.ttl_ms if has_ttl else None)
     in_order = tuple(key.names) == tuple(key_columns)
     return made_variable, () if in_order and variable.kind == layouts.ROWS else tuple(key_columns)
@@ -243,25 +241,10 @@ def _named(field: pa.Field, own: str, taken: pa.Schema) -> pa.Field:
     return field.with_name(own) if own in taken.names else field
 
 
-def _families(
-    kind: str, name: str, key: pa.Schema, inner: list[pa.Field], value: list[pa.Field], *, has_ttl: bool
-) -> dict[str, StateSchema]:
-    ttl = [pa.field(layouts.TTL_COLUMN, pa.int64())] if has_ttl else []
-    if kind == layouts.VALUE:
-        return families_of_value(name, key, [*value, *ttl])
-    if kind == layouts.LIST:
-        return layouts.list_families(name, key, [*value, *ttl])
-    if kind == layouts.MAP:
-        return layouts.map_families(name, key, inner, value, has_ttl=has_ttl)
-    return {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
-
-
 def _field(new_field: pa.Field, before: pa.Schema) -> pa.Field:
     kind = normalized_type(new_field.name, new_field.type)
-    at = before.get_field_index(new_field.name)
-    if at >= 0 and before.field(at).type == kind:
-        return before.field(at)
-    return pa.field(new_field.name, kind)
+    same = (field for field in before if field.name == new_field.name and field.type == kind)
+    return next(same, pa.field(new_field.name, kind))
 
 
 # The operators of a rewritten state without a program: their columns are those of the first new rows.

@@ -75,16 +75,12 @@ def planned_rewrite(
                 copied = {v.identity for v in staying_schema.variables} if staying_schema else set()
                 variables = tuple(v for v in schema.in_use if v.identity not in copied)
                 fresh[name] = inferred_schema.Fresh(schema, variables, spec.num_partitions, spec.backend)
-    operators = [
-        _unchanged(versions, version, name, None if specs is None else specs[name].spec, open_storage) for name in kept
-    ]
+    program_specs = {name: one.spec for name, one in (specs or {}).items()}
+    operators = [_unchanged(versions, version, name, program_specs.get(name), open_storage) for name in kept]
     names = [(name, v.name) for name, one in fresh.items() for v in one.variables]
     combines = declared_operators.combining(combine, names, {})
     for name, one in fresh.items():
-        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(
-            name, one.num_partitions if wanted_partitions is None else wanted_partitions, versions.key_groups
-        )
+        n = _partitions(name, num_partitions, one.num_partitions, versions.key_groups)
         aggregator = specs[name].aggregator if specs else None
         targets = declared_operators.targets_of(name, one.schema, one.variables, n, combines, aggregator)
         copied_state = rewritten[name].copied_state if name in rewritten else None
@@ -96,6 +92,11 @@ def planned_rewrite(
         )
     all_targets = {t.name: t for o in operators for t in o.targets}
     return operators, tuple(job for old in rewritten.values() for job in old.jobs(all_targets))
+
+
+def _partitions(name: str, wanted: int | Mapping[str, int] | None, default: int, key_groups: int) -> int:
+    of_operator = wanted.get(name) if isinstance(wanted, Mapping) else wanted
+    return check_partitions(name, default if of_operator is None else of_operator, key_groups)
 
 
 def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open_storage: OpenStorage) -> NewOperator:
@@ -312,16 +313,7 @@ def bootstrap_state(
             routing = shuffle.Routing(name, functions[name], {name: targets[name]}, groups)
             yield from (shuffle.ReadJob(one, routing) for one in declared_operators.sources_of(source))
 
-    state = NewState(
-        new,
-        options,
-        operators,
-        jobs(),
-        origin=f"{new.query_id}/0",
-        what="bootstrap_state",
-        details={},
-        reference=reference,
-    )
+    state = NewState(new, options, operators, jobs(), f"{new.query_id}/0", "bootstrap_state", {}, reference)
     return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
 
 
@@ -358,8 +350,7 @@ def _operators(
     combines = declared_operators.combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
     operators = []
     for name, (spec, aggregator, _) in specs.items():
-        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(name, spec.num_partitions if wanted_partitions is None else wanted_partitions, groups)
+        n = _partitions(name, num_partitions, spec.num_partitions, groups)
         targets = declared_operators.targets_of(name, schemas[name], fresh[name], n, combines, aggregator)
         operators.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
     return operators, {t.name: t for o in operators for t in o.targets}

@@ -252,11 +252,11 @@ class Routing:
     @cached_property
     def _first_groups(self) -> dict[OperatorVariable, list[int]]:
         """Return the first key group of each partition, by target, and the one after the last."""
-        return {
-            name: [partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions)]
-            + [self.num_groups]
-            for name, t in self.targets.items()
-        }
+        groups = {}
+        for name, t in self.targets.items():
+            firsts = (partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions))
+            groups[name] = [*firsts, self.num_groups]
+        return groups
 
     def _runs(self, pending: Mapping[OperatorVariable, list[pa.RecordBatch]]) -> dict[RunName, PackedRows]:
         runs: dict[RunName, PackedRows] = {}

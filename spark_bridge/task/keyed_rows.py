@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -201,43 +202,38 @@ def scanned(
     store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
 ) -> Iterator[pa.RecordBatch]:
     """Yield stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
-    waiting: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    for pairs in store.scan(ranges, column_family):
-        waiting.append(pairs)
-        num_rows += pairs.num_rows
-        num_bytes += pairs.nbytes
-        if num_rows >= KEYED_SCAN_ROWS or num_bytes >= BYTES_PER_PART:
-            yield from _together(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-    if num_rows:
-        yield from _together(waiting)
+    return _together(store.scan(ranges, column_family), KEYED_SCAN_ROWS)
 
 
 def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> Iterator[pa.RecordBatch]:
     """Put batches together into larger ones; book the wait for them as ``input_wait``, and the rest as ``work``."""
-    waiting: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    timer.restart()
-    for batch in batches:
+
+    def arriving() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            timer.step("input_wait")
+            yield batch
         timer.step("input_wait")
-        waiting.append(batch)
-        num_rows += batch.num_rows
-        num_bytes += batch.nbytes
-        if num_rows >= ROWS_PER_PART or num_bytes >= BYTES_PER_PART:
-            yield from _together(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-            timer.step(work)
-    timer.step("input_wait")
-    if waiting:
-        yield from _together(waiting)
+
+    timer.restart()
+    for part in _together(arriving(), ROWS_PER_PART):
+        yield part
+        timer.step(work)
     timer.step(work)
 
 
-def _together(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    # Several batches, if a column has more than 2 GiB.
-    combined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return combined
+def _together(batches: Iterable[pa.RecordBatch], least_rows: int) -> Iterator[pa.RecordBatch]:
+    """Put batches together until they have that many rows, or ``BYTES_PER_PART``."""
+    waiting: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
+    for batch in chain(batches, (None,)):
+        if batch is not None:
+            waiting.append(batch)
+            num_rows += batch.num_rows
+            num_bytes += batch.nbytes
+        if num_rows >= (1 if batch is None else least_rows) or num_bytes >= BYTES_PER_PART:
+            # Several batches, if a column has more than 2 GiB.
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, num_rows, num_bytes = [], 0, 0
 
 
 def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
