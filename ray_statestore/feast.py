@@ -36,8 +36,7 @@ try:
     from feast.value_type import ValueType
     from pydantic import SecretStr
 except ModuleNotFoundError as error:
-    missing = missing_package(error, "ray_statestore.feast")
-    if missing is None:
+    if (missing := missing_package(error, "ray_statestore.feast")) is None:
         raise
     raise missing from error
 
@@ -188,7 +187,6 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
             return self._connected
 
     async def close(self) -> None:
-        """Close the connections. The next read connects again."""
         with self._lock:
             client, self._connected = self._connected, None
         if client is not None:
@@ -293,8 +291,7 @@ def _kind(dtype: Any) -> str:
 
 
 def _converted(kind: str, values: list[Any]) -> list[Value]:
-    make = _COLUMNS.get(kind)
-    if make is not None:
+    if (make := _COLUMNS.get(kind)) is not None:
         return make(values)
     field = VALUE_TYPE_TO_PROTO_VALUE_MAP[ValueType[kind]]
     item, is_list, _ = kind.partition("_LIST")
@@ -350,8 +347,7 @@ def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[s
             "online=False."
         )
         return
-    view = views.get(name)
-    if view is None:
+    if (view := views.get(name)) is None:
         yield (
             f"There is no feature view {name!r} for {table.name!r}; there are {', '.join(sorted(views)) or 'none'}. "
             f"Declare it next to its stream (declare_feature_view), or name another one by the tag {VIEW_TAG!r}."
@@ -376,8 +372,7 @@ def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[s
             )
     types = {feature["feature"]: feature["type"] for feature in view["features"]}
     for field in table.features:
-        kind = types.get(field.name)
-        if kind is None:
+        if (kind := types.get(field.name)) is None:
             yield f"View {name!r} has no feature {field.name!r}; it has {', '.join(types)}."
             continue
         possible = _feast_types(kind)

@@ -85,7 +85,6 @@ class Aggregator:
         return Aggregator([replace(o, max_bytes=sys.maxsize) if counts_dropped(o) else o for o in self.outputs])
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of an aggregation that counts; none if it has no limits."""
         dropped = [o.dropped.num for o in self.outputs if o.dropped is not None]
         return {DROPPED_ELEMENTS: float(sum(dropped))} if dropped else {}
 
@@ -114,7 +113,6 @@ class Aggregator:
 
     @property
     def result_fields(self) -> list[pa.Field]:
-        """Return the output columns."""
         fields = result_fields(self.state_schema)
         for i, output in enumerate(self.outputs):
             if output.user is not None and output.user.result_type is not None:
@@ -192,7 +190,6 @@ class ListTooLargeError(SparkBridgeError):
 
     @classmethod
     def of(cls, output: Output, error: ListTooLarge) -> ListTooLargeError:
-        """Return the error of an output."""
         function = split_function(output.function)[0]
         raised = cls(
             f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
@@ -205,7 +202,6 @@ class ListTooLargeError(SparkBridgeError):
         return raised
 
     def of_key(self, key: pa.RecordBatch) -> ListTooLargeError:
-        """Return the error with the key named."""
         return ListTooLargeError(f"For the key {python_rows(key)[0]}: {self}")
 
 

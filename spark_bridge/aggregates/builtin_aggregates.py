@@ -74,8 +74,12 @@ def integer_sums(groups: Groups, values: Integers) -> Integers:
 
 
 def _decimal_sums(groups: Groups, column: pa.Array) -> pa.Array:
-    wide = column.cast(pa.decimal256(WIDE_DECIMAL, column.type.scale))
-    return narrowed(_arrow_grouped(groups, wide, "sum", pc.ScalarAggregateOptions(min_count=1)), column.type)
+    table = pa.table({"group": groups.ids, "value": column.cast(pa.decimal256(WIDE_DECIMAL, column.type.scale))})
+    options = pc.ScalarAggregateOptions(min_count=1)
+    answer = table.group_by("group", use_threads=False).aggregate([("value", "sum", options)])
+    at = np.full(groups.num, -1, np.int64)
+    at[answer.column("group").to_numpy()] = np.arange(len(answer))
+    return narrowed(one_array(answer.column("value_sum").take(pa.array(at, mask=at < 0))), column.type)
 
 
 def narrowed(wide: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -101,14 +105,6 @@ def sum_pairs(a: pa.Array, b: pa.Array) -> pa.Array:
     if dtype.kind == "i" and (((left ^ both) & (right ^ both)) < 0).any():
         raise SumOverflow
     return fixed_array(both, None if no_a is None or no_b is None else no_a & no_b, kind)
-
-
-def _arrow_grouped(groups: Groups, column: pa.Array, function: str, options: object = None) -> pa.Array:
-    table = pa.table({"group": groups.ids, "value": column})
-    answer = table.group_by("group", use_threads=False).aggregate([("value", function, options)])
-    at = np.full(groups.num, -1, np.int64)
-    at[answer.column("group").to_numpy()] = np.arange(len(answer))
-    return one_array(answer.column(f"value_{function}").take(pa.array(at, mask=at < 0)))
 
 
 # -- counts ------------------------------------------------------------------------------------

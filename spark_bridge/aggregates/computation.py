@@ -27,7 +27,6 @@ class Groups:
 
     @cached_property
     def sizes(self) -> Integers:
-        """Return the number of rows in each group."""
         return np.bincount(self.ids, minlength=self.num)
 
     def counts(self, mask: Mask | None) -> Integers:
@@ -35,7 +34,6 @@ class Groups:
         return self.sizes if mask is None else np.bincount(self.ids[~mask], minlength=self.num)
 
     def where(self, chosen: Mask) -> Groups:
-        """Return the chosen rows in the same groups."""
         return Groups(self.ids[chosen], self.num)
 
 
@@ -87,12 +85,10 @@ class Output:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the columns of the rows that the output reads."""
         return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
 
     @property
     def input_types(self) -> list[tuple[str, pa.DataType]]:
-        """Return the columns of the rows that the output reads, with their types."""
         inputs = [] if self.column is None or self.type is None else [(self.column, self.type)]
         if self.type is not None and pa.types.is_struct(self.type):
             inputs += [(name, self.type.field(name).type) for name in self.columns]
@@ -101,8 +97,7 @@ class Output:
 
 def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
-    match = _FUNCTION.fullmatch(function)
-    if match is None:
+    if (match := _FUNCTION.fullmatch(function)) is None:
         raise InvalidOperatorError(f"{function!r} is not an aggregate function; it must look like sum, or top_k(10).")
     return match[1], tuple(match[2].split(",")) if match[2] else ()
 
@@ -228,8 +223,7 @@ def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Arra
     """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
     if not isinstance(answer, pa.Table | pa.RecordBatch):
         raise InvalidOperatorError(f"{what} returned {_described(answer)}; it must return a pyarrow.Table.")
-    missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
-    if missing:
+    if missing := [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]:
         raise InvalidOperatorError(
             f"{what} answered the columns {', '.join(answer.schema.names)}; it must give {GROUP_ID} and the state "
             f"columns {', '.join(schema.names)} ({', '.join(missing)} missing)."

@@ -135,13 +135,11 @@ class Rolling:
         return due
 
     def to_text(self) -> str:
-        """Return the text that ``of_text`` reads."""
         return json.dumps([[o, [[h.name, h.us, h.hop, h.since] for h in hs]] for o, hs in self.outputs])
 
     @staticmethod
     @lru_cache(256)
     def of_text(text: str) -> Rolling:
-        """Return what ``to_text`` wrote."""
         return Rolling(tuple((output, tuple(Horizon(*h) for h in horizons)) for output, horizons in json.loads(text)))
 
     def fields(self, states: pa.Schema) -> list[pa.Field]:

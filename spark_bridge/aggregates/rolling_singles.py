@@ -226,8 +226,7 @@ def _mean(pieces: list[_Piece], total_at: int, count_at: int) -> float | None:
 
 
 def _extreme(pieces: list[_Piece], at: int, choose: Callable[[list[Any]], Any]) -> Any:
-    values = [piece[at] for piece in pieces if piece[at] is not None]
-    if not values:
+    if not (values := [piece[at] for piece in pieces if piece[at] is not None]):
         return None
     extreme = choose(values)
     if type(extreme) is float:

@@ -163,8 +163,7 @@ def byte_order(keys: pa.BinaryArray) -> npt.NDArray[np.intp] | None:
 
     No key may be the beginning of another, which is true of the keys that ``encode_keys`` makes.
     """
-    words = _words(keys)
-    if words is None:
+    if (words := _words(keys)) is None:
         order = np.asarray(pc.sort_indices(keys)).astype(np.intp)
         return None if (order == np.arange(len(order))).all() else order
     if not words or (len(words) == 1 and (words[0][1:] >= words[0][:-1]).all()):
@@ -214,8 +213,7 @@ def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> Ro
     picked = pa.array(at)
     distinct = pa.RecordBatch.from_arrays([c.take(picked) for c in columns], schema=keys)
     encoded = encode_keys(distinct, key_groups(distinct, num_key_groups))
-    order = byte_order(encoded)
-    if order is None:
+    if (order := byte_order(encoded)) is None:
         return RowGroups(encoded, distinct, ids)
     places = pa.array(order)
     return RowGroups(encoded.take(places), distinct.take(places), _inverse(order)[ids])
@@ -230,8 +228,7 @@ def merge_keys(parts: Sequence[pa.BinaryArray]) -> tuple[pa.BinaryArray, Integer
     keys = pa.concat_arrays(parts)
     ids, at = distinct_rows([keys])
     distinct = keys.take(pa.array(at))
-    order = byte_order(distinct)
-    if order is None:
+    if (order := byte_order(distinct)) is None:
         return distinct, ids, at
     return distinct.take(pa.array(order)), _inverse(order)[ids], at[order]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
 import pandas as pd
@@ -157,8 +156,7 @@ class Record:
         """Return the run in a line or two; medians leave out the first batches, because Spark still warms up."""
         lines = [f"{len(self.batches)} batches in {seconds:.0f} s, start and clean-up included."]
         warm = self.batches[WARM_UP_BATCHES:]
-        state = [batch.state_ms for batch in warm if batch.state_ms is not None]
-        if state:
+        if state := [batch.state_ms for batch in warm if batch.state_ms is not None]:
             batch_ms = median(batch.batch_ms for batch in warm)
             share = median(b.state_ms / b.batch_ms for b in warm if b.state_ms is not None)
             lines.append(f"Median batch: {batch_ms:,.0f} ms, {median(state):,.0f} ms of it for state ({share:.0%}).")
@@ -191,7 +189,7 @@ def run_demo(
         log_path = Path(log_file.name)
     # A short path: Ray keeps sockets there, whose paths may have at most about 100 characters.
     scratch = Path(tempfile.mkdtemp(prefix="ssdemo-"))
-    previous = signal.signal(signal.SIGTERM, _leave)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     console.print(f"Ray's and Spark's own output goes to {log_path}", highlight=False, soft_wrap=True)
     try:
         directory = (checkpoint or scratch / "demo").absolute()
@@ -287,10 +285,6 @@ def _follow(children: Children, display: LineDisplay | LiveDisplay) -> tuple[str
         elif isinstance(message, events.Verified):
             verified = True
             children.stop("lookup", patience_s=5.0)
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 # The demo's query client: looks up random aircraft in the running stream's state, one after the other.

@@ -293,8 +293,7 @@ def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
     """
     if actual.num_rows != expected.num_rows:
         return f"{actual.num_rows} rows came back for {expected.num_rows} keys"
-    missing = [name for name in expected.column_names if name not in actual.column_names]
-    if missing:
+    if missing := [name for name in expected.column_names if name not in actual.column_names]:
         return f"the columns {missing} are missing; there are {actual.column_names}"
     keys = expected.column(FLIGHT_KEY).to_pylist()
     for name in expected.column_names:

@@ -91,7 +91,6 @@ class Children:
         self.messages.put((name, process.wait()))
 
     def stop(self, name: str, patience_s: float) -> None:
-        """Ask one child to end (SIGTERM), wait for it, and kill it if it does not end."""
         process = self._processes.get(name)
         if process is None or process.poll() is not None:
             return
@@ -345,8 +344,7 @@ class FlightStream:
         reported = done
         deadline = time.monotonic() + BATCH_TIMEOUT_S
         while reported < target:
-            error = query.exception()
-            if error is not None:
+            if (error := query.exception()) is not None:
                 raise events.DemoError(f"the query failed: {error}")
             if not query.isActive:
                 raise events.DemoError(f"the query stopped by itself after batch {reported}")

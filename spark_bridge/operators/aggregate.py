@@ -320,8 +320,7 @@ class _Declared:
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
-    keys = as_list(by)
-    if not keys:
+    if not (keys := as_list(by)):
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
     windows = [k for k in keys if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
@@ -490,8 +489,7 @@ def _declared_rolling(
     by_key = pa.schema([pa.field(n, types[n]) for n in keys.names])
     results = pa.schema([pa.field(event_time, types[event_time]), *rolling.fields(aggregator.state_schema)])
     names = [*keys.names, *results.names]
-    twice = [n for i, n in enumerate(names) if n in names[:i]]
-    if twice:
+    if twice := [n for i, n in enumerate(names) if n in names[:i]]:
         raise InvalidOperatorError(
             f"The output would have two columns {twice[0]!r}: horizons are named <output>_<horizon>, and the event "
             "time is a column too. Rename the output or the key."

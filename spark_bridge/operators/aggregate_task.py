@@ -136,7 +136,6 @@ class GroupedBatch:
         raise NotImplementedError
 
     def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, and of late rows, and of updated and removed rows of state."""
         custom = self._aggregator.figures()
         return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 
@@ -292,7 +291,6 @@ class PartialTask:
     columns: pa.Schema
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the partial results of one task's rows."""
         is_worthwhile = True
         for rows in parts_of(batches, StepTimer(), "aggregate_ms"):
             part = self._by_key(rows) if is_worthwhile else self._each(rows)

@@ -73,8 +73,7 @@ def other_case(wanted: Sequence[str], names: Sequence[str]) -> str:
     Spark resolves names without regard to case by default. State and its clients tell names apart by case.
     """
     missing = {name.casefold() for name in wanted if name not in names}
-    alike = [name for name in names if name.casefold() in missing]
-    if not alike:
+    if not (alike := [name for name in names if name.casefold() in missing]):
         return ""
     return (
         f" Names are case-sensitive here, whatever spark.sql.caseSensitive says: write {', '.join(map(repr, alike))}."

@@ -61,8 +61,7 @@ class DeduplicateLogic:
         """Find the first row of each key, drop the rows whose key is in the state, commit, and yield the others."""
         work = _DeduplicateBatch(self, store, timer)
         parts = parts_of(batches, timer, "deduplicate_ms")
-        first = next(parts, None)
-        if first is None:
+        if (first := next(parts, None)) is None:
             work.evict()
             store.commit(work.figures(), timer.milliseconds)
             return

@@ -107,8 +107,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
             )
     if how in (join_sides.SEMI, join_sides.ANTI):
         return
-    both = [c for c in right.columns if c not in keys and c in left.columns]
-    if both:
+    if both := [c for c in right.columns if c not in keys and c in left.columns]:
         raise InvalidOperatorError(
             f"Both sides have columns named {', '.join(both)} that are not keys: rename them on one side "
             "(withColumnRenamed), or drop them."

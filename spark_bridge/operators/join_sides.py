@@ -154,8 +154,7 @@ def shared_slots(
     free = list(range(len(left)))
     of_right = []
     for kind in right:
-        slot = next((i for i in free if left[i] == kind), None)
-        if slot is None:
+        if (slot := next((i for i in free if left[i] == kind), None)) is None:
             slot = len(types)
             types.append(kind)
         else:
@@ -197,12 +196,10 @@ class Matches:
 
     @property
     def matched_probes(self) -> Integers:
-        """Return the numbers of the rows of ``probes`` that have a match."""
         return self.probes[self.ends > self.starts]
 
     @property
     def matched_others(self) -> Integers:
-        """Return the numbers of the rows of ``others`` that have a match."""
         changes = np.zeros(len(self.others) + 1, np.int64)
         np.add.at(changes, self.starts, 1)
         np.add.at(changes, self.ends, -1)

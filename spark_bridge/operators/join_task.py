@@ -119,8 +119,7 @@ class JoinOutput:
             raise StatefulProcessorError(
                 f"apply= of a join returned {type(result).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
-        missing = [name for name in self.output.names if result.schema.names.count(name) != 1]
-        if missing:
+        if any(result.schema.names.count(name) != 1 for name in self.output.names):
             raise StatefulProcessorError(
                 f"apply= of a join returned the columns {', '.join(result.schema.names) or 'none'}; output= declares "
                 f"one each of {', '.join(self.output.names)}."
@@ -164,7 +163,6 @@ class JoinLogic:
 
     @property
     def row_schema(self) -> pa.Schema:
-        """Return the columns of rows that are sorted by key: side, chunk number and shared columns."""
         slots = (pa.field(join_sides.slot_name(i), kind) for i, kind in enumerate(self.slots))
         return pa.schema([pa.field(join_sides.SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 

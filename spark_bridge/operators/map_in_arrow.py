@@ -201,13 +201,11 @@ class InitialStateAccess:
         self._staged = Spool(protocol.COMMIT_SCHEMA, compression=None)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return nulls: the state does not exist yet."""
         return pa.nulls(len(keys), pa.binary())
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Return nothing: the state does not exist yet."""
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:

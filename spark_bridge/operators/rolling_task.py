@@ -198,7 +198,6 @@ class _RollingBatch(GroupedBatch):
     # -- pieces into state ---------------------------------------------------------------------
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
-        """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
         size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
         keyed_rows.in_steps(reducer, size, lambda step: self._merge_step(step, spool))
         self._record_lost()
@@ -272,8 +271,11 @@ class _RollingBatch(GroupedBatch):
             is_needed = tiles.last > self._rolling.longest.start(reference)[tiles.ids]
             merged = self._merged(tiles.take(of_moved & is_needed), self._kept(tiles, len(visits)), reference)
             tiles = Pieces.concatenated(tiles.take(~of_moved), merged) if not of_moved.all() else merged
-            values = self._tile_rows(merged, len(visits), reference).filter(pa.array(is_moved))
-            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(values), layouts.TILES_FAMILY)
+            value = self._logic.schema.families[layouts.TILES_FAMILY].value
+            lists = merged.lists(len(visits), value.field(0).type)
+            merged_at = fixed_array(reference, None, value.field(1).type)
+            moved = pa.RecordBatch.from_arrays([lists, merged_at], schema=value).filter(pa.array(is_moved))
+            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(moved), layouts.TILES_FAMILY)
         num_horizons, of_visits = starts.shape[1], starts[visits]
         num_states = len(visits) * num_horizons
         places = [np.flatnonzero(tiles.last > of_visits[:, i][tiles.ids]) for i in range(num_horizons)]
@@ -300,12 +302,6 @@ class _RollingBatch(GroupedBatch):
         """Return how many of a key's pieces in tiles stay apart: those after the watermark, unless there are many."""
         after = np.bincount(tiles.ids[tiles.last > self._watermark], minlength=num_keys)
         return np.where(after + self._detail.kept > self._detail.after_watermark, 0, after)
-
-    def _tile_rows(self, tiles: Pieces, num_keys: int, reference: Integers) -> pa.RecordBatch:
-        value = self._logic.schema.families[layouts.TILES_FAMILY].value
-        lists = tiles.lists(num_keys, value.field(0).type)
-        merged_at = fixed_array(reference, None, value.field(1).type)
-        return pa.RecordBatch.from_arrays([lists, merged_at], schema=value)
 
     def _stage(
         self,
@@ -397,7 +393,6 @@ class _OlderStates:
 
     @classmethod
     def of_lists(cls, lists: pa.Array) -> _OlderStates:
-        """Return the states that stored lists have."""
         elements, offsets = list_parts(lists)
         ids = np.repeat(np.arange(len(lists), dtype=np.int64), np.diff(offsets))
         begins, *states = elements.flatten()

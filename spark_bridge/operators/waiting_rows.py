@@ -167,7 +167,9 @@ class WaitingRows:
         num_keys = len(keys)
         if not (len(waiting.ids) or len(new_ids)):
             return
-        old = self._with_flags(waiting.rows, matched)
+        old = waiting.rows
+        if self._side.flag is not None:
+            old = old.set_column(old.schema.get_field_index(self._side.flag), self._side.flag, pa.array(matched))
         changed = ~kept | (matched & ~waiting.matched)
         is_tail = waiting.numbers == layouts.TAIL_NUMBER
         due_tails = np.zeros(num_keys, np.bool_)
@@ -192,13 +194,6 @@ class WaitingRows:
         lengths = waiting.lengths - removed + np.bincount(new_ids, minlength=num_keys)
         times = np.concatenate([due_at[chosen], new_due_at])[order]
         self._write_pool(keys, ids[order], pool.take(pa.array(order)), times, pooled, waiting, lengths, has_entry)
-
-    def _with_flags(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
-        if self._side.flag is None:
-            return rows
-        flags = {self._side.flag: pa.array(matched)}
-        columns = [flags.get(name, column) for name, column in zip(rows.schema.names, rows.columns, strict=True)]
-        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
 
     def new_rows(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
         """Return rows of the side in their stored columns."""

@@ -89,8 +89,7 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
     assertion that does not name the cause. If their order differs, a source gets the offset of another one. Reads the
     names of ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
-    stored = SparkCommits(checkpoint).sources()
-    if stored is None:
+    if (stored := SparkCommits(checkpoint).sources()) is None:
         return None
     nodes = map_in_arrow.nodes(execution.analyzedPlan())
     here = [node for node in nodes if node.nodeName().startswith("StreamingRelation")]
@@ -208,12 +207,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.exception("Query %s is refused by its first tasks", event.runId)
 
     def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
-        declared = map_in_arrow.operators_in_plan(execution.analyzedPlan())
-        if not declared:
+        if not (declared := map_in_arrow.operators_in_plan(execution.analyzedPlan())):
             return None
         conf, operators = self._cluster.conf, sorted((o.spec for o in declared), key=lambda spec: spec.name)
-        refusal = self._refuse(execution, operators)
-        if refusal is not None:
+        if (refusal := self._refuse(execution, operators)) is not None:
             return refusal
         checkpoint = str(execution.resolvedCheckpointRoot())
         state = self._state_location(checkpoint, str(event.id))
@@ -275,8 +272,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._ended.started(registration)
-        lag = next((o.lag for o in declared if o.lag is not None), None)
-        if lag is not None:
+        if (lag := next((o.lag for o in declared if o.lag is not None), None)) is not None:
             lag.start()
             with self._lock:
                 self._lags[registration.run_id] = lag

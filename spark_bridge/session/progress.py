@@ -74,7 +74,6 @@ class StateOperatorProgress:
 
     @property
     def json(self) -> str:
-        """The figures as JSON, as PySpark's ``StateOperatorProgress.json`` has them."""
         return dumps(self.as_dict(), separators=(",", ":"))
 
 
@@ -305,7 +304,6 @@ class BatchTraces:
         self._lock = threading.Lock()
 
     def add(self, registration: QueryRegistration, version: int) -> None:
-        """Add a run; its first batch continues from ``version``."""
         if spans.is_on():
             with self._lock:
                 self._runs[registration.run_id] = registration, version + 1, spans.now()
@@ -319,11 +317,11 @@ class BatchTraces:
         if "addBatch" not in took:
             return  # nothing was run
         version = batch_id + 1
-        began = _ns(str(told["timestamp"]))
+        timestamp = datetime.fromisoformat(str(told["timestamp"]).replace("Z", "+00:00"))  # in ms
+        began = round(timestamp.timestamp() * 1000) * 1_000_000
         ended = began + took.get("triggerExecution", sum(took.values())) * 1_000_000
         with self._lock:
-            of_run = self._runs.get(run_id)
-            if of_run is None:
+            if (of_run := self._runs.get(run_id)) is None:
                 return
             self._runs[run_id] = of_run[0], version + 1, ended
         trace = spans.batch(run_id, version)
@@ -349,11 +347,6 @@ class BatchTraces:
 
 def _root(of: QueryRegistration, trace: spans.Trace, began: int, ended: int, **notes: Any) -> None:
     spans.finished(trace.kind, trace, began, ended, is_root=True, query_id=of.query_id, query_name=of.name, **notes)
-
-
-def _ns(timestamp: str) -> int:
-    """Return the time of Spark's progress (``2026-11-25T17:00:00.123Z``) in ns since 1970."""
-    return round(datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp() * 1000) * 1_000_000
 
 
 # The driver's metrics: Spark's figures of a batch, and those of each operator under the names of Spark's progress.
@@ -420,8 +413,7 @@ class StreamMetrics:
         """Publish the figures of the whole query in Spark's progress of a batch, as JSON."""
         told: Mapping[str, Any] = json.loads(progress)
         with self._lock:
-            title = self._titles.get(run_id)
-            if title is None:
+            if (title := self._titles.get(run_id)) is None:
                 return
             rates = _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond"))
             figures = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))

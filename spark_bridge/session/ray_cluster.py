@@ -61,8 +61,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
         except ConnectionError as error:
             raise _silent(named, error) from error
         return False
-    running = running_ray()
-    if running is not None:
+    if (running := running_ray()) is not None:
         try:
             ray.init(address=running, **quiet)
             return False

@@ -111,8 +111,7 @@ def _why_not_stopped(query: StreamingQuery | str) -> str:
             f"{', '.join(here) or 'none'}. Call trigger_savepoint(stop=True) in the driver of the query."
         )
     title = query.name or str(query.id)
-    newer = _running(str(query.id))
-    if newer is not None:
+    if (newer := _running(str(query.id))) is not None:
         return (
             f"Run {query.runId} of query {title!r} has ended, and run {newer.runId} of this process has replaced it: "
             "the query was started again. Give the StreamingQuery that the last start() has returned, or "

@@ -75,8 +75,7 @@ def unsafe_settings(spark: SparkSession) -> str | None:
 
 def standby_replicas(spark: SparkSession, default: int) -> int:
     """Return how many standby replicas a query that starts now has. Raises ``InvalidStateStoreArgument``."""
-    text = spark.conf.get(STANDBY_REPLICAS_CONF, None)
-    if text is None:
+    if (text := spark.conf.get(STANDBY_REPLICAS_CONF, None)) is None:
         return default
     if not text.strip().isdecimal() or int(text) > MAX_STANDBY_REPLICAS:
         raise InvalidStateStoreArgument(
@@ -118,7 +117,6 @@ class Shutdown:
         atexit.register(self.begin)
 
     def begin(self) -> None:
-        """Record that the session ends now."""
         self._has_begun.set()
         atexit.unregister(self.begin)
 

@@ -215,7 +215,6 @@ class StoredReads(PartitionedReads):
         ]
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """See ``StateReads``: nothing is held."""
         operators = [o for o in self.operators() if operator in (None, o["operator"])]
         return {"host_id": ADDRESS, "operators": operators}
 
@@ -474,7 +473,6 @@ class StoredWatch:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End the watch; a waiting thread ends at once."""
         self._closed.set()
 
     def __enter__(self) -> StoredWatch:

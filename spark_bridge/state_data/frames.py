@@ -215,7 +215,6 @@ class _Task:
     packed: tuple[bytes, ...]
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.packed_batches(self.packed[number])

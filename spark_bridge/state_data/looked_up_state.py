@@ -205,8 +205,7 @@ def _matching(lookups: KeyLookups, column: str, values: pa.Array, columns: Seque
 def _router(endpoints: Endpoints) -> StateRouter:
     key = (endpoints.token, endpoints.tls)
     with _lock:
-        router = _routers.get(key)
-        if router is None:
+        if (router := _routers.get(key)) is None:
             context = None if endpoints.tls is None else endpoints.tls.client_context()
             router = _routers[key] = StateRouter(KvConnections(endpoints.token, context, endpoints.timeout))
     return router

@@ -135,8 +135,7 @@ class SourceOptions:
 
     def refuse(self, names: tuple[str, ...], where: str) -> None:
         """Raise ``InvalidStateStoreArgument`` if one of these options is given."""
-        wrong = [name for name in names if name in self.given]
-        if wrong:
+        if wrong := [name for name in names if name in self.given]:
             raise InvalidStateStoreArgument(f"{where} has no option {wrong[0]!r}: leave it out.")
 
 
@@ -146,8 +145,7 @@ def _together(texts: Mapping[str, str], is_changes: bool) -> None:
         raise _conflict("batchId", "version", "Both name the version to read")
     if "stateVarName" in texts and _flag(texts, "readRegisteredTimers", False):
         raise _conflict("stateVarName", "readRegisteredTimers", "The second reads timers, not that variable")
-    wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in texts]
-    if wrong:
+    if wrong := [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in texts]:
         raise _conflict(wrong[0], "readChangeFeed", f"readChangeFeed is {str(is_changes).lower()}")
 
 
@@ -159,8 +157,7 @@ def _flag(texts: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def _number(texts: Mapping[str, str], name: str) -> int | None:
-    text = texts.get(name)
-    if text is None:
+    if (text := texts.get(name)) is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         also = f", or one of {STATE}, {EARLIEST}, {LATEST}" if name == "startingVersion" else ""

@@ -220,8 +220,7 @@ def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | No
 def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
     """Return about how many bytes each value takes when stored."""
     kind = array.type
-    dtype = fixed_dtype(kind)
-    if dtype is not None:
+    if (dtype := fixed_dtype(kind)) is not None:
         return np.full(len(array), dtype.itemsize, np.int64)
     if pa.types.is_struct(kind):
         total = np.zeros(len(array), np.int64)

@@ -158,7 +158,6 @@ class VariableRows:
 
     @property
     def has_ttl(self) -> bool:
-        """Return whether values expire."""
         return layouts.TTL_COLUMN in self.stored_value.names
 
     @cached_property
@@ -263,8 +262,7 @@ class VariableRows:
         stored = schema.decode_values(values)
         if self.kind == TIMERS:
             return DecodedRows(np.arange(len(keys)), [*key_columns[1:], key_columns[0]])
-        arrays = _ARRAYS.get((self.kind, family == self.main))
-        if arrays is not None:
+        if (arrays := _ARRAYS.get((self.kind, family == self.main))) is not None:
             elements, pair = _elements(stored.column(stored.schema.get_field_index(arrays)))
             of_key = [c.take(pa.array(pair)) for c in key_columns[: len(self.key)]]
             if self.kind == layouts.LIST:
@@ -324,7 +322,6 @@ class VariableRows:
 
 
 def _parts(structs: pa.StructArray) -> dict[str, pa.Array]:
-    """Return the fields of structs by name."""
     return dict(zip([f.name for f in structs.type], structs.flatten(), strict=True))
 
 

@@ -50,8 +50,7 @@ class SingleResults:
         """
         outputs: dict[str, SingleResult] = {}
         for name, function, parts in outputs_of(state):
-            result = _result_of(function, [part.name for part in parts])
-            if result is None:
+            if (result := _result_of(function, [part.name for part in parts])) is None:
                 return None
             outputs[name] = result
         return cls(outputs)
@@ -115,7 +114,6 @@ class StoredValues:
 
     @cached_property
     def fields(self) -> list[pa.Field]:
-        """The columns of ``columns``."""
         fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
         return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
 

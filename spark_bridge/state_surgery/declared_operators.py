@@ -44,8 +44,7 @@ class StatesOfRows:
         if keys.names == [ALL_ROWS_KEY] and ALL_ROWS_KEY not in batch.schema.names:
             batch = batch.append_column(ALL_ROWS_KEY, pa.repeat(pa.scalar(True), batch.num_rows))
         needed = [*keys.names, *self.aggregator.inputs]
-        missing = [name for name in needed if name not in batch.schema.names]
-        if missing:
+        if missing := [name for name in needed if name not in batch.schema.names]:
             raise InvalidStateStoreArgument(
                 f"The input rows of {self.owner} came without {', '.join(map(repr, missing))}: they need the columns "
                 f"{', '.join(map(repr, dict.fromkeys(needed)))}."
@@ -63,7 +62,6 @@ class MergedStates:
     pairs: PairsOfRows
 
     def __call__(self, table: pa.Table) -> pa.RecordBatch:
-        """Return a row for each key of the table."""
         batch = table.rename_columns(_stored_names(self.pairs)).combine_chunks().to_batches()[0]
         groups = group_rows(batch, _keys(self.pairs), DEFAULT_KEY_GROUPS)
         merged = self.aggregator.merge(groups.ids, len(groups.keys), batch)
@@ -180,8 +178,7 @@ def combining(
         return dict.fromkeys(names, functions)
     combines = dict(default)
     for target, how in functions.items():
-        of_target = [n for n in names if target in (n, n[0])]
-        if not of_target:
+        if not (of_target := [n for n in names if target in (n, n[0])]):
             listed = ", ".join(map(repr, names))
             raise InvalidStateStoreArgument(f"combine= names {target!r}, which gets no rows: there are {listed}.")
         combines.update(dict.fromkeys(of_target, how))

@@ -69,13 +69,11 @@ class RewrittenOperator:
     @property
     def copied_state(self) -> shuffle.CopiedState | None:
         """Return the column families that stay as they are; None if there are none."""
-        families = tuple(name for v in self.copied for name in v.families)
-        if not families:
+        if not (families := tuple(name for v in self.copied for name in v.families)):
             return None
         return shuffle.CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
 
     def rows(self, variable: str) -> VariableRows:
-        """Return how the rows of a variable are read."""
         schema = self.reading.schema
         return VariableRows(schema, schema.variable(variable), raw=True)
 
@@ -199,8 +197,7 @@ def inferred_variable(
     columns = {
         f.name: f for f in columns_made if f.name not in shuffle.DERIVED or f.name in shown or f.name in key_columns
     }
-    missing = [name for name in key_columns if name not in columns]
-    if missing:
+    if missing := [name for name in key_columns if name not in columns]:
         raise InvalidStateStoreArgument(
             f"The rows of {owner} came without the key columns {', '.join(map(repr, missing))}, with "
             f"{', '.join(map(repr, columns))}: name the columns of the key with key=."

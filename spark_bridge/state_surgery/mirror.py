@@ -97,7 +97,6 @@ class MirroredState:
 
     @cached_property
     def schema(self) -> OperatorSchema:
-        """Return the schema of the operator."""
         key, value = (pa.schema([(one.name, one.kind) for one in columns]) for columns in (self.keys, self.values))
         # So that a restart cannot give the operator another state of the same columns.
         mirrored = str(self.operator.id) if self.variable is None else f"{self.operator.id}/{self.variable}"
@@ -240,8 +239,7 @@ def last_planned(own: CheckpointStorage, native: CheckpointStorage) -> tuple[int
 def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> SparkQuery:
     """Return the Spark query at its last committed batch. Raises ``InvalidStateStoreArgument``."""
     check_state_of_spark("mirror", spark, storage, "use serve_state(follow=True)")
-    newest = SparkBatch.newest(storage)
-    if newest is None:
+    if (newest := SparkBatch.newest(storage)) is None:
         raise InvalidStateStoreArgument(
             f"{storage.location} has no committed batch, so its stateful operators are not known: start the mirror "
             "after the first batch."
@@ -382,11 +380,9 @@ class MirrorLag:
         )
 
     def start(self) -> None:
-        """Begin to look."""
         self._loop.start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._loop.close()
 
     def planned(self, batch_id: int, batch: SparkBatch) -> None:
@@ -405,8 +401,7 @@ class MirrorLag:
         if shown is None or SparkBatch.at(self._native, shown.number) != shown:
             return
         commits = SparkCommits(self._native)
-        newer = [number for number in commits.committed() if number > shown.number]
-        if not newer:
+        if not (newer := [number for number in commits.committed() if number > shown.number]):
             self._current_at = began
         elif min(newer) == shown.number + 1:
             next_ms = commits.committed_ms(min(newer))
@@ -432,7 +427,6 @@ class _Mirror:
         """The batch of Spark that the last batch of this run has read."""
 
     def start(self, location: str, options: Mapping[str, str], name: str | None, interval: str) -> StreamingQuery:
-        """Declare the operators, and start the query."""
         spark = self._query.spark
         source = batches_source(self._query.storage.location, options, uuid.uuid4().hex)
         spark.dataSource.register(source)

@@ -171,8 +171,7 @@ class RayWorkers:
             if not ready:
                 say(done)
                 continue
-            ref = next(stream, None)
-            if ref is None:
+            if (ref := next(stream, None)) is None:
                 return
             yield ref
 

@@ -60,8 +60,7 @@ def planned_rewrite(
         fresh = inferred_schema.inferred_operators(rewritten, kept, key, sample)
     else:
         staying = [name for name in stored if name not in rewritten or rewritten[name].copied]
-        lost = [name for name in staying if name not in specs]
-        if lost:
+        if lost := [name for name in staying if name not in specs]:
             raise InvalidStateStoreArgument(
                 f"The state has the operators {', '.join(map(repr, lost))}, and the program does not: name them in "
                 "operator=, with None as the function of each of their state variables to leave them out."
@@ -380,8 +379,7 @@ def _only(targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle
 
 
 def _name(key: Any, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:
-    name = shuffle.target_name(key, targets)
-    if name is None:
+    if (name := shuffle.target_name(key, targets)) is None:
         names = ", ".join(map(repr, targets)) or "none that can be given"
         raise InvalidStateStoreArgument(f"rows= has rows for {key!r}; the program has the state variables {names}.")
     return name
@@ -389,8 +387,7 @@ def _name(key: Any, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) 
 
 def _key_groups(key_groups: int | None) -> int:
     if key_groups is None:
-        spark = current_spark()
-        if spark is None:
+        if (spark := current_spark()) is None:
             return DEFAULT_KEY_GROUPS
         from spark_bridge.operators.map_in_arrow import configured_key_groups
 

@@ -153,7 +153,6 @@ class Target:
 
     @property
     def in_words(self) -> str:
-        """Return how messages name it."""
         operator, variable = self.name
         of_operator = f"operator {operator!r}"
         return of_operator if variable == DEFAULT_FAMILY else f"state variable {variable!r} of {of_operator}"
@@ -240,8 +239,7 @@ class Routing:
                 yield target.name, conform
 
     def _target(self, key: Any) -> Target:
-        name = target_name(key, self.targets)
-        if name is None:
+        if (name := target_name(key, self.targets)) is None:
             listed = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
             raise InvalidStateStoreArgument(
                 f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which takes none: it can "

@@ -225,8 +225,7 @@ class SparkQuery:
         """Return the stateful operators, in the order of their numbers."""
         if not self.storage.list("state"):
             return []
-        rows = self.spark.read.format("state-metadata").load(self.location).collect()
-        if not rows:
+        if not (rows := self.spark.read.format("state-metadata").load(self.location).collect()):
             return self._operators_by_schema()
         variables, modes = {}, {}
         for row in rows:
@@ -296,12 +295,10 @@ class Conversion:
 
     @property
     def schema(self) -> OperatorSchema:
-        """Return the schema of the program's operator."""
         return self.target.pairs.rows.schema
 
     @property
     def _values(self) -> list[str]:
-        """Return the columns of the value."""
         rows = self.target.pairs.rows
         return list(self.target.pairs.columns.names)[len(rows.key) + len(rows.inner) :]
 
@@ -556,7 +553,6 @@ def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> 
 
 
 def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Column]:
-    """Return the parts of this project's state, made of Spark's buffers."""
     if names == MOMENT_BUFFERS:
         return [buffers[0].cast("long"), *buffers[1:]]
     if names not in (EMPTY_SUM, BUFFERS["mean"]):

@@ -103,7 +103,6 @@ class StateColumns:
         return cls(store, figures, *family_of(variable), variable.ttl_ms)
 
     def begin(self, keys: pa.BinaryArray) -> None:
-        """Read the state of the next keys."""
         self.keys = keys
         self.has_state = np.zeros(len(keys), np.bool_)
         if self.family is None:
@@ -176,7 +175,6 @@ class Declaring:
     state: str | None = None
 
     def init(self, handle: StatefulProcessorHandle) -> None:
-        """Let the processor declare its state."""
         own = stateful_processor.ArrowStatefulProcessorHandle(handle)
         self.processor.init(own)
         self.state = own.declared

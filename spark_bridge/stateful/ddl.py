@@ -58,8 +58,7 @@ class _Parser:
         self._tokens: list[str] = []
         at, end = 0, len(text.rstrip())
         while at < end:
-            match = _TOKEN.match(text, at)
-            if not match:
+            if not (match := _TOKEN.match(text, at)):
                 raise self._refusal(f"{text[at:].strip()!r} cannot be read")
             self._tokens.append(match[0].strip())
             at = match.end()

@@ -119,7 +119,6 @@ class StateFigures:
     custom: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add n to one of the custom figures."""
         self.custom[name] = self.custom.get(name, 0) + n
 
 

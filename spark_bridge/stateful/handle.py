@@ -119,7 +119,6 @@ class ValueState(PySparkValueState):
         return self._values[self._step.current]
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         step, values = self._step, self._values
         indices = np.unique(np.array(self._changed, np.int64))
         written = np.array([i for i in indices.tolist() if values[i] is not None], np.int64)
@@ -190,11 +189,9 @@ class Timers:
         return keys.take(key_order(keys))
 
     def begin(self) -> None:
-        """Forget the keys of the step before."""
         self._lists, self._before = None, {}
 
     def end(self) -> None:
-        """Stage the step's changes."""
         lists = self._lists
         if not self._before or lists is None:
             return

@@ -79,7 +79,6 @@ class StoredLists:
     # -- reading -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the keys of the step before."""
         self._read_heads = None
 
     def has_elements(self, i: int) -> bool:
@@ -271,8 +270,7 @@ class ListState(PySparkListState):
     def _accepted(self, elements: Iterable[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
         if elements is None:
             raise null_value(self._name, "list")
-        accepted = [self._values.accept(e) for e in elements]
-        if not accepted:
+        if not (accepted := [self._values.accept(e) for e in elements]):
             raise IllegalStateValueError(
                 f"[ILLEGAL_STATE_STORE_VALUE.EMPTY_LIST_VALUE] State variable {self._name!r} was given an empty list. "
                 "Give at least one element, or call clear() to remove the list."
@@ -293,6 +291,5 @@ class ListState(PySparkListState):
         self._stored.begin()
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         self._stored.stage(self._changes, self._touched)
         self._changes, self._touched = [], []

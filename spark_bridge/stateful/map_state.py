@@ -83,7 +83,6 @@ class StoredMaps:
     # -- reading -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the keys of the previous step."""
         self._read_heads = None
 
     def head(self, i: int) -> tuple[bool, list[Entry]]:
@@ -173,8 +172,7 @@ class StoredMaps:
         step, heads = self._step, self._heads()
         gone = np.array([i for i, m in changed if not m.entries and heads.present[i]], np.int64)
         step.stage(step.keys.take(pa.array(gone)), None, self._family)
-        maps = [(i, m) for i, m in changed if m.entries]
-        if not maps:
+        if not (maps := [(i, m) for i, m in changed if m.entries]):
             return
         keys, values = self._columns([entry for _, m in maps for entry in m.entries.values()])
         kind = self._schema.value.field(layouts.MAP_ENTRIES).type
@@ -204,12 +202,10 @@ class StoredMaps:
         self._step.stage(keys, self._schema.encode_values(rows), self._family)
 
     def _stage_entries(self, changed: list[tuple[int, KeyMap]]) -> None:
-        """Stage the changed entries of large maps."""
         step = self._step
         owned = [(i, entry) for i, m in changed for entry in m.entries.values()]
         for is_removal in (True, False):
-            part = [(i, entry) for i, entry in owned if (entry[1] is None) == is_removal]
-            if not part:
+            if not (part := [(i, entry) for i, entry in owned if (entry[1] is None) == is_removal]):
                 continue
             keys, values = self._columns([entry for _, entry in part])
             stored = with_more(step.keys.take(pa.array([i for i, _ in part])), columns_of_key(keys))
@@ -262,8 +258,7 @@ class MapState(PySparkMapState):
 
         Raises ``IllegalStateValueError`` if ``key`` does not fit its schema.
         """
-        value = self._value_of(self._keys.accept(key))
-        if value is None:
+        if (value := self._value_of(self._keys.accept(key))) is None:
             return None
         row: Row = tuple.__new__(self._value_row, value if self._values.is_immutable else self._values.copied(value))
         return row
@@ -330,7 +325,6 @@ class MapState(PySparkMapState):
         self._stored.begin()
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         touched = [(i, self._maps[i]) for i in sorted(self._touched)]
         self._stored.stage([(i, m) for i, m in touched if m is not None and m.is_changed])
         self._maps, self._touched = [], []
@@ -347,8 +341,7 @@ class MapState(PySparkMapState):
 
     def _value_of(self, key: ValueTuple) -> ValueTuple | None:
         key_map, hashed = self._map(), self._hashed(key)
-        entry = key_map.entries.get(hashed)
-        if entry is not None:
+        if (entry := key_map.entries.get(hashed)) is not None:
             return entry[1]
         return self._look_up(key_map, hashed, key) if key_map.is_large else None
 

@@ -111,7 +111,6 @@ class OutputFrames:
                 self.flush()
 
     def flush(self) -> None:
-        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._frames:
             return
         frames, self._frames, self._num_rows = self._frames, [], 0
@@ -252,12 +251,10 @@ class ProcessorState:
 
     @property
     def figures(self) -> StateFigures:
-        """Return the counts of rows written and removed so far."""
         return self._step.figures
 
     @property
     def states(self) -> dict[str, ValueState | ListState | MapState]:
-        """Return the state variables that ``init`` has declared, by name."""
         return self.handle._states
 
     def declare(self) -> tuple[StateVariable, ...]:
@@ -279,7 +276,6 @@ class ProcessorState:
             self._timers.begin()
 
     def set_key(self, i: int) -> None:
-        """Make the step's key number ``i`` the current one."""
         self._step.index = i
 
     def expired_timers(self) -> list[int]:

@@ -394,8 +394,7 @@ class ProcessorTester:
 
     def _forget(self, name: str) -> None:
         self._commit()
-        state = self._state.handle._states.pop(name, None)
-        if state is not None:
+        if (state := self._state.handle._states.pop(name, None)) is not None:
             make_deleted(state, name, _KINDS[type(state)])
 
     def _identified(self, key: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -114,11 +114,9 @@ def checked_arguments(
 
 def _check_names(schema: T.StructType, whose: str) -> None:
     """Raise ``InvalidOperatorError`` for columns that a processor could not distinguish."""
-    twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
-    if twice:
+    if twice := sorted({n for n in schema.names if schema.names.count(n) > 1}):
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
-    own = [name for name in schema.names if name.startswith(RESERVED_PREFIX)]
-    if own:
+    if own := [name for name in schema.names if name.startswith(RESERVED_PREFIX)]:
         raise InvalidOperatorError(
             f"{whose} has the columns {', '.join(own)}; names that begin with {RESERVED_PREFIX} are the state "
             "store's own: rename them."
@@ -358,8 +356,7 @@ def _check_processor(processor: Any, time_mode: str) -> None:
         raise InvalidOperatorError(
             f"The processor {type(processor).__name__} works in columns: use transform_with_state_in_arrow."
         )
-    missing = [name for name in _METHODS if not callable(getattr(processor, name, None))]
-    if missing:
+    if missing := [name for name in _METHODS if not callable(getattr(processor, name, None))]:
         raise InvalidOperatorError(
             f"processor={processor!r} has no {', '.join(missing)}: give an instance of a subclass of StatefulProcessor."
         )

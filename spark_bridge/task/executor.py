@@ -122,8 +122,7 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
 
     Raises ``StateStoreRefusedError``, before any state is touched, if the query may not run.
     """
-    refusal = local_property(REFUSAL)
-    if refusal:
+    if refusal := local_property(REFUSAL):
         raise StateStoreRefusedError(refusal)
     run_id, endpoints = local_property(RUN_ID), local_endpoints(local_property)
     if not run_id or endpoints is None:

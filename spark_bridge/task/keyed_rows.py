@@ -241,8 +241,7 @@ def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
 
     Raises ``StateTooLargeError`` if a column of them has more than 2 GiB.
     """
-    batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
-    if not batches:
+    if not (batches := pa.Table.from_batches(parts).combine_chunks().to_batches()):
         return parts[0]
     if len(batches) > 1:
         raise StateTooLargeError(
