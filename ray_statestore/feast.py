@@ -187,6 +187,7 @@ class RayStatestoreOnlineStore(OnlineStore):  # type: ignore[misc]
             return self._connected
 
     async def close(self) -> None:
+        """Close the connections. The next read connects again."""
         with self._lock:
             client, self._connected = self._connected, None
         if client is not None:

@@ -237,4 +237,5 @@ class _AsOfJob(RetrievalJob):  # type: ignore[misc]
         return self._metadata
 
     def persist(self, storage: Any, allow_overwrite: bool = False, timeout: int | None = None) -> None:
+        """Raise ``RequestError``: this store has no tables."""
         raise RequestError("Write the rows yourself: pyarrow.parquet.write_table(job.to_arrow(), path).")

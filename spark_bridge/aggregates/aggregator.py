@@ -85,6 +85,7 @@ class Aggregator:
         return Aggregator([replace(o, max_bytes=sys.maxsize) if counts_dropped(o) else o for o in self.outputs])
 
     def figures(self) -> dict[str, float]:
+        """Return the figures of an aggregation that counts; none if it has no limits."""
         dropped = [o.dropped.num for o in self.outputs if o.dropped is not None]
         return {DROPPED_ELEMENTS: float(sum(dropped))} if dropped else {}
 

@@ -91,6 +91,7 @@ class Children:
         self.messages.put((name, process.wait()))
 
     def stop(self, name: str, patience_s: float) -> None:
+        """Ask one child to end (SIGTERM), wait for it, and kill it if it does not end."""
         process = self._processes.get(name)
         if process is None or process.poll() is not None:
             return

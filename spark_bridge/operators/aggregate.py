@@ -22,17 +22,8 @@ from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
 from spark_bridge.aggregates.rolling import Rolling, declared_rolling, piece_fields
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window, as_list, checked_names
-from spark_bridge.operators import columns
+from spark_bridge.operators import columns, map_in_arrow
 from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    KeyRouting,
-    columns_by_name,
-    refusing,
-    state_layout,
-    stateful_operator,
-    with_ticks,
-)
 from spark_bridge.operators.rolling_task import RollingLogic
 from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, rolling_schema, session_schema
@@ -246,7 +237,7 @@ def aggregate(
             )
         num_partitions = 1
         partial_aggregation = partial_aggregation is not False
-    partitions, key_groups = state_layout(operator, num_partitions, df)
+    partitions, key_groups = map_in_arrow.state_layout(operator, num_partitions, df)
     marked = columns.watermark_columns(df.schema)
     rolling = _rolling(df, aggregations, event_time, exact_windows, output_mode)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
@@ -257,9 +248,9 @@ def aggregate(
         # The gap may refer to any column of the DataFrame, also as ``df.gap``: what follows renames the columns.
         df = df.select("*", _checked_gap(df, keys.window.gap))
     if output_mode == "append" and marked:
-        df = with_ticks(df, operator)
+        df = map_in_arrow.with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
-    with refusing(operator):
+    with map_in_arrow.refusing(operator):
         if rolling is None:
             declared = _declared(rows, keys, aggregator, output_mode, indexed)
         else:
@@ -279,8 +270,9 @@ def aggregate(
         logic = replace(logic, is_partial=True)
     results = declared.results if declared.results is not None else pa.schema(aggregator.result_fields)
     output = T.StructType([*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(results).fields])
-    routing, stated = KeyRouting(declared.stored, partitions, key_groups), DeclaredOperator(spec, aggregator=aggregator)
-    return stateful_operator(prepared, stated, routing, logic, output, declared.lag_ms)
+    routing = map_in_arrow.KeyRouting(declared.stored, partitions, key_groups)
+    stated = map_in_arrow.DeclaredOperator(spec, aggregator=aggregator)
+    return map_in_arrow.stateful_operator(prepared, stated, routing, logic, output, declared.lag_ms)
 
 
 @dataclass(frozen=True)
@@ -408,7 +400,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence[str]) -> DataFrame:
     """Return the needed columns, and the window of each row: a row for each window that contains it."""
-    rows, by_name = columns_by_name(df)
+    rows, by_name = map_in_arrow.columns_by_name(df)
     if keys.is_global:
         return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(by_name[name].alias(name) for name in aggregator.inputs))
     inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs, *more])]

@@ -136,6 +136,7 @@ class GroupedBatch:
         raise NotImplementedError
 
     def figures(self) -> OperatorFigures:
+        """Return the counts of rows that came, and of late rows, and of updated and removed rows of state."""
         custom = self._aggregator.figures()
         return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 

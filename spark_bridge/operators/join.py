@@ -15,18 +15,9 @@ from pyspark.sql import types as T
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators import columns, join_sides
+from spark_bridge.operators import columns, join_sides, map_in_arrow
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
 from spark_bridge.operators.join_task import Apply, JoinLogic, join_logic
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    KeyRouting,
-    columns_by_name,
-    refusing,
-    state_layout,
-    stateful_operator,
-    with_ticks,
-)
 from spark_bridge.state_format.layouts import LEFT, RIGHT
 from spark_bridge.task.state_task import EventTime
 
@@ -52,16 +43,16 @@ def joined_stream(
     logic_of: LogicOfColumns,
 ) -> DataFrame:
     """Return the output of a join of both sides: the columns ``output``; for ``layout`` see ``state_layout``."""
-    with refusing(operator):
+    with map_in_arrow.refusing(operator):
         of_keys, of_left, of_right = map(columns.arrow_schema, ([left.schema[key] for key in keys], *others))
         logic = logic_of(of_keys, (of_left, of_right), columns.arrow_schema(output.fields))
     spec = OperatorSpec(operator, layout[0], logic.schema.to_json(), kind="join", uses_time=logic.bounds.uses_time)
     both = _both(left, right, keys, others, logic)
     if any(side.keeps_unmatched for side in logic.sides):
-        both = with_ticks(both, operator)
-    declared = DeclaredOperator(spec, sides=logic.sides if type(logic) is JoinLogic else ())
-    return stateful_operator(
-        both, declared, KeyRouting(keys, *layout), logic, output, lag_of(left, right, logic.bounds)
+        both = map_in_arrow.with_ticks(both, operator)
+    declared = map_in_arrow.DeclaredOperator(spec, sides=logic.sides if type(logic) is JoinLogic else ())
+    return map_in_arrow.stateful_operator(
+        both, declared, map_in_arrow.KeyRouting(keys, *layout), logic, output, lag_of(left, right, logic.bounds)
     )
 
 
@@ -241,7 +232,7 @@ def _both(
     frames = []
     codes = (join_sides.LEFT_ROW, join_sides.RIGHT_ROW)
     for df, code, fields, side in zip((left, right), codes, others, logic.sides, strict=True):
-        rows, by_name = columns_by_name(df)
+        rows, by_name = map_in_arrow.columns_by_name(df)
         own: dict[int, Column] = {
             slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
@@ -399,7 +390,7 @@ def join(
     keys = checked_names("on=", on)
     check_frames(left, right, how, apply, output)
     check_columns(left, right, keys, how)
-    layout = state_layout(operator, num_partitions, left, right)
+    layout = map_in_arrow.state_layout(operator, num_partitions, left, right)
     bounds = bounds_of(left, right, keys, within, left_time, right_time)
     kept = [name for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True) if after is None]
     if kept:
@@ -471,7 +462,7 @@ def join_asof(
     if direction not in DIRECTIONS:
         raise InvalidOperatorError(f"direction={direction!r} is not one of {', '.join(map(repr, DIRECTIONS))}.")
     check_columns(left, right, keys, join_sides.LEFT_OUTER)
-    layout = state_layout(operator, num_partitions, left, right)
+    layout = map_in_arrow.state_layout(operator, num_partitions, left, right)
     tolerance_us = None if tolerance is None else columns.microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
         raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")

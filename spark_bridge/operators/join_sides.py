@@ -196,10 +196,12 @@ class Matches:
 
     @property
     def matched_probes(self) -> Integers:
+        """Return the numbers of the rows of ``probes`` that have a match."""
         return self.probes[self.ends > self.starts]
 
     @property
     def matched_others(self) -> Integers:
+        """Return the numbers of the rows of ``others`` that have a match."""
         changes = np.zeros(len(self.others) + 1, np.int64)
         np.add.at(changes, self.starts, 1)
         np.add.at(changes, self.ends, -1)

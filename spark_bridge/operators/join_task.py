@@ -163,6 +163,7 @@ class JoinLogic:
 
     @property
     def row_schema(self) -> pa.Schema:
+        """Return the columns of rows that are sorted by key: side, chunk number and shared columns."""
         slots = (pa.field(join_sides.slot_name(i), kind) for i, kind in enumerate(self.slots))
         return pa.schema([pa.field(join_sides.SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 

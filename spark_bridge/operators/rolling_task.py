@@ -198,6 +198,7 @@ class _RollingBatch(GroupedBatch):
     # -- pieces into state ---------------------------------------------------------------------
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
+        """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
         size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
         keyed_rows.in_steps(reducer, size, lambda step: self._merge_step(step, spool))
         self._record_lost()

@@ -71,6 +71,7 @@ class SessionColumns:
 
     @property
     def time(self) -> pa.DataType:
+        """Return the type of stored starts, ends and due times."""
         return self.value.field(1).type
 
     @cached_property
@@ -127,6 +128,7 @@ class SessionLogic:
 
     @property
     def keys(self) -> pa.Schema:
+        """Return the key columns, without the session."""
         return self.schema.families[DEFAULT_FAMILY].key
 
     @cached_property

@@ -91,6 +91,7 @@ class DriverHeartbeats:
         beat.start()
 
     def remove(self, run_id: str) -> None:
+        """End with a run that is over."""
         with self._lock:
             beat = self._beats.pop(run_id, None)
         if beat is not None:

@@ -74,6 +74,7 @@ class StateOperatorProgress:
 
     @property
     def json(self) -> str:
+        """The figures as JSON, as PySpark's ``StateOperatorProgress.json`` has them."""
         return dumps(self.as_dict(), separators=(",", ":"))
 
 
@@ -304,6 +305,7 @@ class BatchTraces:
         self._lock = threading.Lock()
 
     def add(self, registration: QueryRegistration, version: int) -> None:
+        """Add a run; its first batch continues from ``version``."""
         if spans.is_on():
             with self._lock:
                 self._runs[registration.run_id] = registration, version + 1, spans.now()

@@ -75,6 +75,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
         self._schema = chosen.schema
 
     def get_name(self) -> str:
+        """Return the name that Ray shows."""
         return "RayStatestore"
 
     def estimate_inmemory_data_size(self) -> int | None:

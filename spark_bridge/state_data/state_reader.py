@@ -247,6 +247,7 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
         return changes_source(of.place, of.operator, of.state, begin, last, raw=of.state_columns)
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
+        """Yield the changes of one partition, on an executor."""
         assert partition.source is not None
         return fitting(partition.source.packed_batches(partition.piece), self._schema)
 

@@ -114,6 +114,7 @@ class StoredValues:
 
     @cached_property
     def fields(self) -> list[pa.Field]:
+        """The columns of ``columns``."""
         fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
         return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != layouts.TTL_COLUMN]
 

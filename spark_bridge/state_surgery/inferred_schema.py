@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -28,17 +29,10 @@ Functions: TypeAlias = shuffle.Function | Mapping[Any, Any] | None
 """A function, or one for each state variable; if several operators are rewritten, for each operator."""
 
 
-@dataclass(frozen=True)
-class PartitionRows:
-    """The rows of one partition of one variable, without the columns that follow from the key."""
-
-    source: StateSource
-    packed: bytes
-    columns: tuple[str, ...]
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        for batch in self.source.packed_batches(self.packed):
-            yield batch.select(list(self.columns))
+def _partition_rows(source: StateSource, packed: bytes, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of one partition of one variable, without the columns that follow from the key."""
+    for batch in source.packed_batches(packed):
+        yield batch.select(list(columns))
 
 
 def no_rows(rows: VariableRows) -> pa.RecordBatch:
@@ -74,6 +68,7 @@ class RewrittenOperator:
         return shuffle.CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
 
     def rows(self, variable: str) -> VariableRows:
+        """Return how the rows of a variable are read."""
         schema = self.reading.schema
         return VariableRows(schema, schema.variable(variable), raw=True)
 
@@ -97,7 +92,7 @@ class RewrittenOperator:
         columns = tuple(PairsOfRows(rows).columns.names)
         source = StateSource(replace(self.reading, pieces=()), rows, open_storage=self.open_storage)
         for packed in packed_pieces(pieces):
-            yield shuffle.ReadJob(PartitionRows(source, packed, columns), routing)
+            yield shuffle.ReadJob(partial(_partition_rows, source, packed, columns), routing)
 
 
 def _of_snapshot(piece: Piece) -> Piece:

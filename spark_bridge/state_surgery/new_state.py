@@ -219,13 +219,13 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
-    return routing.columns(source.batches())
+    return routing.columns(source())
 
 
 def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
     """Yield, for each flush, the names of its runs and then the runs; at last the counts."""
     counts = RowCounts()
-    for runs in routing.cut(source.batches(), counts):
+    for runs in routing.cut(source(), counts):
         yield list(runs)
         for run in runs.values():  # noqa: UP028 - Ray sends values, which ``yield from`` passes on to an iterator
             yield run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from backends.conf import DEFAULT_FAMILY
@@ -365,7 +366,7 @@ def _function(of_program: declared_operators.OfProgram, target: shuffle.Target) 
             f"as_input=True makes states of the input rows of an aggregate without session windows, and "
             f"{target.in_words} is none: give the rows of its state."
         )
-    return declared_operators.StatesOfRows(of_program.aggregator, target.pairs, target.in_words)
+    return partial(declared_operators.states_of_rows, of_program.aggregator, target.pairs, target.in_words)
 
 
 def _only(targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:

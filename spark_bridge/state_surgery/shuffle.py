@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,8 @@ Combine: TypeAlias = Callable[[pa.Table], Any]
 """Makes one row of the rows of each key, of a table with all rows of some keys."""
 PackedRows: TypeAlias = npt.NDArray[np.uint8]
 """Rows as the bytes of an IPC stream."""
+RowSource: TypeAlias = Callable[[], Iterator[pa.RecordBatch]]
+"""Yields rows to be rewritten, in any process."""
 TargetColumns: TypeAlias = Mapping[Any, pa.Schema]
 """The columns of new rows, by target."""
 
@@ -133,13 +135,6 @@ class RunName(NamedTuple):
     name: OperatorVariable
     first: int
     last: int
-
-
-class RowSource(Protocol):
-    """Rows to be rewritten."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class Declaring:
     state: str | None = None
 
     def init(self, handle: StatefulProcessorHandle) -> None:
+        """Let the processor declare its state."""
         own = stateful_processor.ArrowStatefulProcessorHandle(handle)
         self.processor.init(own)
         self.state = own.declared

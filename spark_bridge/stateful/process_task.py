@@ -111,6 +111,7 @@ class OutputFrames:
                 self.flush()
 
     def flush(self) -> None:
+        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._frames:
             return
         frames, self._frames, self._num_rows = self._frames, [], 0

@@ -15,17 +15,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators import columns
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    InitialState,
-    KeyRouting,
-    frame_limits,
-    refusing,
-    state_layout,
-    stateful_operator,
-    with_ticks,
-)
+from spark_bridge.operators import columns, map_in_arrow
 from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
@@ -48,7 +38,7 @@ class TransformArguments:
 
     df: DataFrame
     operator: str
-    routing: KeyRouting
+    routing: map_in_arrow.KeyRouting
     time_mode: str
     input: TaskInput
     output: T.StructType
@@ -74,7 +64,7 @@ def checked_arguments(
             "transform_with_state takes a streaming DataFrame (spark.readStream): state belongs to a checkpoint. Over "
             "a batch DataFrame, Spark 4 runs a processor once: df.groupBy(...).transformWithState(...)."
         )
-    layout = state_layout(operator, num_partitions, df)
+    layout = map_in_arrow.state_layout(operator, num_partitions, df)
     if not isinstance(output_mode, str) or output_mode.lower() not in PROCESSOR_OUTPUT_MODES:
         raise InvalidOperatorError(
             f"output_mode={output_mode!r} is not one of {', '.join(PROCESSOR_OUTPUT_MODES)}: a processor emits the "
@@ -102,7 +92,7 @@ def checked_arguments(
     return TransformArguments(
         df,
         operator,
-        KeyRouting(keys, *layout),
+        map_in_arrow.KeyRouting(keys, *layout),
         time_mode.lower(),
         TaskInput(df.schema, key_schema, marked if is_timed else None),
         output,
@@ -299,7 +289,7 @@ def transform_with_state_in_arrow(
 def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode) -> DataFrame:
     _check_processor(processor, arguments.time_mode)
     zone = str(arguments.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
-    frame_rows, frame_bytes = frame_limits(arguments.df.sparkSession)
+    frame_rows, frame_bytes = map_in_arrow.frame_limits(arguments.df.sparkSession)
     logic = ProcessLogic(
         processor,
         mode,
@@ -322,7 +312,7 @@ def _transformed(arguments: TransformArguments, declaring: Any, logic: Logic, in
     """Return the output of the operator; ``declaring`` is a copy of the processor, whose ``init`` is called here."""
     routing, initial_rows = arguments.routing, arguments.initial_rows
     declared = ProcessorState(arguments.input.keys, arguments.time_mode, None)  # its handle can only declare
-    with refusing(arguments.operator):
+    with map_in_arrow.refusing(arguments.operator):
         declaring.init(declared.handle)
         # The mode stays with the state: in another mode, its timers would fire by another clock.
         schema = OperatorSchema(declared.declare(), settings={"time_mode": arguments.time_mode})
@@ -330,10 +320,10 @@ def _transformed(arguments: TransformArguments, declaring: Any, logic: Logic, in
     spec = OperatorSpec(arguments.operator, routing.num_partitions, schema.to_json(), kind=KIND, uses_time=True)
     state = None
     if initial is not None and initial_rows is not None:
-        state = InitialState(initial_rows, routing, initial)
-    rows = arguments.df if arguments.time_mode == NONE else with_ticks(arguments.df, arguments.operator)
-    operator = DeclaredOperator(spec, initial=state)
-    return stateful_operator(rows, operator, routing, logic, arguments.output, arguments.lag_ms)
+        state = map_in_arrow.InitialState(initial_rows, routing, initial)
+    rows = arguments.df if arguments.time_mode == NONE else map_in_arrow.with_ticks(arguments.df, arguments.operator)
+    operator = map_in_arrow.DeclaredOperator(spec, initial=state)
+    return map_in_arrow.stateful_operator(rows, operator, routing, logic, arguments.output, arguments.lag_ms)
 
 
 def _copy(processor: Any) -> Any:

@@ -63,6 +63,7 @@ class _Run:
     has_more: bool = True
 
     def read(self, num_bytes: int) -> None:
+        """Read at least ``num_bytes`` bytes of further rows into memory, if there are as many."""
         batches = (
             [] if self.rows is None or not self.rows.num_rows else [self.rows.append_column(KEY_COLUMN, self.keys)]
         )
