@@ -36,8 +36,7 @@ try:
     from feast.value_type import ValueType
     from pydantic import SecretStr
 except ModuleNotFoundError as error:
-    missing = missing_package(error, "ray_statestore.feast")
-    if missing is None:
+    if (missing := missing_package(error, "ray_statestore.feast")) is None:
         raise
     raise missing from error
 
@@ -49,16 +48,13 @@ def _seconds(time: dt.datetime) -> int:
 VIEW_TAG = "statestore.view"
 """The tag of a view of Feast that names the feature view, if it has another name."""
 KEY_TYPES = {
-    "INT32": ("int8", "int16", "int32", "int64"),
-    "INT64": ("int8", "int16", "int32", "int64"),
+    **dict.fromkeys(("INT32", "INT64"), ("int8", "int16", "int32", "int64")),
     "STRING": ("string",),
     "BYTES": ("binary",),
 }
 """The types of Feast that an entity may have, and those of key columns. The others cannot name each key exactly."""
-FEATURE_TYPES = {
-    "int8": ("INT32", "INT64"),
-    "int16": ("INT32", "INT64"),
-    "int32": ("INT32", "INT64"),
+FEATURE_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("int8", "int16", "int32"), ("INT32", "INT64")),
     "int64": ("INT64",),
     "float": ("FLOAT", "DOUBLE"),
     "double": ("DOUBLE",),
@@ -296,12 +292,14 @@ def _kind(dtype: Any) -> str:
 
 
 def _converted(kind: str, values: list[Any]) -> list[Value]:
-    make = _COLUMNS.get(kind)
-    if make is not None:
+    if (make := _COLUMNS.get(kind)) is not None:
         return make(values)
     field = VALUE_TYPE_TO_PROTO_VALUE_MAP[ValueType[kind]]
     item, is_list, _ = kind.partition("_LIST")
-    return [NULL if v is None else Value(**{field: _plain_value(item, bool(is_list), v)}) for v in values]
+    convert = CONVERTED.get(item, lambda value: value)
+    if is_list:
+        return [NULL if v is None else Value(**{field: {"val": [*map(convert, v)]}}) for v in values]
+    return [NULL if v is None else Value(**{field: convert(v)}) for v in values]
 
 
 def _number_columns(answer: FeatureRows, kinds: Mapping[str, str]) -> dict[str, list[Value]]:
@@ -334,13 +332,6 @@ def _numbers(kind: str, array: np.ndarray[Any, Any]) -> list[Value]:
     return list(RepeatedValue.FromString(encoded.tobytes()).val)
 
 
-def _plain_value(item: str, is_list: bool, value: Any) -> Any:
-    convert = CONVERTED.get(item)
-    if is_list:
-        return {"val": value if convert is None else [*map(convert, value)]}
-    return value if convert is None else convert(value)
-
-
 def _feast_types(kind: str) -> list[str]:
     """Return the types of Feast for an Arrow type by its name."""
     of_list = re.fullmatch(r"(?:large_)?list<\w+: (.+?)(?: not null)?>", kind)
@@ -357,8 +348,7 @@ def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[s
             "online=False."
         )
         return
-    view = views.get(name)
-    if view is None:
+    if (view := views.get(name)) is None:
         yield (
             f"There is no feature view {name!r} for {table.name!r}; there are {', '.join(sorted(views)) or 'none'}. "
             f"Declare it next to its stream (declare_feature_view), or name another one by the tag {VIEW_TAG!r}."
@@ -383,8 +373,7 @@ def _problems(client: QueryableStateClient, table: FeatureView, views: Mapping[s
             )
     types = {feature["feature"]: feature["type"] for feature in view["features"]}
     for field in table.features:
-        kind = types.get(field.name)
-        if kind is None:
+        if (kind := types.get(field.name)) is None:
             yield f"View {name!r} has no feature {field.name!r}; it has {', '.join(types)}."
             continue
         possible = _feast_types(kind)

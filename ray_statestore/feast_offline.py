@@ -122,10 +122,8 @@ class _StoredViews:
             self._operators[query] = {operator["operator"] for operator in client.operators()}
 
     def joined(self, rows: DataFrame, table: FeatureView, outputs: Mapping[str, str], time: str) -> DataFrame:
-        """Return the rows with features of a view as the columns ``outputs``."""
         name = view_of(table)
-        view = self._views.get(name)
-        if view is None:
+        if (view := self._views.get(name)) is None:
             raise RequestError(
                 f"The checkpoints below offline_store have no feature view {name!r}; they have "
                 f"{', '.join(sorted(self._views)) or 'none'}. Name the checkpoint of its query, and declare the view "

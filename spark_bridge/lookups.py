@@ -25,7 +25,7 @@ from coordinator_actor.reading.stored_versions import StatePlace, StateVersions,
 from spark_bridge.aggregates.row_groups import normalized
 from spark_bridge.exceptions import InvalidOperatorError, StateStoreRefusedError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators.columns import arrow_type, column_literal, is_collated, other_case, plain_type
+from spark_bridge.operators.columns import arrow_schema, arrow_type, column_literal, is_collated, other_case, plain_type
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.state_views import StateView
@@ -72,8 +72,7 @@ class LookupTask:
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the rows with the columns of the state after them."""
         filled = (batch for batch in batches if batch.num_rows)
-        first = next(filled, None)
-        if first is None:
+        if (first := next(filled, None)) is None:
             return  # a task without rows does no I/O
         rows = 0
         with self._span() as span:
@@ -179,8 +178,7 @@ class LookupTask:
             batch = looked_up_state.Batch(str(by), int(str(number)))
         if self.place is not None:
             return looked_up_state.in_storage(self.place, self.operator, self.state, batch, self.fixed)
-        endpoints = local_endpoints(context.getLocalProperty)
-        if endpoints is None:
+        if (endpoints := local_endpoints(context.getLocalProperty)) is None:
             raise StateStoreRefusedError(
                 f"A lookup in {self.operator!r} runs in a query of a Spark session without a state store: use the "
                 "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
@@ -292,7 +290,7 @@ def planned_lookup(
     wanted = _columns(df, view, columns, [f.name for f in fields])
     kinds = {f.name: f.type for f in fields}
     added = pa.schema([pa.field(name, kinds[name]) for name in wanted])
-    own = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
+    own = arrow_schema(df.schema.fields)
     task = LookupTask(
         operator,
         location.query_id,
@@ -344,8 +342,7 @@ def _keys(
             f"on={on!r}: the key of {view.operator!r} is {view.codec.in_words}. Name these columns, or give a dict of "
             f"the DataFrame's columns to them: on={example}.{indexed}{other_case(list(column_of_key), by)}"
         )
-    missing = [name for name in column_of_key.values() if name not in df.columns]
-    if missing:
+    if missing := [name for name in column_of_key.values() if name not in df.columns]:
         raise InvalidOperatorError(
             f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}."
             f"{other_case(missing, df.columns)}"
@@ -367,14 +364,12 @@ def _keys(
 
 def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None, names: list[str]) -> list[str]:
     wanted = names if columns is None else list(dict.fromkeys(columns))
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
+    if unknown := [name for name in wanted if name not in names]:
         raise InvalidOperatorError(
             f"columns={columns}: {view.operator!r} has {names}, and no {', '.join(unknown)}."
             f"{other_case(unknown, names)}"
         )
-    twice = [name for name in wanted if name in df.columns]
-    if twice:
+    if twice := [name for name in wanted if name in df.columns]:
         raise InvalidOperatorError(
             f"The DataFrame and {view.operator!r} both have {', '.join(twice)}: rename the DataFrame's column "
             "(withColumnRenamed), or leave the state's out of columns=."

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from backends.encoding.user_values import python_rows
 from coordinator_actor.messages import DROPPED_ELEMENTS
-from spark_bridge.aggregates import builtin_aggregates
+from spark_bridge.aggregates import builtin_aggregates, lists_and_sketches
 from spark_bridge.aggregates.computation import (
     USER,
     Computation,
@@ -33,15 +33,8 @@ from spark_bridge.aggregates.computation import (
     split_state_column,
     user_result,
 )
-from spark_bridge.aggregates.lists_and_sketches import (
-    LISTS,
-    LISTS_BY_ORDER,
-    PERCENTILES,
-    SKETCH,
-    ListTooLarge,
-    counts_dropped,
-)
-from spark_bridge.aggregates.row_groups import plain
+from spark_bridge.aggregates.lists_and_sketches import LISTS, ListTooLarge, counts_dropped
+from spark_bridge.aggregates.row_groups import as_type, plain
 from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
 
 # The computation of each aggregate function.
@@ -56,15 +49,10 @@ COMPUTATIONS: dict[str, Computation] = {
     "max": builtin_aggregates.MAX,
     "first": builtin_aggregates.FIRST,
     "last": builtin_aggregates.LAST,
-    "stddev_samp": builtin_aggregates.MOMENTS,
-    "stddev_pop": builtin_aggregates.MOMENTS,
-    "var_samp": builtin_aggregates.MOMENTS,
-    "var_pop": builtin_aggregates.MOMENTS,
-    "collect_list": LISTS,
-    "collect_set": LISTS,
-    "top_k": LISTS,
-    "approx_count_distinct": SKETCH,
-    "percentile_approx": PERCENTILES,
+    **dict.fromkeys(("stddev_samp", "stddev_pop", "var_samp", "var_pop"), builtin_aggregates.MOMENTS),
+    **dict.fromkeys(("collect_list", "collect_set", "top_k"), LISTS),
+    "approx_count_distinct": lists_and_sketches.SKETCH,
+    "percentile_approx": lists_and_sketches.PERCENTILES,
     "merge": USER,
 }
 
@@ -126,7 +114,6 @@ class Aggregator:
 
     @property
     def result_fields(self) -> list[pa.Field]:
-        """Return the output columns."""
         fields = result_fields(self.state_schema)
         for i, output in enumerate(self.outputs):
             if output.user is not None and output.user.result_type is not None:
@@ -147,9 +134,7 @@ class Aggregator:
         Raises ``SparkBridgeError`` for a sum that leaves the range of its type.
         """
         by_group = _groups(groups, num_groups)
-        return self._states(
-            lambda output: computation_of(output.function).merge(output, by_group, self._of(output, states))
-        )
+        return self._states(lambda o: computation_of(o.function).merge(o, by_group, self._of(o, states)))
 
     def merge_pairs(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
         """Return, row by row, one state of an old and a new one.
@@ -185,9 +170,7 @@ class Aggregator:
         return columns
 
     def _of(self, output: Output, states: pa.RecordBatch) -> OutputState:
-        # Spark renames the fields of lists, and sets the session's zone in timestamps.
-        columns = [(plain(states.column(states.schema.get_field_index(f.name))), f) for f in state_fields(output)]
-        return [column if column.type == f.type else column.cast(f.type) for column, f in columns]
+        return [as_type(states.column(states.schema.get_field_index(f.name)), f.type) for f in state_fields(output)]
 
     def _states(self, calculate: Callable[[Output], OutputState]) -> pa.RecordBatch:
         columns: list[pa.Array] = []
@@ -208,7 +191,6 @@ class ListTooLargeError(SparkBridgeError):
 
     @classmethod
     def of(cls, output: Output, error: ListTooLarge) -> ListTooLargeError:
-        """Return the error of an output."""
         function = split_function(output.function)[0]
         raised = cls(
             f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
@@ -221,7 +203,6 @@ class ListTooLargeError(SparkBridgeError):
         return raised
 
     def of_key(self, key: pa.RecordBatch) -> ListTooLargeError:
-        """Return the error with the key named."""
         return ListTooLargeError(f"For the key {python_rows(key)[0]}: {self}")
 
 
@@ -240,11 +221,10 @@ def result_fields(state: pa.Schema) -> list[pa.Field]:
     The output of a user's own aggregate is its state column, or a struct of several. Raises ``ValueError`` for a name
     that is not of the form of a state column's.
     """
-    fields = []
-    for name, function, parts in outputs_of(state):
-        kind = computation_of(function).result_type(*split_function(function), parts)
-        fields.append(pa.field(name, kind))
-    return fields
+    return [
+        pa.field(name, computation_of(function).result_type(*split_function(function), parts))
+        for name, function, parts in outputs_of(state)
+    ]
 
 
 def is_aggregate_state(state: pa.Schema) -> bool:
@@ -280,7 +260,7 @@ def merge_states(states: pa.RecordBatch, groups: GroupIds, num_groups: int) -> p
     by_group = _groups(groups, num_groups)
     columns: list[pa.Array] = []
     for name, function, parts in outputs_of(states.schema):
-        by = name if parts[0].name.endswith(LISTS_BY_ORDER) else None
+        by = name if parts[0].name.endswith(lists_and_sketches.LISTS_BY_ORDER) else None
         output = Output(name, function, None, by, None)
         state = [plain(states.column(states.schema.get_field_index(f.name))) for f in parts]
         try:

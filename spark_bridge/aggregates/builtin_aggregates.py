@@ -74,8 +74,12 @@ def integer_sums(groups: Groups, values: Integers) -> Integers:
 
 
 def _decimal_sums(groups: Groups, column: pa.Array) -> pa.Array:
-    wide = column.cast(pa.decimal256(WIDE_DECIMAL, column.type.scale))
-    return narrowed(_arrow_grouped(groups, wide, "sum", pc.ScalarAggregateOptions(min_count=1)), column.type)
+    table = pa.table({"group": groups.ids, "value": column.cast(pa.decimal256(WIDE_DECIMAL, column.type.scale))})
+    options = pc.ScalarAggregateOptions(min_count=1)
+    answer = table.group_by("group", use_threads=False).aggregate([("value", "sum", options)])
+    at = np.full(groups.num, -1, np.int64)
+    at[answer.column("group").to_numpy()] = np.arange(len(answer))
+    return narrowed(one_array(answer.column("value_sum").take(pa.array(at, mask=at < 0))), column.type)
 
 
 def narrowed(wide: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -101,14 +105,6 @@ def sum_pairs(a: pa.Array, b: pa.Array) -> pa.Array:
     if dtype.kind == "i" and (((left ^ both) & (right ^ both)) < 0).any():
         raise SumOverflow
     return fixed_array(both, None if no_a is None or no_b is None else no_a & no_b, kind)
-
-
-def _arrow_grouped(groups: Groups, column: pa.Array, function: str, options: object = None) -> pa.Array:
-    table = pa.table({"group": groups.ids, "value": column})
-    answer = table.group_by("group", use_threads=False).aggregate([("value", function, options)])
-    at = np.full(groups.num, -1, np.int64)
-    at[answer.column("group").to_numpy()] = np.arange(len(answer))
-    return one_array(answer.column(f"value_{function}").take(pa.array(at, mask=at < 0)))
 
 
 # -- counts ------------------------------------------------------------------------------------
@@ -149,11 +145,6 @@ def sum_type(of: pa.DataType) -> pa.DataType:
     if pa.types.is_decimal(of):
         return pa.decimal128(min(MAX_DECIMAL_PRECISION, of.precision + 10), of.scale)
     return pa.float64()
-
-
-def _sum_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
-    source = input_column(output, rows).cast(sum_type(output.type))
-    return [sums(groups, source)]
 
 
 def _mean_sum_type(output: Output) -> pa.DataType:
@@ -199,7 +190,7 @@ def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
 
 SUM = Computation(
     parts=lambda output: [("sum", sum_type(output.type))],
-    of_rows=_sum_rows,
+    of_rows=lambda output, groups, rows: [sums(groups, input_column(output, rows).cast(sum_type(output.type)))],
     merge=lambda output, groups, state: [sums(groups, state[0])],
     merge_pairs=lambda output, a, b: [sum_pairs(a[0], b[0])],
 )
@@ -347,8 +338,7 @@ def _picked_rows(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: boo
     chosen = _candidates(groups, by, greatest=greatest)
     rows = np.full(groups.num, -1, np.int64)
     rows[groups.ids[chosen]] = chosen
-    num_found = int((rows >= 0).sum())
-    if num_found < len(chosen):
+    if int((rows >= 0).sum()) < len(chosen):
         among = groups.ids[chosen]
         best = _extreme_rows(Groups(among, groups.num), value.take(pa.array(chosen)), greatest=True)
         rows = np.where(best >= 0, chosen[best], rows)
@@ -380,10 +370,6 @@ def _chosen(first: Mask, a: pa.Array, b: pa.Array) -> pa.Array:
     return pa.concat_arrays([a, b]).take(pa.array(np.where(first, np.arange(n), np.arange(n) + n)))
 
 
-def _value_pairs(a: OutputState, b: OutputState, *, greatest: bool) -> OutputState:
-    return [_chosen(_is_better(a[0], b[0], greatest=greatest), a[0], b[0])]
-
-
 def _pick(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: bool) -> OutputState:
     return _rows_taken(_picked_rows(groups, value, by, greatest=greatest), value, by)
 
@@ -401,7 +387,7 @@ def _extreme(*, greatest: bool) -> Computation:
         parts=lambda output: [("value", output.type)],
         of_rows=lambda output, groups, rows: [_extremes(groups, input_column(output, rows), greatest=greatest)],
         merge=lambda _, groups, state: [_extremes(groups, state[0], greatest=greatest)],
-        merge_pairs=lambda _, a, b: _value_pairs(a, b, greatest=greatest),
+        merge_pairs=lambda _, a, b: [_chosen(_is_better(a[0], b[0], greatest=greatest), a[0], b[0])],
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import Integers, Mask, one_array, struct_array
-from spark_bridge.aggregates.row_groups import plain
+from spark_bridge.aggregates.row_groups import as_type, plain
 from spark_bridge.exceptions import InvalidOperatorError
 
 # Rows in groups: the rows of one key in a batch, or the states to merge into one.
@@ -27,7 +27,6 @@ class Groups:
 
     @cached_property
     def sizes(self) -> Integers:
-        """Return the number of rows in each group."""
         return np.bincount(self.ids, minlength=self.num)
 
     def counts(self, mask: Mask | None) -> Integers:
@@ -35,7 +34,6 @@ class Groups:
         return self.sizes if mask is None else np.bincount(self.ids[~mask], minlength=self.num)
 
     def where(self, chosen: Mask) -> Groups:
-        """Return the chosen rows in the same groups."""
         return Groups(self.ids[chosen], self.num)
 
 
@@ -87,12 +85,10 @@ class Output:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the columns of the rows that the output reads."""
         return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
 
     @property
     def input_types(self) -> list[tuple[str, pa.DataType]]:
-        """Return the columns of the rows that the output reads, with their types."""
         inputs = [] if self.column is None or self.type is None else [(self.column, self.type)]
         if self.type is not None and pa.types.is_struct(self.type):
             inputs += [(name, self.type.field(name).type) for name in self.columns]
@@ -101,8 +97,7 @@ class Output:
 
 def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
-    match = _FUNCTION.fullmatch(function)
-    if match is None:
+    if (match := _FUNCTION.fullmatch(function)) is None:
         raise InvalidOperatorError(f"{function!r} is not an aggregate function; it must look like sum, or top_k(10).")
     return match[1], tuple(match[2].split(",")) if match[2] else ()
 
@@ -132,28 +127,22 @@ class Computation:
     merge: Callable[[Output, Groups, OutputState], OutputState]
     merge_pairs: Callable[[Output, OutputState, OutputState], OutputState] | None = None
     result_type: Callable[[str, FunctionArguments, list[pa.Field]], pa.DataType] = lambda _, __, parts: parts[0].type
-    result: Callable[[str, FunctionArguments, list[pa.Field], OutputState], pa.Array] = lambda _, __, ___, state: state[
-        0
-    ]
+    result: Callable[[str, FunctionArguments, list[pa.Field], OutputState], pa.Array] = lambda *given: given[3][0]
 
 
 def input_column(output: Output, rows: pa.RecordBatch) -> pa.Array:
     """Return the input column of an output in its declared type; several columns become a struct."""
     kind = output.type
     if output.columns and kind is not None:
-        children = [_as_type(rows.column(c), kind.field(i).type) for i, c in enumerate(output.columns)]
+        children = [as_type(rows.column(c), kind.field(i).type) for i, c in enumerate(output.columns)]
         return struct_array(children, rows.num_rows, None, kind)
-    return _as_type(rows.column(output.column), output.type)
+    column = rows.column(output.column)
+    return plain(column) if kind is None or pa.types.is_null(kind) else as_type(column, kind)
 
 
 def order_of(output: Output, rows: pa.RecordBatch) -> pa.Array:
     """Return the column that an output is ordered by, in its declared type."""
-    return _as_type(rows.column(output.by), output.by_type)
-
-
-def _as_type(column: pa.Array, kind: pa.DataType | None) -> pa.Array:
-    column = plain(column)
-    return column if kind is None or pa.types.is_null(kind) or column.type == kind else column.cast(kind)
+    return as_type(rows.column(output.by), output.by_type)
 
 
 # The names of an aggregation's state columns: ``<output>.<function>.<part>``, such as ``total.sum.sum``.
@@ -200,9 +189,8 @@ GROUP_ID = "group_id"
 
 def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
     """Return the states that the user's ``merge`` makes of states; raises ``InvalidOperatorError``."""
-    table = pa.Table.from_arrays(
-        [pa.array(groups.ids), *states], schema=pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
-    )
+    schema = pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
+    table = pa.Table.from_arrays([pa.array(groups.ids), *states], schema=schema)
     return _states(f"{output}: merge", user.merge(table), user.state, groups.num)
 
 
@@ -235,8 +223,7 @@ def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Arra
     """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
     if not isinstance(answer, pa.Table | pa.RecordBatch):
         raise InvalidOperatorError(f"{what} returned {_described(answer)}; it must return a pyarrow.Table.")
-    missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
-    if missing:
+    if missing := [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]:
         raise InvalidOperatorError(
             f"{what} answered the columns {', '.join(answer.schema.names)}; it must give {GROUP_ID} and the state "
             f"columns {', '.join(schema.names)} ({', '.join(missing)} missing)."
@@ -291,17 +278,12 @@ def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputSta
     return [column.take(pa.array(rows, mask=rows < 0)) for column in merged]
 
 
-def _user_parts(output: Output) -> list[tuple[str, pa.DataType]]:
-    assert output.user is not None
-    return [(f.name, f.type) for f in output.user.state]
-
-
 def _as_declared(parts: list[pa.Field]) -> pa.Schema:
     return pa.schema([f.with_name(split_state_column(f.name).part) for f in parts])
 
 
 USER = Computation(
-    parts=_user_parts,
+    parts=lambda output: [] if output.user is None else [(f.name, f.type) for f in output.user.state],
     of_rows=_user_rows,
     merge=_user_merge,
     result_type=lambda _, __, parts: state_result_type(_as_declared(parts)),

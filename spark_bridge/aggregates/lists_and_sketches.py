@@ -132,16 +132,12 @@ def _codes(column: pa.Array, descending: bool) -> columns.Integers:
     """Return codes in the order that is asked for, a null being the least value."""
     codes, mask = order_codes(column), columns.null_mask(column)
     if mask is not None:
-        codes = _below_all(codes, mask)
+        least = int(codes[~mask].min(initial=0))
+        if least > np.iinfo(np.int64).min:
+            codes = np.where(mask, least - 1, codes)
+        else:
+            codes = np.where(mask, 0, np.unique(codes, return_inverse=True)[1] + 1)
     return ~codes if descending else codes
-
-
-def _below_all(codes: columns.Integers, mask: columns.Mask) -> columns.Integers:
-    least = int(codes[~mask].min(initial=0))
-    if least > np.iinfo(np.int64).min:
-        return np.where(mask, least - 1, codes)
-    ranks = np.unique(codes, return_inverse=True)[1] + 1
-    return np.where(mask, 0, ranks)
 
 
 def _rule_of(output: computation.Output) -> ListRule:
@@ -168,8 +164,7 @@ def _list_rows(output: computation.Output, groups: computation.Groups, rows: pa.
     by = None if output.by is None else computation.order_of(output, rows)
     # A list of values has no nulls. With ``top_k(by=...)`` null values count, and rows without an order do not.
     is_by_order = by is not None and output.function.startswith("top_k(")
-    mask = columns.null_mask(by if is_by_order else value)
-    if mask is not None:
+    if (mask := columns.null_mask(by if is_by_order else value)) is not None:
         keep = pa.array(~mask)
         groups, value = groups.where(~mask), value.filter(keep)
         by = None if by is None else by.filter(keep)
@@ -223,8 +218,7 @@ def precision_of(rsd: float) -> int:
 
 def sketches_of_rows(groups: computation.Groups, precision: int, column: pa.Array) -> pa.Array:
     """Return the sketch of the non-null values of each group."""
-    mask = columns.null_mask(column)
-    if mask is not None:
+    if (mask := columns.null_mask(column)) is not None:
         groups, column = groups.where(~mask), column.drop_null()
     if not pa.types.is_nested(column.type):
         # Strings are hashed one by one: distinct ones only.

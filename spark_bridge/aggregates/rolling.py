@@ -135,13 +135,11 @@ class Rolling:
         return due
 
     def to_text(self) -> str:
-        """Return the text that ``of_text`` reads."""
         return json.dumps([[o, [[h.name, h.us, h.hop, h.since] for h in hs]] for o, hs in self.outputs])
 
     @staticmethod
     @lru_cache(256)
     def of_text(text: str) -> Rolling:
-        """Return what ``to_text`` wrote."""
         return Rolling(tuple((output, tuple(Horizon(*h) for h in horizons)) for output, horizons in json.loads(text)))
 
     def fields(self, states: pa.Schema) -> list[pa.Field]:
@@ -254,9 +252,8 @@ class Pieces:
     def of_rows(cls, ids: Integers, rows: pa.RecordBatch) -> Pieces:
         """Return pieces of rows in the columns of ``columns``."""
         states = pa.RecordBatch.from_arrays(rows.columns[2:], names=rows.schema.names[2:])
-        return cls(
-            ids, np.asarray(rows.column(0).cast(pa.int64())), np.asarray(rows.column(1).cast(pa.int64())), states
-        )
+        first, last = (np.asarray(column.cast(pa.int64())) for column in rows.columns[:2])
+        return cls(ids, first, last, states)
 
     @classmethod
     def of_lists(cls, lists: pa.Array) -> Pieces:
@@ -287,9 +284,8 @@ class Pieces:
     def columns(self, time: pa.DataType) -> pa.RecordBatch:
         """Return the pieces as rows: their first and last time, of type ``time``, and their states."""
         times = [pa.array(t, pa.int64()).cast(time) for t in (self.first, self.last)]
-        return pa.RecordBatch.from_arrays(
-            [*times, *self.states.columns], names=[FIRST_TIME, LAST_TIME, *self.states.schema.names]
-        )
+        names = [FIRST_TIME, LAST_TIME, *self.states.schema.names]
+        return pa.RecordBatch.from_arrays([*times, *self.states.columns], names=names)
 
     def lists(self, num_keys: int, kind: pa.DataType) -> pa.Array:
         """Return the list of each key's pieces, as it is stored; ``kind`` is the type of the lists."""

@@ -25,15 +25,8 @@ from spark_bridge.exceptions import StateTimeError
 _Piece: TypeAlias = tuple[Any, ...]
 """Null bits, first and last time, and the state columns of a piece."""
 _Result: TypeAlias = Callable[[list[_Piece]], Any]
-_CODES = {
-    pa.int8(): "b",
-    pa.int16(): "h",
-    pa.int32(): "i",
-    pa.int64(): "q",
-    pa.float64(): "d",
-    pa.timestamp("us"): "q",
-    pa.timestamp("us", "UTC"): "q",
-}
+_CODES = {pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
+_CODES |= {pa.timestamp("us"): "q", pa.timestamp("us", "UTC"): "q"}
 _DTYPES = {"b": "i1", "h": "i2", "i": "i4", "q": "i8", "d": "f8"}
 _MAX_INT = (1 << 63) - 1
 _FIRST_STATE = 3
@@ -233,8 +226,7 @@ def _mean(pieces: list[_Piece], total_at: int, count_at: int) -> float | None:
 
 
 def _extreme(pieces: list[_Piece], at: int, choose: Callable[[list[Any]], Any]) -> Any:
-    values = [piece[at] for piece in pieces if piece[at] is not None]
-    if not values:
+    if not (values := [piece[at] for piece in pieces if piece[at] is not None]):
         return None
     extreme = choose(values)
     if type(extreme) is float:

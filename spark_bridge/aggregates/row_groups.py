@@ -45,6 +45,12 @@ def plain(column: pa.Array) -> pa.Array:
     return column
 
 
+def as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return a column in its declared type: Spark renames the fields of lists, and sets the session's zone in times."""
+    column = plain(column)
+    return column if column.type == kind else column.cast(kind)
+
+
 def normalized(column: pa.Array) -> pa.Array:
     """Return a column whose equal values have the same bits: -0.0 becomes 0.0, and every NaN the same NaN."""
     if not pa.types.is_floating(column.type):
@@ -157,8 +163,7 @@ def byte_order(keys: pa.BinaryArray) -> npt.NDArray[np.intp] | None:
 
     No key may be the beginning of another, which is true of the keys that ``encode_keys`` makes.
     """
-    words = _words(keys)
-    if words is None:
+    if (words := _words(keys)) is None:
         order = np.asarray(pc.sort_indices(keys)).astype(np.intp)
         return None if (order == np.arange(len(order))).all() else order
     if not words or (len(words) == 1 and (words[0][1:] >= words[0][:-1]).all()):
@@ -203,13 +208,12 @@ class RowGroups:
 
 def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> RowGroups:
     """Return the rows by their columns ``keys``; stored keys begin with one of ``num_key_groups`` key groups."""
-    columns = [_as_type(rows.column(f.name), f.type) for f in keys]
+    columns = [as_type(rows.column(f.name), f.type) for f in keys]
     ids, at = distinct_rows(columns)
     picked = pa.array(at)
     distinct = pa.RecordBatch.from_arrays([c.take(picked) for c in columns], schema=keys)
     encoded = encode_keys(distinct, key_groups(distinct, num_key_groups))
-    order = byte_order(encoded)
-    if order is None:
+    if (order := byte_order(encoded)) is None:
         return RowGroups(encoded, distinct, ids)
     places = pa.array(order)
     return RowGroups(encoded.take(places), distinct.take(places), _inverse(order)[ids])
@@ -224,8 +228,7 @@ def merge_keys(parts: Sequence[pa.BinaryArray]) -> tuple[pa.BinaryArray, Integer
     keys = pa.concat_arrays(parts)
     ids, at = distinct_rows([keys])
     distinct = keys.take(pa.array(at))
-    order = byte_order(distinct)
-    if order is None:
+    if (order := byte_order(distinct)) is None:
         return distinct, ids, at
     return distinct.take(pa.array(order)), _inverse(order)[ids], at[order]
 
@@ -294,8 +297,3 @@ def _inverse(order: npt.NDArray[np.intp]) -> Integers:
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     return places
-
-
-def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    column = plain(column)
-    return column if column.type == kind else column.cast(kind)

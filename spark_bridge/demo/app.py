@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
 import pandas as pd
@@ -27,11 +25,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
 from spark_bridge.demo import events
-from spark_bridge.demo.stream import Children, end_with_parent
+from spark_bridge.demo.stream import Children, run_child
 
 # The demo's display: one live picture on a terminal, plain lines anywhere else.
 
@@ -66,11 +63,9 @@ class LineDisplay:
         elif isinstance(event, events.LookupAnswered):
             if time.monotonic() >= self._next_lookup:
                 self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
-                self._line("  lookup " + describe_lookup(event))
-        else:
-            line = event_line(event)
-            if line is not None:
-                self._line(line)
+                self._line(f"  lookup {event.key}: {event.answer or 'not seen yet'} ({event.milliseconds:.1f} ms)")
+        elif (line := event_line(event)) is not None:
+            self._line(line)
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -101,10 +96,8 @@ class LiveDisplay:
             self._lookups.appendleft(event)
         elif isinstance(event, events.Progress):
             self._step = event.text
-        else:
-            line = event_line(event)
-            if line is not None:
-                self._live.console.print(line, markup=False, highlight=False)
+        elif (line := event_line(event)) is not None:
+            self._live.console.print(line, markup=False, highlight=False)
         self._live.update(self._picture())
 
     def _picture(self) -> RenderableType:
@@ -120,23 +113,14 @@ class LiveDisplay:
 
 def describe_batch(batch: events.BatchCommitted, batches: int) -> str:
     """Return the figures of one batch, as far as they are known."""
-    parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
-    parts.append(f"{batch.rows_per_second:,.0f} rows/s")
+    parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows", f"{batch.rows_per_second:,.0f} rows/s"]
     if batch.touched_keys is not None:
         parts.append(f"{batch.touched_keys:,} aircraft touched")
     if batch.total_keys is not None:
         parts.append(f"{batch.total_keys:,} in the state")
-    parts.append(f"checkpoint {batch.checkpoint}")
-    timing = f"{batch.batch_ms:,.0f} ms"
-    if batch.state_ms is not None:
-        timing += f", state {batch.state_ms:,.0f} ms"
-    parts.append(timing)
+    of_state = "" if batch.state_ms is None else f", state {batch.state_ms:,.0f} ms"
+    parts += [f"checkpoint {batch.checkpoint}", f"{batch.batch_ms:,.0f} ms{of_state}"]
     return " | ".join(parts)
-
-
-def describe_lookup(lookup: events.LookupAnswered) -> str:
-    """Return one lookup as a line."""
-    return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 
 
 def event_line(event: events.DemoEvent) -> str | None:
@@ -172,8 +156,7 @@ class Record:
         """Return the run in a line or two; medians leave out the first batches, because Spark still warms up."""
         lines = [f"{len(self.batches)} batches in {seconds:.0f} s, start and clean-up included."]
         warm = self.batches[WARM_UP_BATCHES:]
-        state = [batch.state_ms for batch in warm if batch.state_ms is not None]
-        if state:
+        if state := [batch.state_ms for batch in warm if batch.state_ms is not None]:
             batch_ms = median(batch.batch_ms for batch in warm)
             share = median(b.state_ms / b.batch_ms for b in warm if b.state_ms is not None)
             lines.append(f"Median batch: {batch_ms:,.0f} ms, {median(state):,.0f} ms of it for state ({share:.0%}).")
@@ -202,33 +185,33 @@ def run_demo(
     events.find_flights_csv()
     if checkpoint is not None:
         events.check_replay(checkpoint / "flights", batches)
-    log_fd, log_name = tempfile.mkstemp(prefix="statestore-demo-", suffix=".log")
-    os.close(log_fd)
-    log_path = Path(log_name)
+    with tempfile.NamedTemporaryFile(prefix="statestore-demo-", suffix=".log", delete=False) as log_file:
+        log_path = Path(log_file.name)
     # A short path: Ray keeps sockets there, whose paths may have at most about 100 characters.
     scratch = Path(tempfile.mkdtemp(prefix="ssdemo-"))
-    previous = signal.signal(signal.SIGTERM, _leave)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     console.print(f"Ray's and Spark's own output goes to {log_path}", highlight=False, soft_wrap=True)
     try:
         directory = (checkpoint or scratch / "demo").absolute()
         directory.mkdir(parents=True, exist_ok=True)
         ray_directory = str(scratch / "ray")
-        code = _run(
-            console,
-            _environment(scratch / "tmp", has_own_ray=machines is None),
-            log_path,
-            batches,
-            lambda fd: events.StreamOptions(
-                fd, str(directory), ray_directory, batches, stop_after, kill_host, partitions, backend, machines
-            ),
+        children = Children(log_path, _environment(scratch / "tmp", has_own_ray=machines is None))
+        options = partial(
+            events.StreamOptions,
+            directory=str(directory),
+            ray_directory=ray_directory,
+            batches=batches,
+            stop_after=stop_after,
+            kill_host=kill_host,
+            partitions=partitions,
+            backend=backend,
+            machines=machines,
         )
+        code = _run(console, children, log_path, batches, options)
         if code == 0 and checkpoint is not None and stop_after is not None:
-            console.print(
-                f"Continue with: statestore demo --checkpoint {checkpoint}"
-                + (f" --batches {batches}" if batches != 50 else ""),
-                highlight=False,
-                soft_wrap=True,
-            )
+            more = f" --batches {batches}" if batches != 50 else ""
+            again = f"Continue with: statestore demo --checkpoint {checkpoint}{more}"
+            console.print(again, highlight=False, soft_wrap=True)
         return code
     except KeyboardInterrupt:
         console.print("Interrupted; everything that the demo started has been ended.")
@@ -239,13 +222,8 @@ def run_demo(
 
 
 def _run(
-    console: Console,
-    environment: Mapping[str, str],
-    log_path: Path,
-    batches: int,
-    options: Callable[[int], events.StreamOptions],
+    console: Console, children: Children, log_path: Path, batches: int, options: Callable[[int], events.StreamOptions]
 ) -> int:
-    children = Children(log_path, environment)
     try:
         children.start("stream", "spark_bridge.demo.stream", options)
         started = time.monotonic()
@@ -301,18 +279,12 @@ def _follow(children: Children, display: LineDisplay | LiveDisplay) -> tuple[str
         elif isinstance(message, events.LookupAnswered):
             record.lookups_ms.append(message.milliseconds)
         elif isinstance(message, events.Started):
-            children.start("lookup", "spark_bridge.demo.app", _lookup_options(message.ray_address))
+            address, pause = message.ray_address, SECONDS_BETWEEN_LOOKUPS
+            options = partial(events.LookupOptions, ray_address=address, pause_s=pause)
+            children.start("lookup", "spark_bridge.demo.app", options)
         elif isinstance(message, events.Verified):
             verified = True
             children.stop("lookup", patience_s=5.0)
-
-
-def _lookup_options(ray_address: str) -> Callable[[int], events.LookupOptions]:
-    return lambda fd: events.LookupOptions(fd, ray_address, SECONDS_BETWEEN_LOOKUPS)
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 # The demo's query client: looks up random aircraft in the running stream's state, one after the other.
@@ -320,20 +292,14 @@ def _leave(_signum: int, _frame: FrameType | None) -> None:
 # ``_follow`` starts it as ``python -m spark_bridge.demo.app <LookupOptions as JSON>``.
 
 
-log = logging.getLogger(__name__)
-
 ANSWER_TIMEOUT_S = 120.0
 """The demo kills a host, and a slow machine takes long to start another host."""
 
 
 def look_up(options: events.LookupOptions, pipe: events.EventPipe) -> None:
     """Look up one random aircraft after the other, until this process is ended."""
-    aircraft = (
-        pd.read_csv(events.find_flights_csv(), usecols=[events.FLIGHT_KEY])[events.FLIGHT_KEY]
-        .dropna()
-        .unique()
-        .tolist()
-    )
+    flights = pd.read_csv(events.find_flights_csv(), usecols=[events.FLIGHT_KEY])
+    aircraft = flights[events.FLIGHT_KEY].dropna().unique().tolist()
     ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
     try:
         with QueryableStateClient.connect(timeout=ANSWER_TIMEOUT_S) as client:
@@ -360,19 +326,5 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
     return ", ".join(words)
 
 
-def main() -> None:
-    """Run lookups with the options of the command line; report an error to the parent and exit with 1."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = json_decoder(events.LookupOptions).decode(sys.argv[1])
-    pipe = events.EventPipe(options.events_fd)
-    end_with_parent()
-    try:
-        look_up(options, pipe)
-    except Exception as error:
-        log.exception("the demo's lookups failed")
-        pipe.send(events.Failed(f"a lookup failed: {type(error).__name__}: {error}"))
-        raise SystemExit(1) from error
-
-
 if __name__ == "__main__":
-    main()
+    run_child(events.LookupOptions, look_up, "a lookup failed: ")

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pandas as pd
@@ -22,13 +21,18 @@ class DemoError(Exception):
     """The demo cannot continue; the message is for its user."""
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ChildOptions(msgspec.Struct, frozen=True):
+    """The options of every child: the file descriptor for its events."""
+
+    events_fd: int
+
+
+class StreamOptions(ChildOptions, frozen=True):
     """The options of the stream process. ``directory`` holds the flights and Spark's checkpoint.
 
     ``machines`` are those of the running Ray cluster that the demo takes; None: a new cluster in ``ray_directory``.
     """
 
-    events_fd: int
     directory: str
     ray_directory: str
     batches: int
@@ -39,10 +43,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
     machines: int | None = None
 
 
-class LookupOptions(msgspec.Struct, frozen=True):
+class LookupOptions(ChildOptions, frozen=True):
     """The options of the lookup process: the address of the cluster, and the pause between two lookups."""
 
-    events_fd: int
     ray_address: str
     pause_s: float
 
@@ -252,7 +255,6 @@ def file_name(index: int, batches: int) -> str:
 
 
 FLIGHT_KEY = "tailnum"
-RELATIVE_TOLERANCE = 1e-9
 STATE_SCHEMA = pa.schema(
     [
         pa.field(FLIGHT_KEY, pa.string()),
@@ -291,22 +293,13 @@ def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
     """
     if actual.num_rows != expected.num_rows:
         return f"{actual.num_rows} rows came back for {expected.num_rows} keys"
-    missing = [name for name in expected.column_names if name not in actual.column_names]
-    if missing:
+    if missing := [name for name in expected.column_names if name not in actual.column_names]:
         return f"the columns {missing} are missing; there are {actual.column_names}"
     keys = expected.column(FLIGHT_KEY).to_pylist()
     for name in expected.column_names:
         pairs = zip(keys, expected.column(name).to_pylist(), actual.column(name).to_pylist(), strict=True)
         for key, want, got in pairs:
-            if not same_value(want, got):
+            is_close = isinstance(want, float) and isinstance(got, float) and math.isclose(want, got)
+            if want != got and not is_close:
                 return f"aircraft {key!r}: {name} is {got!r} in the state, {want!r} by pandas"
     return None
-
-
-def same_value(want: Any, got: Any) -> bool:
-    """Return whether two values are equal: floats within the relative tolerance; null equals null only."""
-    if want is None or got is None:
-        return want is got
-    if isinstance(want, float):
-        return isinstance(got, float) and math.isclose(want, got, rel_tol=RELATIVE_TOLERANCE)
-    return bool(want == got)

@@ -16,11 +16,11 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pandas as pd
@@ -46,6 +46,8 @@ from spark_bridge.session.ray_cluster import ensure_java, system_config
 # Ray and Spark start processes in separate groups, so a kill of the child's group would miss them. Every
 # descendant inherits a mark in its environment instead, which identifies it.
 
+
+log = logging.getLogger(__name__)
 
 MARK = "STATESTORE_DEMO_MARK"
 Ended = tuple[str, int]
@@ -114,7 +116,8 @@ class Children:
                 raise RuntimeError(f"these processes do not die: {[process.pid for process in marked]}")
             if time.monotonic() > grace_until:
                 for process in marked:
-                    kill(process)
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             time.sleep(0.1)
 
 
@@ -122,20 +125,10 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     """Return all living processes of this user, except this one, whose environment carries ``mark``."""
     processes = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended since, or is another user's
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 processes.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # it has ended since, or is another user's
     return processes
-
-
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL, unless the process has ended."""
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
 
 
 def end_with_parent() -> None:
@@ -153,6 +146,27 @@ def end_with_parent() -> None:
 
     signal.signal(signal.SIGTERM, leave)
     threading.Thread(target=watch, daemon=True).start()
+
+
+Options = TypeVar("Options", bound=events.ChildOptions)
+
+
+def run_child(kind: type[Options], work: Callable[[Options, events.EventPipe], None], failed: str = "") -> None:
+    """Do a child's work with the options of the command line; report an error to the parent and exit with 1.
+
+    ``failed`` begins the report.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = json_decoder(kind).decode(sys.argv[1])
+    pipe = events.EventPipe(options.events_fd)
+    end_with_parent()
+    try:
+        work(options, pipe)
+    except Exception as error:
+        log.exception("%s failed", work.__name__)
+        is_told = isinstance(error, events.DemoError)
+        pipe.send(events.Failed(f"{failed}{error}" if is_told else f"{failed}{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
 
 
 # The Ray cluster of the demo: a new one on this machine, or one that runs on several machines.
@@ -238,8 +252,6 @@ def hosts_by_machine() -> dict[str, int]:
     return dict(sorted(Counter(addresses[host.node_id] for host in current_cluster().placement.hosts).items()))
 
 
-log = logging.getLogger(__name__)
-
 UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
 STREAM_POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
@@ -270,20 +282,15 @@ class FlightStream:
         events.release_files(flights, files, batches, target)
 
         self._send(events.Progress("starting Ray" if self._options.machines is None else "joining the Ray cluster"))
-        with self._ray() as cluster:
+        machines, ray_directory = self._options.machines, Path(self._options.ray_directory)
+        with own_cluster(ray_directory) if machines is None else machines_of_cluster(machines) as cluster:
             self._send(events.Progress("starting Spark on Ray"))
             conf = StateStoreConf(provider=self._options.backend)
-            spark = init_spark(
-                "flights-demo", executor_cores=1, executor_memory=EXECUTOR_MEMORY, conf=conf, **cluster.executors
-            )
+            spark = init_spark("flights-demo", executor_memory=EXECUTOR_MEMORY, conf=conf, **cluster.executors)
             try:
                 self._run_query(spark, flights, cluster.address, done, target)
             finally:
                 stop_spark()
-
-    def _ray(self) -> AbstractContextManager[RayForDemo]:
-        machines = self._options.machines
-        return own_cluster(Path(self._options.ray_directory)) if machines is None else machines_of_cluster(machines)
 
     def _run_query(self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int) -> None:
         self._send(events.Progress("starting the query"))
@@ -300,11 +307,8 @@ class FlightStream:
             query.stop()
 
     def _start(self, spark: SparkSession) -> StreamingQuery:
-        flights = (
-            spark.readStream.schema(events.SPARK_SCHEMA)
-            .option("maxFilesPerTrigger", 1)
-            .parquet(f"file://{self._directory}/flights")
-        )
+        reader = spark.readStream.schema(events.SPARK_SCHEMA).option("maxFilesPerTrigger", 1)
+        flights = reader.parquet(f"file://{self._directory}/flights")
         state = aggregate(
             flights,
             by=events.FLIGHT_KEY,
@@ -317,13 +321,8 @@ class FlightStream:
             last_departure=S.max("departure"),
             last_dest=S.last("dest", by="departure"),
         )
-        return (
-            state.writeStream.queryName("flights")
-            .outputMode("append")
-            .option("checkpointLocation", f"file://{self._directory}/checkpoint")
-            .foreachBatch(self._sink)
-            .start()
-        )
+        writer = state.writeStream.queryName("flights").foreachBatch(self._sink)
+        return writer.option("checkpointLocation", f"file://{self._directory}/checkpoint").start()
 
     @staticmethod
     def _keys_in_state(flights: pd.DataFrame) -> list[str | None]:
@@ -346,8 +345,7 @@ class FlightStream:
         reported = done
         deadline = time.monotonic() + BATCH_TIMEOUT_S
         while reported < target:
-            error = query.exception()
-            if error is not None:
+            if (error := query.exception()) is not None:
                 raise events.DemoError(f"the query failed: {error}")
             if not query.isActive:
                 raise events.DemoError(f"the query stopped by itself after batch {reported}")
@@ -436,35 +434,25 @@ def wait_until_completed(version: int) -> None:
 
 def state_milliseconds(version: int) -> float | None:
     """Return the longest time, in ms, that a task worked on state for ``version``; None if hosts do not report it."""
-    times = []
     try:
         descriptions = current_cluster().describe_hosts()
     except HostUnavailableError:
         log.warning("the hosts did not describe themselves", exc_info=True)
         return None
-    for description in descriptions:
-        for instance in description["instances"]:
-            commit = instance["last_commit"]
-            if commit and commit["version"] == version:
-                times.append(sum(value for name, value in commit.items() if name.endswith("_ms")))
+    commits = [instance["last_commit"] for description in descriptions for instance in description["instances"]]
+    times = [
+        sum(value for name, value in commit.items() if name.endswith("_ms"))
+        for commit in commits
+        if commit and commit["version"] == version
+    ]
     return max(times, default=None)
 
 
-def main() -> None:
-    """Run the stream with the options of the command line; report an error to the parent and exit with 1."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = json_decoder(events.StreamOptions).decode(sys.argv[1])
-    pipe = events.EventPipe(options.events_fd)
-    end_with_parent()
+def run_stream(options: events.StreamOptions, pipe: events.EventPipe) -> None:
+    """Run the query, and compare its state with pandas."""
     ensure_java()
-    try:
-        FlightStream(options, pipe).run()
-    except Exception as error:
-        log.exception("the demo's stream failed")
-        kind = "" if isinstance(error, events.DemoError) else f"{type(error).__name__}: "
-        pipe.send(events.Failed(f"{kind}{error}"))
-        raise SystemExit(1) from error
+    FlightStream(options, pipe).run()
 
 
 if __name__ == "__main__":
-    main()
+    run_child(events.StreamOptions, run_stream)

@@ -22,23 +22,11 @@ from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
 from spark_bridge.aggregates.rolling import Rolling, declared_rolling, piece_fields
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window, as_list, checked_names
-from spark_bridge.operators import columns
+from spark_bridge.operators import columns, map_in_arrow
 from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    KeyRouting,
-    check_operator_name,
-    columns_by_name,
-    declare,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    with_ticks,
-)
 from spark_bridge.operators.rolling_task import RollingLogic
 from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, aggregate_schema, rolling_schema, session_schema
-from spark_bridge.task.state_task import StateTask
 
 # The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
 
@@ -82,11 +70,9 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
             is_fine = True
         case "count_if":
             is_fine = isinstance(kind, T.BooleanType)
-        case "approx_count_distinct":
-            is_fine = columns.is_ordered(kind)  # a map has no hash
         case n if n in OF_NUMBERS:
             is_fine = isinstance(kind, columns.NUMERIC)
-        case _:
+        case _:  # a map has neither an order nor a hash
             is_fine = columns.is_ordered(kind)
     if not is_fine:
         remedy = ""
@@ -244,8 +230,6 @@ def aggregate(
             "out, or add an aggregate of the same rows without horizons, and index that one."
         )
     keys = _keys_of(by)
-    check_operator_name(operator, df)
-    key_groups = key_group_count(df)
     if keys.is_global:
         if num_partitions not in (None, 1):
             raise InvalidOperatorError(
@@ -253,7 +237,7 @@ def aggregate(
             )
         num_partitions = 1
         partial_aggregation = partial_aggregation is not False
-    partitions = partition_count(df, num_partitions, key_groups)
+    partitions, key_groups = map_in_arrow.state_layout(operator, num_partitions, df)
     marked = columns.watermark_columns(df.schema)
     rolling = _rolling(df, aggregations, event_time, exact_windows, output_mode)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
@@ -264,9 +248,9 @@ def aggregate(
         # The gap may refer to any column of the DataFrame, also as ``df.gap``: what follows renames the columns.
         df = df.select("*", _checked_gap(df, keys.window.gap))
     if output_mode == "append" and marked:
-        df = with_ticks(df, operator)
+        df = map_in_arrow.with_ticks(df, operator)
     rows = _windowed(df, keys, aggregator, () if event_time is None else (event_time,))
-    try:
+    with map_in_arrow.refusing(operator):
         if rolling is None:
             declared = _declared(rows, keys, aggregator, output_mode, indexed)
         else:
@@ -274,10 +258,8 @@ def aggregate(
         spec = OperatorSpec(
             operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
         )
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
 
-    prepared, stored, logic = rows, declared.stored, declared.logic
+    prepared, logic = rows, declared.logic
     if partial_aggregation:
         if not isinstance(logic, AggregateLogic):
             raise InvalidOperatorError(
@@ -286,11 +268,11 @@ def aggregate(
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
     results = declared.results if declared.results is not None else pa.schema(aggregator.result_fields)
     output = T.StructType([*(rows.schema[k] for k in keys.emitted), *columns.spark_struct(results).fields])
-    routing = KeyRouting(stored, partitions, key_groups)
-    return map_in_arrow(prepared, task.run, declare(DeclaredOperator(spec, aggregator=aggregator)), output, routing)
+    routing = map_in_arrow.KeyRouting(declared.stored, partitions, key_groups)
+    stated = map_in_arrow.DeclaredOperator(spec, aggregator=aggregator)
+    return map_in_arrow.stateful_operator(prepared, stated, routing, logic, output, declared.lag_ms)
 
 
 @dataclass(frozen=True)
@@ -330,8 +312,7 @@ class _Declared:
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
-    keys = as_list(by)
-    if not keys:
+    if not (keys := as_list(by)):
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
     windows = [k for k in keys if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
@@ -419,7 +400,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator, more: Sequence[str]) -> DataFrame:
     """Return the needed columns, and the window of each row: a row for each window that contains it."""
-    rows, by_name = columns_by_name(df)
+    rows, by_name = map_in_arrow.columns_by_name(df)
     if keys.is_global:
         return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(by_name[name].alias(name) for name in aggregator.inputs))
     inputs = [by_name[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs, *more])]
@@ -500,8 +481,7 @@ def _declared_rolling(
     by_key = pa.schema([pa.field(n, types[n]) for n in keys.names])
     results = pa.schema([pa.field(event_time, types[event_time]), *rolling.fields(aggregator.state_schema)])
     names = [*keys.names, *results.names]
-    twice = [n for i, n in enumerate(names) if n in names[:i]]
-    if twice:
+    if twice := [n for i, n in enumerate(names) if n in names[:i]]:
         raise InvalidOperatorError(
             f"The output would have two columns {twice[0]!r}: horizons are named <output>_<horizon>, and the event "
             "time is a column too. Rename the output or the key."

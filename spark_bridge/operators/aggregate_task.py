@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,7 @@ from spark_bridge.state_format.layouts import DUE, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, in_steps, parts_of, scanned
 from spark_bridge.task.state_task import OUTPUT_ROWS, EventTime, all_keys, between, late_rows_removed
 from spark_bridge.task.task_store import Spool, StateAccess
 
@@ -37,9 +36,6 @@ AGGREGATE_KEYS_PER_STEP = 1 << 14
 """Keys whose states are read and written at once, to begin with: if all states have a fixed width, if lists keep
 all elements, and otherwise.
 """
-NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
-VisitOthers: TypeAlias = Callable[[bytes | None, bytes | None, pa.BinaryArray], None]
-"""Takes a range of stored keys, after the first key and up to the second (None: unbounded), and touched keys in it."""
 
 
 @dataclass(frozen=True)
@@ -169,25 +165,6 @@ class GroupedBatch:
         values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
         self._store.stage(by_due, values, family)
 
-    @staticmethod
-    def _in_steps(
-        reducer: RowReducer, size: StepSize, merge: Callable[[KeyedRows], int], visit: VisitOthers | None
-    ) -> None:
-        """Call ``merge`` for some keys at a time, and ``visit`` for the stored keys between and after them."""
-        behind = None
-        for part in reducer.steps():
-            start = 0
-            while start < len(part.keys):
-                step = part.slice(start, size.keys)
-                start += len(step.keys)
-                size.seen(len(step.keys), merge(step))
-                if visit is not None:
-                    last = step.keys[-1].as_py()
-                    visit(behind, last, step.keys)
-                    behind = last
-        if visit is not None:
-            visit(behind, None, NO_KEYS)
-
 
 class _AggregateBatch(GroupedBatch):
     def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
@@ -199,17 +176,14 @@ class _AggregateBatch(GroupedBatch):
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
         has_lists = any(o.max_bytes is not None for o in self._logic.aggregator.outputs)
-        size = StepSize(
-            FIXED_KEYS_PER_STEP if is_fixed else LIST_KEYS_PER_STEP if has_lists else AGGREGATE_KEYS_PER_STEP
-        )
+        keys = FIXED_KEYS_PER_STEP if is_fixed else LIST_KEYS_PER_STEP if has_lists else AGGREGATE_KEYS_PER_STEP
+        size = StepSize(keys)
         ranges = self._ranges_to_visit()
 
         def visit(behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray) -> None:
             self._visit(between(ranges, behind, up_to), touched, spool)
 
-        self._in_steps(
-            reducer, size, lambda step: self._merge_step(step.keys, step.rows, spool), visit if ranges else None
-        )
+        in_steps(reducer, size, lambda step: self._merge_step(step.keys, step.rows, spool), visit if ranges else None)
 
     def _ranges_to_visit(self) -> list[KeyRange]:
         """Return the ranges of keys that must be emitted or removed although the batch does not touch them."""
@@ -318,7 +292,6 @@ class PartialTask:
     columns: pa.Schema
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the partial results of one task's rows."""
         is_worthwhile = True
         for rows in parts_of(batches, StepTimer(), "aggregate_ms"):
             part = self._by_key(rows) if is_worthwhile else self._each(rows)

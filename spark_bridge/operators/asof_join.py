@@ -17,7 +17,7 @@ from backends.encoding.columns import Integers, Mask, null_mask
 from backends.encoding.keys import decode_keys
 from spark_bridge.aggregates.row_groups import order_codes, plain
 from spark_bridge.operators.join_sides import LEFT_OUTER, LEFT_ROW, RIGHT_ROW, SIDE, Bounds
-from spark_bridge.operators.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
+from spark_bridge.operators.join_task import DUE_SIDES, JoinBatch, JoinLogic, join_logic
 from spark_bridge.state_format.layouts import LEFT, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.keyed_rows import KeyedRows
@@ -72,17 +72,13 @@ class SortedRows:
 
     def number_before(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
         """Return how many rows come before each time of a key, or at that time, and those of lesser keys."""
-        numbers: Integers = np.searchsorted(
-            self._places,
-            ids * self._span + np.searchsorted(self._distinct, times, "right" if or_at else "left"),
-            "left",
-        )
+        places = ids * self._span + np.searchsorted(self._distinct, times, "right" if or_at else "left")
+        numbers: Integers = np.searchsorted(self._places, places, "left")
         return numbers
 
     def last_before(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
         """Return the place of the last row of a key before each time, ``NO_ROW`` if there is none."""
-        places = self.number_before(ids, times, or_at=or_at) - 1
-        return self._of_key(places, ids)
+        return self._of_key(self.number_before(ids, times, or_at=or_at) - 1, ids)
 
     def first_behind(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
         """Return the place of the first row of a key after each time, ``NO_ROW`` if there is none."""
@@ -99,8 +95,7 @@ def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tup
 
     ``NO_ROW`` and ``NO_TIME`` if there is no such row, whatever the tolerance.
     """
-    before = np.full(len(ids), NO_ROW)
-    behind = before
+    before = behind = np.full(len(ids), NO_ROW)
     if asof.direction != FORWARD:
         before = rows.last_before(ids, times, or_at=asof.allow_exact)
     if asof.direction != BACKWARD:
@@ -192,7 +187,7 @@ class _AsofBatch(JoinBatch):
         # Rows that cannot match are emitted or dropped at once; unsettled rows stay as they are.
         stays = [left.can_match.copy(), right.can_match.copy()]
         due_at = [left.times.copy(), right.times.copy()]
-        self._emit_left(keys, left, np.flatnonzero(~left.can_match), spool)
+        self.output.emit(keys, (left, np.flatnonzero(~left.can_match)), None, spool)
         waiting = np.full(len(part.keys), NO_TIME)
         chosen = np.flatnonzero(left.can_match & settled[left.ids])
         others = np.flatnonzero(right.can_match & settled[right.ids])
@@ -200,12 +195,17 @@ class _AsofBatch(JoinBatch):
         if len(chosen):
             ids, times = left.ids[chosen], left.times[chosen]
             places, distances = nearest(self._logic.asof, ids, times, rows)
-            final_at = self._final_at(times, places, distances, rows)
+            final_at = self._final_at(times, places, distances)
             final = final_at <= self._now
             stays[0][chosen[final]] = False
             due_at[0][chosen] = final_at
             np.minimum.at(waiting, ids[~final], times[~final])
-            self._emit_matches(keys, left, right, chosen[final], places[final], distances[final], others, rows, spool)
+            of_left, matched = chosen[final], places[final] != NO_ROW
+            if self._logic.asof.tolerance_us is not None:
+                matched &= distances[final] <= self._logic.asof.tolerance_us
+            of_right = others[rows.numbers[places[final][matched]]]
+            self.output.emit(keys, (left, of_left[matched]), (right, of_right), spool)
+            self.output.emit(keys, (left, of_left[~matched]), None, spool)
         if len(others):
             kept, times = self._kept(rows, waiting)
             numbers = others[rows.numbers]
@@ -220,7 +220,7 @@ class _AsofBatch(JoinBatch):
         """The watermark in microseconds: rows of later batches are later."""
         return self._watermark * 1000
 
-    def _final_at(self, times: Times, places: Times, distances: Times, rows: SortedRows) -> Times:
+    def _final_at(self, times: Times, places: Times, distances: Times) -> Times:
         """Return the watermark at which the right row of each left row is final."""
         asof = self._logic.asof
         if asof.direction == BACKWARD:
@@ -230,27 +230,6 @@ class _AsofBatch(JoinBatch):
         if asof.tolerance_us is not None:
             final_times = np.minimum(final_times, times + asof.tolerance_us)
         return np.maximum(final_times, times)
-
-    def _emit_matches(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows,
-        right: SideRows,
-        of_left: Times,
-        places: Times,
-        distances: Times,
-        others: Times,
-        rows: SortedRows,
-        spool: Spool,
-    ) -> None:
-        matched = places != NO_ROW
-        if self._logic.asof.tolerance_us is not None:
-            matched &= distances <= self._logic.asof.tolerance_us
-        self.output.emit(keys, left, of_left[matched], right, others[rows.numbers[places[matched]]], spool)
-        self._emit_left(keys, left, of_left[~matched], spool)
-
-    def _emit_left(self, keys: pa.RecordBatch, left: SideRows, numbers: Times, spool: Spool) -> None:
-        self.output.emit(keys, left, numbers, None, None, spool)
 
     def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
         """Return which right rows a left row may still get, and when to look at them again.

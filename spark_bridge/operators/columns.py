@@ -12,7 +12,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from backends.encoding.columns import RESERVED_PREFIX, from_spark_type, to_spark_type
+from backends.encoding.columns import RESERVED_PREFIX, from_spark_type, spark_struct_json
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import SessionWindow, Window
@@ -73,8 +73,7 @@ def other_case(wanted: Sequence[str], names: Sequence[str]) -> str:
     Spark resolves names without regard to case by default. State and its clients tell names apart by case.
     """
     missing = {name.casefold() for name in wanted if name not in names}
-    alike = [name for name in names if name.casefold() in missing]
-    if not alike:
+    if not (alike := [name for name in names if name.casefold() in missing]):
         return ""
     return (
         f" Names are case-sensitive here, whatever spark.sql.caseSensitive says: write {', '.join(map(repr, alike))}."
@@ -97,12 +96,14 @@ def arrow_type(kind: T.DataType) -> pa.DataType:
         raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error
 
 
+def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
+    """Return the columns as Arrow has them."""
+    return pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in fields])
+
+
 def spark_struct(fields: pa.Schema) -> T.StructType:
     """Return Arrow fields as Spark's fields; raises ``StateStoreError`` for a type that Spark does not have."""
-    of_spark = [
-        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": f.nullable, "metadata": {}} for f in fields
-    ]
-    return T.StructType.fromJson({"type": "struct", "fields": of_spark})
+    return T.StructType.fromJson(spark_struct_json(list(fields)))
 
 
 def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:

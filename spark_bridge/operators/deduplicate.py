@@ -14,27 +14,18 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import fixed_array, null_mask
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import StateStoreError
 from coordinator_actor.messages import DUPLICATES, OperatorFigures, OperatorSpec
 from spark_bridge.aggregates.row_groups import group_rows, order_codes, plain
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import checked_names
 from spark_bridge.operators import columns
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    KeyRouting,
-    check_operator_name,
-    declare,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-)
+from spark_bridge.operators.map_in_arrow import DeclaredOperator, KeyRouting, refusing, state_layout, stateful_operator
 from spark_bridge.state_format.layouts import EXPIRES_AT, EXPIRY_FAMILY, deduplicate_schema, is_present
 from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
-from spark_bridge.task.state_task import EventTime, StateTask, late_rows_removed
+from spark_bridge.task.state_task import EventTime, late_rows_removed
 from spark_bridge.task.task_store import Spool, StateAccess
 
 # The work of ``deduplicate`` in a state task: of the rows with one key, only the first row of all goes through.
@@ -70,8 +61,7 @@ class DeduplicateLogic:
         """Find the first row of each key, drop the rows whose key is in the state, commit, and yield the others."""
         work = _DeduplicateBatch(self, store, timer)
         parts = parts_of(batches, timer, "deduplicate_ms")
-        first = next(parts, None)
-        if first is None:
+        if (first := next(parts, None)) is None:
             work.evict()
             store.commit(work.figures(), timer.milliseconds)
             return
@@ -136,7 +126,6 @@ class _DeduplicateBatch:
         self._rows = self._late = self._new = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, were updated, removed and late."""
         duplicates = {DUPLICATES: float(self._rows - self._new)}
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
@@ -162,9 +151,8 @@ class _DeduplicateBatch:
         else:
             assert self._logic.event_time is not None
             # As in Spark, a row without time counts as of 1970.
-            self._remember_until(
-                keys, self._logic.event_time.times(rows).fill_null(0).to_numpy() + self._logic.within_us
-            )
+            times = self._logic.event_time.times(rows).fill_null(0).to_numpy()
+            self._remember_until(keys, times + self._logic.within_us)
 
     def evict(self) -> None:
         """Remove the keys that the watermark has passed."""
@@ -244,9 +232,7 @@ def deduplicate(
     columns.check_keys(df.schema, keys)
     if len(set(df.columns)) != len(df.columns):
         raise InvalidOperatorError(f"The DataFrame has two columns of one name: {', '.join(df.columns)}.")
-    check_operator_name(operator, df)
-    key_groups = key_group_count(df)
-    partitions = partition_count(df, num_partitions, key_groups)
+    partitions, key_groups = state_layout(operator, num_partitions, df)
     event_time = columns.event_time_of(df.schema, df.columns)
     expiry, within_us = None, None
     if within is not None:
@@ -261,16 +247,12 @@ def deduplicate(
         expiry = columns.arrow_type(df.schema[event_time.column].dataType)
     key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
     stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)
-    key_schema = pa.schema([pa.field(n, columns.arrow_type(df.schema[n].dataType)) for n in stored])
-    try:
+    key_schema = columns.arrow_schema([df.schema[name] for name in stored])
+    with refusing(operator):
         schema = deduplicate_schema(key_schema, tuple(keys), expiry)
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
     uses_time = event_time is not None
     spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
     compared = tuple(f.name for f in df.schema.fields if f.name not in keys and columns.is_ordered(f.dataType))
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
-    lag_ms = columns.watermark_lag_ms(df.schema, event_time)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time, lag_ms)
-    routing = KeyRouting(stored, partitions, key_groups)
-    return map_in_arrow(df, task.run, declare(DeclaredOperator(spec)), df.schema, routing)
+    routing, lag_ms = KeyRouting(stored, partitions, key_groups), columns.watermark_lag_ms(df.schema, event_time)
+    return stateful_operator(df, DeclaredOperator(spec), routing, logic, df.schema, lag_ms)

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators import columns, join_sides
+from spark_bridge.operators import columns, join_sides, map_in_arrow
 from spark_bridge.operators.asof_join import BACKWARD, DIRECTIONS, Asof, asof_logic
 from spark_bridge.operators.join_task import Apply, JoinLogic, join_logic
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    KeyRouting,
-    check_operator_name,
-    columns_by_name,
-    declare,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    with_ticks,
-)
 from spark_bridge.state_format.layouts import LEFT, RIGHT
-from spark_bridge.task.state_task import EventTime, StateTask
+from spark_bridge.task.state_task import EventTime
 
 # Checks the two streams of a join, finds their event times, and brings their rows into shared columns.
 
@@ -39,21 +28,8 @@ ONLY = T.StructField("present", T.BooleanType())
 """The stored column of a side without columns other than the key."""
 
 
-@dataclass(frozen=True)
-class Placing:
-    """The name of the operator, and the numbers of its partitions and key groups."""
-
-    operator: str
-    partitions: int
-    key_groups: int
-
-
-def placing_of(left: DataFrame, right: DataFrame, operator: str, num_partitions: int | None) -> Placing:
-    """Return the location of the operator's state; raises ``InvalidOperatorError`` for a wrong name or number."""
-    check_operator_name(operator, left)
-    check_operator_name(operator, right)
-    key_groups = key_group_count(left)
-    return Placing(operator, partition_count(left, num_partitions, key_groups), key_groups)
+LogicOfColumns: TypeAlias = Callable[[pa.Schema, tuple[pa.Schema, pa.Schema], pa.Schema], JoinLogic]
+"""Returns the work of a join for its keys, the other columns of both sides, and the columns of the output."""
 
 
 def joined_stream(
@@ -61,20 +37,23 @@ def joined_stream(
     right: DataFrame,
     keys: list[str],
     others: list[list[T.StructField]],
-    logic: JoinLogic,
     output: T.StructType,
-    placing: Placing,
+    operator: str,
+    layout: tuple[int, int],
+    logic_of: LogicOfColumns,
 ) -> DataFrame:
-    """Return the output of the work ``logic`` over both sides: the columns ``output``."""
-    uses_time = logic.bounds.uses_time
-    spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
+    """Return the output of a join of both sides: the columns ``output``; for ``layout`` see ``state_layout``."""
+    with map_in_arrow.refusing(operator):
+        of_keys, of_left, of_right = map(columns.arrow_schema, ([left.schema[key] for key in keys], *others))
+        logic = logic_of(of_keys, (of_left, of_right), columns.arrow_schema(output.fields))
+    spec = OperatorSpec(operator, layout[0], logic.schema.to_json(), kind="join", uses_time=logic.bounds.uses_time)
     both = _both(left, right, keys, others, logic)
     if any(side.keeps_unmatched for side in logic.sides):
-        both = with_ticks(both, placing.operator)
-    n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
-    task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    declared = DeclaredOperator(spec, sides=logic.sides if type(logic) is JoinLogic else ())
-    return map_in_arrow(both, task.run, declare(declared), output, KeyRouting(keys, n, groups))
+        both = map_in_arrow.with_ticks(both, operator)
+    declared = map_in_arrow.DeclaredOperator(spec, sides=logic.sides if type(logic) is JoinLogic else ())
+    return map_in_arrow.stateful_operator(
+        both, declared, map_in_arrow.KeyRouting(keys, *layout), logic, output, lag_of(left, right, logic.bounds)
+    )
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -119,8 +98,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
             )
     if how in (join_sides.SEMI, join_sides.ANTI):
         return
-    both = [c for c in right.columns if c not in keys and c in left.columns]
-    if both:
+    if both := [c for c in right.columns if c not in keys and c in left.columns]:
         raise InvalidOperatorError(
             f"Both sides have columns named {', '.join(both)} that are not keys: rename them on one side "
             "(withColumnRenamed), or drop them."
@@ -161,7 +139,7 @@ def bounds_of(
     right_time: str | None,
 ) -> join_sides.Bounds:
     """Return the times that decide matches and lateness; raises ``InvalidOperatorError`` if they are not known."""
-    late = event_times(left, right, left_time, right_time)
+    late = [_event_time(left, LEFT, left_time), _event_time(right, RIGHT, right_time)]
     in_key = next((t for t in late if t is not None and t.column in keys), None)
     if within is None:
         if left_time is not None or right_time is not None:
@@ -178,13 +156,6 @@ def bounds_of(
     lower, upper = _durations(left, within)
     of_left, of_right = times_of_both(left, right, late, f"within={within!r}")
     return join_sides.Bounds(of_left, of_right, of_left, of_right, lower, upper)
-
-
-def event_times(
-    left: DataFrame, right: DataFrame, left_time: str | None, right_time: str | None
-) -> list[EventTime | None]:
-    """Return the columns of both sides that have the watermark: the given ones, if a side has several."""
-    return [_event_time(df, name, time) for df, name, time in ((left, LEFT, left_time), (right, RIGHT, right_time))]
 
 
 def times_of_both(
@@ -259,25 +230,16 @@ def _both(
     for fields, side in zip(others, logic.sides, strict=True):
         types.update((slot, f.dataType) for f, slot in zip(fields, side.slots, strict=True) if slot not in types)
     frames = []
-    for df, code, fields, side in zip(
-        (left, right), (join_sides.LEFT_ROW, join_sides.RIGHT_ROW), others, logic.sides, strict=True
-    ):
-        rows, by_name = columns_by_name(df)
+    codes = (join_sides.LEFT_ROW, join_sides.RIGHT_ROW)
+    for df, code, fields, side in zip((left, right), codes, others, logic.sides, strict=True):
+        rows, by_name = map_in_arrow.columns_by_name(df)
         own: dict[int, Column] = {
             slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
         slots = [own.get(i, F.lit(None).cast(types[i])).alias(join_sides.slot_name(i)) for i in range(len(types))]
-        frames.append(
-            rows.select(
-                F.lit(code).cast("byte").alias(join_sides.SIDE), *(by_name[key].alias(key) for key in keys), *slots
-            )
-        )
+        key_columns = [by_name[key].alias(key) for key in keys]
+        frames.append(rows.select(F.lit(code).cast("byte").alias(join_sides.SIDE), *key_columns, *slots))
     return frames[0].union(frames[1])
-
-
-def arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
-    """Return the columns as Arrow has them."""
-    return pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in fields])
 
 
 def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> T.StructType:
@@ -428,7 +390,7 @@ def join(
     keys = checked_names("on=", on)
     check_frames(left, right, how, apply, output)
     check_columns(left, right, keys, how)
-    placing = placing_of(left, right, operator, num_partitions)
+    layout = map_in_arrow.state_layout(operator, num_partitions, left, right)
     bounds = bounds_of(left, right, keys, within, left_time, right_time)
     kept = [name for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True) if after is None]
     if kept:
@@ -446,19 +408,11 @@ def join(
         lag_of(left, right, bounds),
         made_by_apply=apply is not None,
     )
-    try:
-        logic = join_logic(
-            arrow_schema([left.schema[key] for key in keys]),
-            (arrow_schema(others[0]), arrow_schema(others[1])),
-            how,
-            bounds,
-            arrow_schema(output_schema.fields),
-            apply,
-            (tuple(left.columns), tuple(right.columns)),
-        )
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, output_schema, placing)
+
+    def logic_of(of_keys: pa.Schema, of_sides: tuple[pa.Schema, pa.Schema], emitted: pa.Schema) -> JoinLogic:
+        return join_logic(of_keys, of_sides, how, bounds, emitted, apply, (tuple(left.columns), tuple(right.columns)))
+
+    return joined_stream(left, right, keys, others, output_schema, operator, layout, logic_of)
 
 
 def join_asof(
@@ -508,34 +462,28 @@ def join_asof(
     if direction not in DIRECTIONS:
         raise InvalidOperatorError(f"direction={direction!r} is not one of {', '.join(map(repr, DIRECTIONS))}.")
     check_columns(left, right, keys, join_sides.LEFT_OUTER)
-    placing = placing_of(left, right, operator, num_partitions)
+    layout = map_in_arrow.state_layout(operator, num_partitions, left, right)
     tolerance_us = None if tolerance is None else columns.microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
         raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")
-    late = event_times(left, right, left_time, right_time)
+    late = [_event_time(left, LEFT, left_time), _event_time(right, RIGHT, right_time)]
     for time in late:
         if time is not None and time.column in keys:
             raise InvalidOperatorError(
                 f"The key {time.column!r} has the watermark: rows of one key would have one time. Leave it out of on=."
             )
     of_left, of_right = times_of_both(left, right, late, "join_asof")
+    bounds = join_sides.Bounds(of_left, of_right, of_left, of_right)
+    asof = Asof(direction, tolerance_us, allow_exact_matches)
+    output = timed_output(
+        output_struct(left, right, keys, join_sides.LEFT_OUTER),
+        event_time_column,
+        side_times(left, right, bounds, asof.waits_ms),
+        lag_of(left, right, bounds),
+    )
+
+    def logic_of(of_keys: pa.Schema, of_sides: tuple[pa.Schema, pa.Schema], emitted: pa.Schema) -> JoinLogic:
+        return asof_logic(of_keys, of_sides, bounds, emitted, asof)
+
     others = other_fields(left, right, keys)
-    output_schema = output_struct(left, right, keys, join_sides.LEFT_OUTER)
-    bounds, asof = (
-        join_sides.Bounds(of_left, of_right, of_left, of_right),
-        Asof(direction, tolerance_us, allow_exact_matches),
-    )
-    output_schema = timed_output(
-        output_schema, event_time_column, side_times(left, right, bounds, asof.waits_ms), lag_of(left, right, bounds)
-    )
-    try:
-        logic = asof_logic(
-            arrow_schema([left.schema[key] for key in keys]),
-            (arrow_schema(others[0]), arrow_schema(others[1])),
-            bounds,
-            arrow_schema(output_schema.fields),
-            asof,
-        )
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined_stream(left, right, keys, others, logic, output_schema, placing)
+    return joined_stream(left, right, keys, others, output, operator, layout, logic_of)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import Integers, Mask
+from spark_bridge.aggregates.row_groups import as_type
 from spark_bridge.state_format.layouts import NO_TIME
 from spark_bridge.task.state_task import EventTime, Times
 
@@ -50,8 +51,12 @@ class JoinSide:
     flag: str | None = None
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        columns = [_as_type(batch.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
+        columns = [as_type(batch.column(slot_name(i)), f.type) for i, f in zip(self.slots, self.columns, strict=True)]
         return pa.RecordBatch.from_arrays(columns, schema=self.columns)
+
+    def row_times(self, rows: pa.RecordBatch) -> Times:
+        """Return the times of rows that have the key's columns as well."""
+        return self.times(rows, np.arange(rows.num_rows), rows)
 
     def times(self, keys: pa.RecordBatch, ids: npt.NDArray[np.int64], rows: pa.RecordBatch) -> Times:
         """Return the times of rows in microseconds since 1970; ``ids`` are the places of their keys in ``keys``."""
@@ -77,17 +82,6 @@ class JoinSide:
             name = slot_name(self.slots[self.columns.get_field_index(name)])
         column = batch.column(name)
         return self.late.is_done(pa.RecordBatch.from_arrays([column], names=[self.late.column]), watermark_ms)
-
-
-@dataclass(frozen=True)
-class SideTimes:
-    """Returns the times of rows that have the key's columns and those of the side, in microseconds since 1970."""
-
-    side: JoinSide
-
-    def __call__(self, rows: pa.RecordBatch) -> Times:
-        """Return a time for each row."""
-        return self.side.times(rows, np.arange(rows.num_rows), rows)
 
 
 @dataclass(frozen=True)
@@ -157,21 +151,16 @@ def shared_slots(
     side.
     """
     types = list(left)
-    free = dict(enumerate(left))
+    free = list(range(len(left)))
     of_right = []
     for kind in right:
-        slot = next((i for i, other in free.items() if other == kind), None)
-        if slot is None:
+        if (slot := next((i for i in free if left[i] == kind), None)) is None:
             slot = len(types)
             types.append(kind)
         else:
-            del free[slot]
+            free.remove(slot)
         of_right.append(slot)
     return tuple(types), (tuple(range(len(left))), tuple(of_right))
-
-
-def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    return column if column.type == kind else column.cast(kind)
 
 
 # The matching rows of two sides: those with one key whose times are within the bounds. No loop per row.

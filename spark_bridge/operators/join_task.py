@@ -20,14 +20,14 @@ from backends.encoding.columns import Mask, distinct_names
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.aggregates.row_groups import as_type, group_rows
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.operators import join_sides
 from spark_bridge.operators.waiting_rows import Due, Waiting, WaitingRows
 from spark_bridge.state_format.layouts import LEFT, MATCHED, NO_TIME, RIGHT, join_schema
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, in_steps, one_batch, parts_of
 from spark_bridge.task.state_task import Times
 from spark_bridge.task.task_store import Spool, StateAccess
 
@@ -63,6 +63,10 @@ class SideRows:
         return join_sides.RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
+SomeRows: TypeAlias = tuple[SideRows, Ids] | None
+"""Rows of a side by their numbers; None: nulls instead of rows of the side."""
+
+
 @dataclass(frozen=True)
 class JoinOutput:
     """Makes the rows of the output; the fields are those of ``JoinLogic``."""
@@ -73,31 +77,23 @@ class JoinOutput:
     apply: Apply | None
     table_columns: tuple[tuple[str, ...], tuple[str, ...]]
 
-    def emit(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows | None,
-        of_left: Ids | None,
-        right: SideRows | None,
-        of_right: Ids | None,
-        spool: Spool,
-    ) -> None:
-        """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
-        rows = ((left, of_left), (right, of_right))
-        num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
+    def emit(self, keys: pa.RecordBatch, left: SomeRows, right: SomeRows, spool: Spool) -> None:
+        """Put pairs of rows into the spool."""
+        num_rows = next(len(rows[1]) for rows in (left, right) if rows is not None)
         for first in range(0, num_rows, join_sides.PAIRS_AT_ONCE):
             part = slice(first, first + join_sides.PAIRS_AT_ONCE)
-            spool.add(self._output(keys, [(side, None if n is None else n[part]) for side, n in rows]))
+            spool.add(self._output(keys, [rows and (rows[0], rows[1][part]) for rows in (left, right)]))
 
-    def _output(self, keys: pa.RecordBatch, rows: Sequence[tuple[SideRows | None, Ids | None]]) -> pa.RecordBatch:
-        n = next(len(numbers) for _, numbers in rows if numbers is not None)
+    def _output(self, keys: pa.RecordBatch, both: Sequence[SomeRows]) -> pa.RecordBatch:
+        n = next(len(rows[1]) for rows in both if rows is not None)
         key_columns: list[pa.RecordBatch | None] = []
         columns: list[list[pa.Array]] = []
-        for side, (of_side, numbers) in zip(self.sides, rows, strict=True):
-            if of_side is None or numbers is None:
+        for side, rows in zip(self.sides, both, strict=True):
+            if rows is None:
                 key_columns.append(None)
                 columns.append([pa.nulls(n, kind) for kind in side.columns.types])
             else:
+                of_side, numbers = rows
                 key_columns.append(keys.take(pa.array(of_side.ids[numbers])))
                 columns.append(of_side.rows.take(pa.array(numbers)).columns)
         if self.apply is not None:
@@ -116,23 +112,19 @@ class JoinOutput:
         tables = []
         for side, of_keys, arrays, names in zip(self.sides, key_columns, columns, self.table_columns, strict=True):
             of_key = [pa.nulls(n, f.type) for f in self.keys] if of_keys is None else of_keys.columns
-            named = {
-                **dict(zip(self.keys.names, of_key, strict=True)),
-                **dict(zip(side.columns.names, arrays, strict=True)),
-            }
+            named = dict(zip([*self.keys.names, *side.columns.names], [*of_key, *arrays], strict=True))
             tables.append(pa.table({name: named[name] for name in names}))
         result = self.apply(tables[0], tables[1])
         if not isinstance(result, (pa.Table, pa.RecordBatch)):
             raise StatefulProcessorError(
                 f"apply= of a join returned {type(result).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
-        missing = [name for name in self.output.names if result.schema.names.count(name) != 1]
-        if missing:
+        if any(result.schema.names.count(name) != 1 for name in self.output.names):
             raise StatefulProcessorError(
                 f"apply= of a join returned the columns {', '.join(result.schema.names) or 'none'}; output= declares "
                 f"one each of {', '.join(self.output.names)}."
             )
-        table = pa.table(result.select(self.output.names)) if isinstance(result, pa.RecordBatch) else result
+        table = pa.Table.from_batches([result]) if isinstance(result, pa.RecordBatch) else result
         return one_batch(table.select(self.output.names).cast(self.output).to_batches() or [empty(self.output)])
 
 
@@ -190,13 +182,7 @@ class JoinLogic:
             for rows in parts_of(batches, timer, "sort_ms"):
                 work.add(rows, reducer)
             work.add_due(reducer)
-            size = StepSize(JOIN_KEYS_PER_STEP)
-            for part in reducer.steps():
-                start = 0
-                while start < len(part.keys):
-                    step = part.slice(start, size.keys)
-                    start += len(step.keys)
-                    size.seen(len(step.keys), work.step(step, spool))
+            in_steps(reducer, StepSize(JOIN_KEYS_PER_STEP), lambda step: work.step(step, spool))
             timer.step("join_ms")
             store.commit(work.figures(), timer.milliseconds)
             yield from spool.batches()
@@ -263,7 +249,6 @@ class JoinBatch:
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def _due_until(self, side: join_sides.JoinSide) -> int | None:
@@ -278,9 +263,8 @@ class JoinBatch:
         is_right = np.asarray(rows.column(join_sides.SIDE)) == join_sides.RIGHT_ROW
         if logic.bounds.uses_time:
             late_watermark = self._store.times.late_watermark_ms
-            late = np.where(
-                is_right, logic.right.is_late(rows, late_watermark), logic.left.is_late(rows, late_watermark)
-            )
+            of_left, of_right = (side.is_late(rows, late_watermark) for side in logic.sides)
+            late = np.where(is_right, of_right, of_left)
             if late.any():
                 self._late += int(np.count_nonzero(late))
                 rows = rows.filter(pa.array(~late))
@@ -289,9 +273,7 @@ class JoinBatch:
             return
         groups = group_rows(rows, logic.keys, self._store.num_key_groups)
         columns = [rows.column(join_sides.SIDE).cast(pa.int8()), pa.nulls(rows.num_rows, pa.int64())]
-        for i, kind in enumerate(logic.slots):
-            column = rows.column(join_sides.slot_name(i))
-            columns.append(column if column.type == kind else column.cast(kind))
+        columns += [as_type(rows.column(join_sides.slot_name(i)), kind) for i, kind in enumerate(logic.slots)]
         ids, sorted_rows = _sorted(groups.ids, 0, pa.RecordBatch.from_arrays(columns, schema=logic.row_schema))
         reducer.add(KeyedRows(groups.keys, ids, sorted_rows))
 
@@ -328,13 +310,13 @@ class JoinBatch:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
         if logic.how == join_sides.SEMI:
-            self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
+            self.output.emit(keys, (left, np.flatnonzero(matched[0])), None, spool)
         elif logic.how != join_sides.ANTI:
             for one in matches:
                 for of_left, of_right in one.pairs():
-                    self.output.emit(keys, left, of_left, right, of_right, spool)
-        self._settle(0, part, keys, no_nulls, left, matched[0], spool)
-        self._settle(1, part, keys, no_nulls, right, matched[1], spool)
+                    self.output.emit(keys, (left, of_left), (right, of_right), spool)
+        for i in (join_sides.LEFT_ROW, join_sides.RIGHT_ROW):
+            self._settle(i, part, keys, no_nulls, sides[i], matched[i], spool)
         return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
 
     @staticmethod
@@ -375,10 +357,8 @@ class JoinBatch:
         matched = matched | np.concatenate([np.zeros(n, np.bool_), waiting.matched])
         expired = side.expired(of_side.times, self._watermark)
         if side.keeps_unmatched and (unmatched := np.flatnonzero(expired & ~matched)).size:
-            if i == 0:
-                self.output.emit(keys, of_side, unmatched, None, None, spool)
-            else:
-                self.output.emit(keys, None, None, of_side, unmatched, spool)
+            rows = of_side, unmatched
+            self.output.emit(keys, rows if i == 0 else None, rows if i == 1 else None, spool)
         kept = ~expired
         if side.leaves_once_matched:
             kept &= ~matched

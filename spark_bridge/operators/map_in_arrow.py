@@ -10,6 +10,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -27,19 +28,19 @@ from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS, par
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.exceptions import InvalidStateStoreArgument
+from backends.exceptions import InvalidStateStoreArgument, StateStoreError
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError, PartitionMismatchError, other_key_groups
 from spark_bridge.task.executor import StepTimer
-from spark_bridge.task.state_task import Logic, end_rows, partitions_of
+from spark_bridge.task.state_task import Logic, StateTask, end_rows, partitions_of
 from spark_bridge.task.task_store import Spool
 from spark_bridge.transport import protocol
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column
     from pyspark.sql import types as T
 
     from spark_bridge.operators.join_sides import JoinSide
@@ -59,8 +60,6 @@ def target_column(columns: list[str], num_partitions: int, key_groups: int) -> C
 
     ``columns`` are those of the key in stored order, by names that SQL takes without quotes.
     """
-    from pyspark.sql import functions as F
-
     # SQL's div, which Column does not offer, divides integers without a detour over doubles.
     hashed = f"xxhash64({', '.join(columns)})"
     partition = F.expr(f"cast(pmod({hashed}, {key_groups}L) * {num_partitions} div {key_groups} as int)")
@@ -123,10 +122,10 @@ def map_in_arrow(
 
     ``run`` gets the columns with their own names. With ``routing``, rows go to the partitions of their keys first.
     """
-    names = df.columns
-    by_position = df.toDF(*_positions(df))
+    names, positions = df.columns, _positions(df)
+    by_position = df.toDF(*positions)
     if routing is not None:
-        columns = [_position(names.index(key)) for key in routing.keys]
+        columns = [positions[names.index(key)] for key in routing.keys]
         # The shuffle comes last: Spark 4.2 skips tasks of an operator that a projection separates from it.
         by_position = by_position.repartition(
             routing.num_partitions, target_column(columns, routing.num_partitions, routing.key_groups)
@@ -144,18 +143,12 @@ def columns_by_name(df: DataFrame) -> tuple[DataFrame, dict[str, Column]]:
 
     The columns are bare references: Spark keeps the watermark of a window over one, and drops it over an alias.
     """
-    from pyspark.sql import functions as F
-
     positions = _positions(df)
     return df.toDF(*positions), {name: F.col(at) for name, at in zip(df.columns, positions, strict=True)}
 
 
 def _positions(df: DataFrame) -> list[str]:
-    return [_position(i) for i in range(len(df.columns))]
-
-
-def _position(index: int) -> str:
-    return f"column{index}"
+    return [f"column{i}" for i in range(len(df.columns))]
 
 
 # The initial state of an operator: version 0 of the state, made by a batch job before the first micro-batch.
@@ -208,13 +201,11 @@ class InitialStateAccess:
         self._staged = Spool(protocol.COMMIT_SCHEMA, compression=None)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return nulls: the state does not exist yet."""
         return pa.nulls(len(keys), pa.binary())
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Return nothing: the state does not exist yet."""
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
@@ -242,7 +233,7 @@ class InitialStateTask:
 
     registration: QueryRegistration
     spec: OperatorSpec
-    keys: tuple[str, ...]
+    keys: Sequence[str]
     logic: Logic
     times: BatchTimes
     conf: StateStoreConf
@@ -294,7 +285,7 @@ def make_initial_states(
             if routing.key_groups != registration.key_groups:
                 raise other_key_groups(spec.name, routing.key_groups, registration.key_groups)
             times = BatchTimes(timestamp_ms=timestamp_ms)
-            task = InitialStateTask(registration, spec, tuple(routing.keys), initial.logic, times, conf)
+            task = InitialStateTask(registration, spec, routing.keys, initial.logic, times, conf)
             results = map_in_arrow(initial.rows, task.run, "statestore_initial_state", _RESULT, routing).collect()
             entries[spec.name] = {
                 row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in results
@@ -352,6 +343,20 @@ def declare(operator: DeclaredOperator) -> str:
     return name
 
 
+def stateful_operator(
+    df: DataFrame,
+    operator: DeclaredOperator,
+    routing: KeyRouting,
+    logic: Logic,
+    output: T.StructType,
+    watermark_lag_ms: int,
+) -> DataFrame:
+    """Declare an operator, and return the output of its tasks; for ``watermark_lag_ms`` see ``StateTask``."""
+    spec, keys = operator.spec, tuple(routing.keys)
+    task = StateTask(spec.name, spec.num_partitions, routing.key_groups, keys, logic, spec.uses_time, watermark_lag_ms)
+    return map_in_arrow(df, task.run, declare(operator), output, routing)
+
+
 def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
     """Return the operators of a JVM logical plan, in no particular order, one entry per occurrence."""
     operators = []
@@ -407,10 +412,13 @@ def check_operator_name(name: str, df: DataFrame) -> None:
         )
 
 
-def duplicate_names(operators: list[OperatorSpec]) -> list[str]:
-    """Return the names that occur more than once in a plan, for instance on both sides of a union."""
-    names = [o.name for o in operators]
-    return sorted({n for n in names if names.count(n) > 1})
+@contextmanager
+def refusing(operator: str) -> Iterator[None]:
+    """Make an ``InvalidOperatorError`` that names the operator of a ``StateStoreError``."""
+    try:
+        yield
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
 
 
 # The settings of a Spark session that stateful operators read: key groups, state partitions, the size of frames.
@@ -433,6 +441,17 @@ def configured_key_groups(spark: SparkSession) -> int:
     return int(spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS)
 
 
+def state_layout(operator: str, num_partitions: int | None, *frames: DataFrame) -> tuple[int, int]:
+    """Return the numbers of partitions and key groups of an operator over these DataFrames.
+
+    Raises ``InvalidOperatorError`` for a wrong name or number.
+    """
+    for df in frames:
+        check_operator_name(operator, df)
+    key_groups = key_group_count(frames[0])
+    return partition_count(frames[0], num_partitions, key_groups), key_groups
+
+
 def key_group_count(df: DataFrame) -> int:
     """Return the number of key groups that the DataFrame's session asks for; raises ``InvalidOperatorError``."""
     key_groups = configured_key_groups(df.sparkSession)
@@ -446,11 +465,9 @@ def partition_count(df: DataFrame, num_partitions: int | None, key_groups: int) 
 
     Raises ``InvalidOperatorError``.
     """
-    n = (
-        num_partitions
-        if num_partitions is not None
-        else int(df.sparkSession.conf.get(SHUFFLE_PARTITIONS_CONF, "200") or 200)
-    )
+    n = num_partitions
+    if n is None:
+        n = int(df.sparkSession.conf.get(SHUFFLE_PARTITIONS_CONF, "200") or 200)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidOperatorError(f"num_partitions={num_partitions!r} must be a positive integer.")
     if n > key_groups:

@@ -21,7 +21,6 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Integers, Mask, fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.rolling import Pieces, Rolling, results_of, time_order
 from spark_bridge.aggregates.rolling_singles import SingleAnswers
@@ -191,7 +190,7 @@ class _RollingBatch(GroupedBatch):
 
     def add_due_keys(self, reducer: keyed_rows.RowReducer) -> None:
         """Add the keys that may have expired, so that ``merge`` visits them."""
-        times: BatchTimes = self._store.times
+        times = self._store.times
         if times.watermark_ms <= times.late_watermark_ms:
             return  # the last batch has removed the keys that this watermark expires
         self._add_due(layouts.DUE_FAMILY, keyed_rows.empty(self._logic.columns), reducer)
@@ -201,7 +200,7 @@ class _RollingBatch(GroupedBatch):
     def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
         """Merge the new pieces into the state, and put the results of the touched keys into the spool."""
         size = keyed_rows.StepSize(ROLLING_KEYS_PER_STEP)
-        self._in_steps(reducer, size, lambda step: self._merge_step(step, spool), None)
+        keyed_rows.in_steps(reducer, size, lambda step: self._merge_step(step, spool))
         self._record_lost()
 
     def _merge_step(self, new: keyed_rows.KeyedRows, spool: Spool) -> int:
@@ -211,10 +210,8 @@ class _RollingBatch(GroupedBatch):
         stored = self._store.get_many(new.keys)
         self._timer.step("get_ms")
         rows = self._schema.decode_values(stored)
-        recent, older, due = (
-            rows.column(rows.schema.get_field_index(name)) for name in (layouts.RECENT, layouts.OLDER, layouts.DUE)
-        )
-        recent = Pieces.of_lists(recent)
+        older, due = rows.column(layouts.OLDER), rows.column(layouts.DUE)
+        recent = Pieces.of_lists(rows.column(layouts.RECENT))
         detail = self._detail
         apart = EVERY_PIECE if detail is FINE else detail.kept
         pieces = self._merged(Pieces.concatenated(recent, Pieces.of_rows(new.ids, new.rows)), apart)
@@ -244,9 +241,8 @@ class _RollingBatch(GroupedBatch):
         if is_expired.any():
             self._lose(new.keys.filter(pa.array(is_expired)), newest[is_expired])
             gone = is_expired & has_tiles
-            self._store.stage(
-                new.keys.filter(pa.array(gone)), pa.nulls(int(gone.sum()), pa.binary()), layouts.TILES_FAMILY
-            )
+            removed = new.keys.filter(pa.array(gone))
+            self._store.stage(removed, pa.nulls(len(removed), pa.binary()), layouts.TILES_FAMILY)
         self._emit(new.keys, touched & ~is_expired, pieces, merged, starts, newest, spool)
         return int(stored.nbytes + new.rows.nbytes)
 
@@ -276,8 +272,11 @@ class _RollingBatch(GroupedBatch):
             is_needed = tiles.last > self._rolling.longest.start(reference)[tiles.ids]
             merged = self._merged(tiles.take(of_moved & is_needed), self._kept(tiles, len(visits)), reference)
             tiles = Pieces.concatenated(tiles.take(~of_moved), merged) if not of_moved.all() else merged
-            values = self._tile_rows(merged, len(visits), reference).filter(pa.array(is_moved))
-            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(values), layouts.TILES_FAMILY)
+            value = self._logic.schema.families[layouts.TILES_FAMILY].value
+            lists = merged.lists(len(visits), value.field(0).type)
+            merged_at = fixed_array(reference, None, value.field(1).type)
+            moved = pa.RecordBatch.from_arrays([lists, merged_at], schema=value).filter(pa.array(is_moved))
+            self._store.stage(visited.filter(pa.array(is_moved)), schema.encode_values(moved), layouts.TILES_FAMILY)
         num_horizons, of_visits = starts.shape[1], starts[visits]
         num_states = len(visits) * num_horizons
         places = [np.flatnonzero(tiles.last > of_visits[:, i][tiles.ids]) for i in range(num_horizons)]
@@ -304,12 +303,6 @@ class _RollingBatch(GroupedBatch):
         """Return how many of a key's pieces in tiles stay apart: those after the watermark, unless there are many."""
         after = np.bincount(tiles.ids[tiles.last > self._watermark], minlength=num_keys)
         return np.where(after + self._detail.kept > self._detail.after_watermark, 0, after)
-
-    def _tile_rows(self, tiles: Pieces, num_keys: int, reference: Integers) -> pa.RecordBatch:
-        value = self._logic.schema.families[layouts.TILES_FAMILY].value
-        lists = tiles.lists(num_keys, value.field(0).type)
-        merged_at = fixed_array(reference, None, value.field(1).type)
-        return pa.RecordBatch.from_arrays([lists, merged_at], schema=value)
 
     def _stage(
         self,
@@ -401,7 +394,6 @@ class _OlderStates:
 
     @classmethod
     def of_lists(cls, lists: pa.Array) -> _OlderStates:
-        """Return the states that stored lists have."""
         elements, offsets = list_parts(lists)
         ids = np.repeat(np.arange(len(lists), dtype=np.int64), np.diff(offsets))
         begins, *states = elements.flatten()

@@ -86,9 +86,6 @@ class SessionColumns:
         starts, ends = (sessions.column(i).cast(self.time) for i in (0, 1))
         return struct_array([starts, ends], sessions.num_rows, None, kind)
 
-    def states_of(self, sessions: pa.RecordBatch) -> pa.RecordBatch:
-        return pa.RecordBatch.from_arrays(sessions.columns[2:], schema=self.states)
-
     def decoded(self, values: pa.RecordBatch) -> tuple[keyed_rows.Ids, pa.RecordBatch, pa.Array]:
         """Return the sessions of stored rows with the numbers of their keys, and the due time of each key."""
         elements, offsets = list_parts(values.column(0))
@@ -101,9 +98,8 @@ class SessionColumns:
         """Return the rows to store of n keys: the sessions between each key's n+1 ``offsets``, and its due time."""
         kind = self.value.field(0).type
         starts, ends, *states = sessions.columns
-        element = struct_array(
-            [starts.cast(self.time), ends.cast(self.time), *states], sessions.num_rows, None, kind.value_type
-        )
+        columns = [starts.cast(self.time), ends.cast(self.time), *states]
+        element = struct_array(columns, sessions.num_rows, None, kind.value_type)
         row = [list_array(element, offsets, None, kind), fixed_array(due, None, self.time)]
         return pa.RecordBatch.from_arrays(row, schema=self.value)
 
@@ -185,7 +181,7 @@ class _SessionBatch(GroupedBatch):
         self._add_due(ENDS_FAMILY, keyed_rows.empty(self._columns.schema), reducer)
 
     def merge(self, reducer: keyed_rows.RowReducer, spool: Spool) -> None:
-        self._in_steps(
+        keyed_rows.in_steps(
             reducer,
             keyed_rows.StepSize(SESSION_KEYS_PER_STEP),
             lambda step: self._merge_step(step, spool),
@@ -257,6 +253,7 @@ class _SessionBatch(GroupedBatch):
         key_columns = decode_keys(keys, logic.keys).take(pa.array(ids))
         columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))
         columns[logic.window] = self._columns.windows(sessions, logic.output.field(logic.window).type)
-        results = logic.aggregator.results(self._columns.states_of(sessions))
+        states = pa.RecordBatch.from_arrays(sessions.columns[2:], schema=self._columns.states)
+        results = logic.aggregator.results(states)
         columns.update(zip((o.name for o in logic.aggregator.outputs), results, strict=True))
         return pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output)

@@ -19,11 +19,11 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import Mask, list_parts, offsets_of
-from spark_bridge.aggregates.row_groups import merge_keys
+from spark_bridge.aggregates.row_groups import as_type, merge_keys
 from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format import layouts, stored_rows
 from spark_bridge.state_format.layouts import NO_TIME
-from spark_bridge.state_format.partition_rows import flat_ranges, pick, rows_of_structs
+from spark_bridge.state_format.partition_rows import chunk_keys, flat_ranges, pick, rows_of_structs
 from spark_bridge.task.keyed_rows import Ids, one_batch, scanned
 from spark_bridge.task.state_task import EventTime, Times
 from spark_bridge.task.task_store import StateAccess
@@ -108,9 +108,8 @@ class WaitingRows:
             stored_chunks = self._store.get_many(_chunk_keys(keys, wanted, numbers), self._chunk_family)
             is_there = np.asarray(stored_chunks.is_valid())
             wanted, numbers = wanted[is_there], numbers[is_there]
-            elements, offsets = list_parts(
-                self._chunks.decode_values(stored_chunks.drop_null()).column(layouts.ELEMENTS)
-            )
+            decoded = self._chunks.decode_values(stored_chunks.drop_null())
+            elements, offsets = list_parts(decoded.column(layouts.ELEMENTS))
             counts = np.diff(offsets)
             parts.insert(0, rows_of_structs(elements))
             of_keys.insert(0, np.repeat(wanted, counts))
@@ -126,9 +125,8 @@ class WaitingRows:
         matched = np.zeros(len(order), np.bool_)
         if self._side.flag is not None:
             matched = np.asarray(rows.column(self._side.flag))
-        return Waiting(
-            all_ids[order], np.concatenate(of_chunks)[order], rows, matched, lengths, chunks, rebuilt, nbytes
-        )
+        chunk_of = np.concatenate(of_chunks)[order]
+        return Waiting(all_ids[order], chunk_of, rows, matched, lengths, chunks, rebuilt, nbytes)
 
     def _wanted(self, chunks: Ids, probed: Mask, due: Due) -> tuple[Ids, Ids]:
         """Return the chunks to be read, ascending: the places of their keys, and their numbers."""
@@ -169,7 +167,9 @@ class WaitingRows:
         num_keys = len(keys)
         if not (len(waiting.ids) or len(new_ids)):
             return
-        old = self._with_flags(waiting.rows, matched)
+        old = waiting.rows
+        if self._side.flag is not None:
+            old = old.set_column(old.schema.get_field_index(self._side.flag), self._side.flag, pa.array(matched))
         changed = ~kept | (matched & ~waiting.matched)
         is_tail = waiting.numbers == layouts.TAIL_NUMBER
         due_tails = np.zeros(num_keys, np.bool_)
@@ -178,7 +178,8 @@ class WaitingRows:
         pooled[waiting.ids[changed & is_tail]] = pooled[waiting.ids[~kept]] = pooled[new_ids] = True
 
         in_pool = pooled[waiting.ids] & (is_tail | waiting.rebuilt[waiting.ids])
-        self._remove_chunks(keys, waiting)
+        gone, numbers, _ = _runs(waiting, waiting.rebuilt[waiting.ids] & ~is_tail)
+        self._stage(_chunk_keys(keys, gone, numbers), None, self._chunk_family)
         self._write_chunks(keys, waiting, old, kept, changed, due_at, due, ~in_pool & ~is_tail)
         chosen = in_pool & kept
         pool = one_batch([old.filter(pa.array(chosen)), new_rows]) if len(new_ids) else old.filter(pa.array(chosen))
@@ -194,13 +195,6 @@ class WaitingRows:
         times = np.concatenate([due_at[chosen], new_due_at])[order]
         self._write_pool(keys, ids[order], pool.take(pa.array(order)), times, pooled, waiting, lengths, has_entry)
 
-    def _with_flags(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
-        if self._side.flag is None:
-            return rows
-        flags = {self._side.flag: pa.array(matched)}
-        columns = [flags.get(name, column) for name, column in zip(rows.schema.names, rows.columns, strict=True)]
-        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
-
     def new_rows(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
         """Return rows of the side in their stored columns."""
         by_name = dict(zip(rows.schema.names, rows.columns, strict=True))
@@ -211,11 +205,6 @@ class WaitingRows:
         # The state may have columns that the program no longer has.
         arrays = [by_name[f.name] if f.name in by_name else pa.nulls(rows.num_rows, f.type) for f in stored]
         return pa.RecordBatch.from_arrays(arrays, names=[f.name for f in stored])
-
-    def _remove_chunks(self, keys: pa.BinaryArray, waiting: Waiting) -> None:
-        """Stage the removal of all chunks of the keys that are rebuilt."""
-        ids, numbers = _runs(waiting, waiting.rebuilt[waiting.ids] & (waiting.numbers != layouts.TAIL_NUMBER))[:2]
-        self._stage(_chunk_keys(keys, ids, numbers), None, self._chunk_family)
 
     def _write_chunks(
         self,
@@ -233,7 +222,10 @@ class WaitingRows:
         if not len(ids):
             return
         at = np.flatnonzero(chosen)
-        was_due = _contains(due, ids, numbers)
+        was_due = np.zeros(len(ids), np.bool_)
+        if len(due.ids):
+            span = int(max(numbers.max(), due.numbers.max())) + 2
+            was_due = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
         is_changed = np.logical_or.reduceat(changed[at], firsts)
         left = np.add.reduceat(kept[at].astype(np.int64), firsts)
         gone = is_changed & (left == 0)
@@ -272,20 +264,15 @@ class WaitingRows:
 
         first, size = starts + cut * per_chunk, counts - cut * per_chunk
         stays = np.flatnonzero(pooled & (lengths > 0))
-        heads = pa.RecordBatch.from_arrays(
-            [
-                pa.array(lengths[stays]),
-                pa.array((base + cut)[stays]),
-                pick(_structs(rows, self._lists.value_type), first[stays], size[stays], self._lists),
-            ],
-            schema=self._heads.value,
-        )
+        tails = pick(_structs(rows, self._lists.value_type), first[stays], size[stays], self._lists)
+        columns = [pa.array(lengths[stays]), pa.array((base + cut)[stays]), tails]
+        heads = pa.RecordBatch.from_arrays(columns, schema=self._heads.value)
         self._stage(keys.take(pa.array(stays)), self._heads.encode_values(heads), self._family)
         gone = np.flatnonzero(pooled & (lengths == 0))
         self._stage(keys.take(pa.array(gone)), None, self._family)
         with_rows = np.flatnonzero(pooled & (size > 0))
-        tails = np.full(len(with_rows), layouts.TAIL_NUMBER)
-        self._stage_entries(keys, with_rows, tails, due_at, first[with_rows], size[with_rows], has_entry[with_rows])
+        number = np.full(len(with_rows), layouts.TAIL_NUMBER)
+        self._stage_entries(keys, with_rows, number, due_at, first[with_rows], size[with_rows], has_entry[with_rows])
 
     def _stage_chunks(self, keys: pa.BinaryArray, rows: pa.RecordBatch, starts: Ids, counts: Ids) -> None:
         if not len(keys):
@@ -311,9 +298,7 @@ class WaitingRows:
         least = np.minimum.reduceat(due_at[flat_ranges(starts, counts)], offsets_of(counts)[:-1])
         entered = least < NO_TIME if has_entry is None else least < has_entry
         ids, numbers, least = ids[entered], numbers[entered], least[entered]
-        entries = stored_rows.with_more(
-            stored_rows.by_expiry(keys.take(pa.array(ids)), least), stored_rows.longs_of_key(numbers)
-        )
+        entries = chunk_keys(stored_rows.by_expiry(keys.take(pa.array(ids)), least), numbers)
         self._stage(entries, schema.encode_values(layouts.is_present(len(entries))), family)
 
     def _stage(self, keys: pa.BinaryArray, values: pa.BinaryArray | None, family: str) -> None:
@@ -330,19 +315,10 @@ def _runs(waiting: Waiting, chosen: Mask) -> tuple[Ids, Ids, Ids]:
     return ids[firsts], numbers[firsts], firsts
 
 
-def _contains(due: Due, ids: Ids, numbers: Ids) -> Mask:
-    """Return which of the chunks are among those that are due."""
-    if not len(due.ids):
-        return np.zeros(len(ids), np.bool_)
-    span = int(max(numbers.max(), due.numbers.max())) + 2
-    is_due: Mask = np.isin(ids * span + numbers + 1, due.ids * span + due.numbers + 1)
-    return is_due
-
-
 def _structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.StructArray:
-    columns = [c if c.type == f.type else c.cast(f.type) for c, f in zip(rows.columns, kind, strict=True)]
+    columns = [as_type(c, f.type) for c, f in zip(rows.columns, kind, strict=True)]
     return pa.StructArray.from_arrays(columns, fields=list(kind))
 
 
 def _chunk_keys(keys: pa.BinaryArray, ids: Ids, numbers: Ids) -> pa.BinaryArray:
-    return stored_rows.with_more(keys.take(pa.array(ids)), stored_rows.longs_of_key(numbers))
+    return chunk_keys(keys.take(pa.array(ids)), numbers)

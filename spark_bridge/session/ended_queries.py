@@ -115,10 +115,12 @@ class DriverHeartbeats:
     def _beat(
         self, registration: QueryRegistration, is_at_work: Callable[[], bool], pace: Callable[[], InputPace | None]
     ) -> None:
-        is_stopping = registration.run_id in self._stopping_runs
-        if not self._coordinator.driver_heartbeat(
-            registration.run_id, is_stopping=is_stopping, is_at_work=is_at_work(), pace=pace()
-        ):
+        run_id = registration.run_id
+        is_stopping = run_id in self._stopping_runs
+        is_known = self._coordinator.driver_heartbeat(
+            run_id, is_stopping=is_stopping, is_at_work=is_at_work(), pace=pace()
+        )
+        if not is_known:
             self._coordinator.register_query(registration)
 
 
@@ -136,13 +138,9 @@ def failure_text(exception: str | None) -> str:
 
     Spark's message has Java's errors around Python's, and all stacks: the innermost Python error counts.
     """
-    return for_people(_innermost(exception), LONGEST_FAILURE)
-
-
-def _innermost(exception: str | None) -> str:
-    lines = (exception or "").splitlines()
-    told = [line.strip() for line in lines if _ERROR.match(line.strip()) and not line.lstrip().startswith("org.apache")]
-    return told[-1] if told else next((line.strip() for line in lines if line.strip()), "")
+    lines = [line.strip() for line in (exception or "").splitlines() if line.strip()]
+    told = [line for line in lines if _ERROR.match(line) and not line.startswith("org.apache")]
+    return for_people(told[-1] if told else lines[0] if lines else "", LONGEST_FAILURE)
 
 
 @dataclass(eq=False)
@@ -190,7 +188,7 @@ class EndedQueries:
             interval,
             name="statestore-ended",
             what="renew the leases of ended queries: hosts stop answering from them when their leases are over",
-            remedy="See whether the coordinator runs and can be reached from this process ('statestore status').",
+            remedy=HEARTBEAT_REMEDY,
             most_seconds=2 * interval,
             is_ending=lambda: shutdown.is_ending,
         )

@@ -87,19 +87,14 @@ def expected_executors(nodes: Sequence[Mapping[str, Any]], cores: int) -> dict[s
 def await_executors(spark: SparkSession, count: int) -> None:
     """Wait until ``count`` executors have registered; continue without them after ``EXECUTOR_SECONDS``."""
     began = time.monotonic()
-    deadline = began + EXECUTOR_SECONDS
     is_told = False
-    while True:
-        num_executors_up = len(spark_executors(spark))
-        if num_executors_up >= count:
-            return
-        if not is_told and time.monotonic() - began > WAIT_NOTICE_SECONDS:
-            log.warning("Of %d executors, %d are there. %s", count, num_executors_up, cpus_in_words())
+    while (num_up := len(spark_executors(spark))) < count:
+        waited = time.monotonic() - began
+        if not is_told and waited > WAIT_NOTICE_SECONDS:
+            log.warning("Of %d executors, %d are there. %s", count, num_up, cpus_in_words())
             is_told = True
-        if time.monotonic() > deadline:
-            log.warning(
-                "Of %d executors, %d are there; hosts follow the others when they come", count, num_executors_up
-            )
+        if waited > EXECUTOR_SECONDS:
+            log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, num_up)
             return
         time.sleep(EXECUTOR_POLL_SECONDS)
 
@@ -110,21 +105,14 @@ def placement_group_of(strategy: str, count: int, cores: int, memory: str | int)
     Waits as long as it takes, like RayDP, and logs the reason after ``WAIT_NOTICE_SECONDS``. Raises
     ``ValueError`` for a strategy that Ray does not have.
     """
-    import ray
     from raydp.utils import parse_memory_size
 
     nbytes = parse_memory_size(memory) if isinstance(memory, str) else memory
     group = ray.util.placement_group([{"CPU": cores, "memory": nbytes}] * count, strategy=strategy)
     try:
         if not group.wait(WAIT_NOTICE_SECONDS):
-            log.warning(
-                "The placement group of %d executors (%s, each with %d CPUs and %s of memory) is not there. %s",
-                count,
-                strategy,
-                cores,
-                mib(nbytes),
-                cpus_in_words(),
-            )
+            size = f"{count} executors ({strategy}, each with {cores} CPUs and {mib(nbytes)} of memory)"
+            log.warning("The placement group of %s is not there. %s", size, cpus_in_words())
             ray.get(group.ready())
     except BaseException:
         ray.util.remove_placement_group(group)
@@ -139,8 +127,6 @@ def mib(nbytes: float) -> str:
 
 def cpus_in_words() -> str:
     """Describe the CPUs of the Ray cluster and their holders, for users who wait for executors."""
-    import ray
-
     resources, available = ray.cluster_resources(), ray.available_resources()
     total, free = (of_cluster.get("CPU", 0.0) for of_cluster in (resources, available))
     memory, free_memory = (mib(of_cluster.get("memory", 0.0)) for of_cluster in (resources, available))
@@ -165,7 +151,6 @@ MAX_HOLDERS = 5
 
 def _actors_with_cpus() -> list[tuple[float, str]]:
     """Return the CPUs that each living actor holds, and its class, name and job."""
-    import ray
     from ray.core.generated.gcs_pb2 import ActorTableData
 
     accessor = ray._private.state.state._connect_and_get_accessor()
@@ -200,8 +185,6 @@ def address_of(machine: str) -> str:
 
 def own_address() -> str:
     """Return the IP address of this machine in the Ray cluster."""
-    import ray
-
     return str(ray.util.get_node_ip_address())
 
 

@@ -120,8 +120,7 @@ def init_spark(
     try:
         executors = SessionExecutors(cores)
         cluster = _start_cluster(options, executors)  # coordinator and hosts start while Spark does
-        strategy = raydp_options.pop("placement_group_strategy", None)
-        if strategy is not None:
+        if (strategy := raydp_options.pop("placement_group_strategy", None)) is not None:
             group = placement_group_of(strategy, num_executors, executor_cores, executor_memory)
             raydp_options |= {"placement_group": group, "placement_group_bundle_indexes": None}
         tell_step("starting Spark, the coordinator and the hosts")
@@ -226,8 +225,7 @@ def scale_hosts(num_hosts: int | None) -> None:
 
 def stop_spark() -> None:
     """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if this process started it."""
-    session = end_session()
-    if session is not None:
+    if (session := end_session()) is not None:
         session.stop()
 
 
@@ -244,9 +242,8 @@ def _start_cluster(options: SessionOptions, executors: SessionExecutors) -> Stat
     from spark_bridge.session.settings import Shutdown, spark_is_over
     from spark_bridge.session.state_cluster import StateCluster
 
-    return StateCluster(
-        options, executors, Shutdown(lambda: executors.spark is not None and spark_is_over(executors.spark))
-    )
+    shutdown = Shutdown(lambda: executors.spark is not None and spark_is_over(executors.spark))
+    return StateCluster(options, executors, shutdown)
 
 
 def _join(
@@ -340,16 +337,14 @@ def _check_pair() -> None:
             f"init_spark needs the package {error.name}, which is not installed: pip install 'ray-statestore[raydp]' "
             f"for Spark 3.5, or 'ray-statestore[raydp-spark4]' for Spark 4.0 to 4.2; or {_WITHOUT_RAYDP}."
         ) from error
-    remedy = remedy_of_pair(raydp, pyspark)
-    if remedy is not None:
+    if (remedy := remedy_of_pair(raydp, pyspark)) is not None:
         raise EnvironmentProblemError(f"raydp {raydp} and pyspark {pyspark} do not work together: {remedy}.")
 
 
 def remedy_of_pair(raydp: str, pyspark: str) -> str | None:
     """Return the remedy if these versions are known not to work together, else None."""
-    for raydps, pysparks, remedy in INCOMPATIBLE:
-        if SpecifierSet(raydps).contains(raydp, prereleases=True) and SpecifierSet(pysparks).contains(
-            pyspark, prereleases=True
-        ):
+    for *specifiers, remedy in INCOMPATIBLE:
+        pairs = zip(specifiers, (raydp, pyspark), strict=True)
+        if all(SpecifierSet(one).contains(version, prereleases=True) for one, version in pairs):
             return remedy
     return None

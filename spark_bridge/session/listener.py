@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -32,7 +33,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.actor import RayMetrics
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.messages import WIRE_VERSION, QueryRegistration
+from coordinator_actor.messages import WIRE_VERSION, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import STATESTORE_ERRORS
 from spark_bridge.operators import map_in_arrow
 from spark_bridge.session import settings
@@ -88,12 +89,10 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
     assertion that does not name the cause. If their order differs, a source gets the offset of another one. Reads the
     names of ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
-    stored = SparkCommits(checkpoint).sources()
-    if stored is None:
+    if (stored := SparkCommits(checkpoint).sources()) is None:
         return None
-    here = [
-        node for node in map_in_arrow.nodes(execution.analyzedPlan()) if node.nodeName().startswith("StreamingRelation")
-    ]
+    nodes = map_in_arrow.nodes(execution.analyzedPlan())
+    here = [node for node in nodes if node.nodeName().startswith("StreamingRelation")]
     rates = {place for place, node in enumerate(here) if node.sourceName() == RATE}
     has_as_many = stored.num_sources in (None, len(here))
     if has_as_many and stored.rates <= rates <= stored.numbered:
@@ -208,17 +207,15 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.exception("Query %s is refused by its first tasks", event.runId)
 
     def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
-        declared = map_in_arrow.operators_in_plan(execution.analyzedPlan())
-        if not declared:
+        if not (declared := map_in_arrow.operators_in_plan(execution.analyzedPlan())):
             return None
-        operators = [o.spec for o in declared]
-        refusal = self._refuse(execution, [o.name for o in operators], map_in_arrow.duplicate_names(operators))
-        if refusal is not None:
+        conf, operators = self._cluster.conf, sorted((o.spec for o in declared), key=lambda spec: spec.name)
+        if (refusal := self._refuse(execution, operators)) is not None:
             return refusal
         checkpoint = str(execution.resolvedCheckpointRoot())
         state = self._state_location(checkpoint, str(event.id))
         own = f"{checkpoint.rstrip('/')}/statestore"
-        options = {**settings.storage_settings(self._spark), **self._cluster.conf.storage_options}
+        options = {**settings.storage_settings(self._spark), **conf.storage_options}
         if state != own and CheckpointStorage.open(own, options).exists("query.json"):
             return (
                 f"{checkpoint} already holds state ({own}), but {settings.STATE_LOCATION_CONF} points to {state}: "
@@ -234,17 +231,13 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                     "S3, Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all "
                     f"machines share that directory, set {settings.SHARED_FILES_CONF}=true."
                 )
-        standby_replicas = settings.standby_replicas(self._spark, self._cluster.conf.standby_replicas)
+        standby_replicas = settings.standby_replicas(self._spark, conf.standby_replicas)
         nodes = {host.node_id for host in self._cluster.placement.hosts}
         if standby_replicas >= len(nodes):
+            asked = f"Query {event.name or event.id} asks for {standby_replicas} standby replicas of each partition"
             log.warning(
-                "Query %s asks for %d standby replicas of each partition, and the hosts of this session are on %d "
-                "machine(s): a copy is placed on another machine only. Its partitions get %d copies until more "
-                "machines have executors.",
-                event.name or event.id,
-                standby_replicas,
-                len(nodes),
-                len(nodes) - 1,
+                f"{asked}, and the hosts of this session are on {len(nodes)} machine(s): a copy is placed on another "
+                f"machine only. Its partitions get {len(nodes) - 1} copies until more machines have executors."
             )
         registration = QueryRegistration(
             query_id=str(event.id),
@@ -253,24 +246,19 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             session_id=self._cluster.session_id,
             checkpoint_location=checkpoint,
             state_location=state,
-            operators=tuple(
-                msgspec.structs.replace(o, backend=self._cluster.conf.provider)
-                for o in sorted(operators, key=lambda o: o.name)
-            ),
+            operators=tuple(msgspec.structs.replace(o, backend=conf.provider) for o in operators),
             key_groups=map_in_arrow.configured_key_groups(self._spark),
             storage_options=options,
             # A user may go back to any batch that Spark retains, so its state must be there.
             min_versions_to_retain=max(
-                self._cluster.conf.min_versions_to_retain,
-                int(self._spark.conf.get(settings.MIN_BATCHES_CONF, "100") or 100),
+                conf.min_versions_to_retain, int(self._spark.conf.get(settings.MIN_BATCHES_CONF, "100") or 100)
             ),
-            maintenance_interval=self._cluster.conf.maintenance_interval,
-            min_seconds_to_retain=self._cluster.conf.min_seconds_to_retain,
+            maintenance_interval=conf.maintenance_interval,
+            min_seconds_to_retain=conf.min_seconds_to_retain,
             standby_replicas=standby_replicas,
         )
-        initial = self._initial_states(
-            registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
-        )
+        states = {o.spec.name: o.initial for o in declared if o.initial is not None}
+        initial = self._initial_states(registration, states)
         answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
@@ -284,8 +272,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._ended.started(registration)
-        lag = next((o.lag for o in declared if o.lag is not None), None)
-        if lag is not None:
+        if (lag := next((o.lag for o in declared if o.lag is not None), None)) is not None:
             lag.start()
             with self._lock:
                 self._lags[registration.run_id] = lag
@@ -295,12 +282,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._traces.add(registration, answer.completed_version)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
-        log.info(
-            "Registered query %s (run %s) at version %d",
-            registration.query_id,
-            registration.run_id,
-            answer.completed_version,
-        )
+        run = f"query {registration.query_id} (run {registration.run_id})"
+        log.info("Registered %s at version %d", run, answer.completed_version)
         return None
 
     def _initial_states(
@@ -338,10 +321,11 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         base = self._spark.conf.get(settings.STATE_LOCATION_CONF, "") or ""
         return f"{base.rstrip('/')}/{query_id}" if base else f"{checkpoint.rstrip('/')}/statestore"
 
-    def _refuse(self, execution: Any, names: list[str], duplicates: list[str]) -> str | None:
+    def _refuse(self, execution: Any, specs: Sequence[OperatorSpec]) -> str | None:
         """Return why a query may not run, as far as only the running query shows it, or None."""
-        operators = ", ".join(sorted(set(names)))
-        if duplicates:
+        names = Counter(spec.name for spec in specs)
+        operators = ", ".join(sorted(names))
+        if duplicates := [name for name, times in names.items() if times > 1]:  # as on both sides of a union
             names_twice = ", ".join(map(repr, duplicates))
             return f"Operator name {names_twice} is used twice in one query; give each operator a different name."
         kind = str(execution.getClass().getSimpleName())
@@ -382,9 +366,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     @property
     def _jlistener(self) -> Any:
         if self._in_java is None:
-            self._in_java = self._spark._jvm.PythonStreamingQueryListenerWrapper(
-                EventsInJava(self, self.batch_committed)
-            )
+            events = EventsInJava(self, self.batch_committed)
+            self._in_java = self._spark._jvm.PythonStreamingQueryListenerWrapper(events)
         return self._in_java
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
@@ -412,7 +395,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return True
         except Exception as error:  # Spark would only log it, and leave out the next reports
             is_unexpected = not isinstance(error, STATESTORE_ERRORS)
-            log.log(self._level(), "%s could not be reported: %s", what, error, exc_info=is_unexpected)
+            # After ``stop()``, Spark reports the end of a query late.
+            level = logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
+            log.log(level, "%s could not be reported: %s", what, error, exc_info=is_unexpected)
             return False
 
     def _complete(self, run_id: str, batch_id: int) -> None:
@@ -444,13 +429,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._traces.end(run_id, event.exception)
         if registration is not None and not self._stopping.is_set():
             # If this fails, the lease of the run ends by itself.
-            self._report(
-                f"The end of run {run_id}", lambda: self._ended.ended(registration, failure_text(event.exception))
-            )
-
-    def _level(self) -> int:
-        """Return the log level for a failed report: after ``stop()``, Spark reports the end of a query late."""
-        return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
+            failure = failure_text(event.exception)
+            self._report(f"The end of run {run_id}", lambda: self._ended.ended(registration, failure))
 
     def close(self) -> None:
         self._stopping.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CAMEL = re.compile("_([a-z])")
 PROGRESS_WAIT_SECONDS = 10.0
 PROGRESS_POLL_SECONDS = 0.05
 
@@ -68,17 +70,12 @@ class StateOperatorProgress:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures under the names of Spark's JSON, such as ``numRowsTotal``, for JSON and for tables."""
-        return {_camel_case(name): value for name, value in asdict(self).items()}
+        return {_CAMEL.sub(lambda match: match[1].upper(), name): value for name, value in asdict(self).items()}
 
     @property
     def json(self) -> str:
         """The figures as JSON, as PySpark's ``StateOperatorProgress.json`` has them."""
         return dumps(self.as_dict(), separators=(",", ":"))
-
-
-def _camel_case(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(map(str.capitalize, others))
 
 
 class StateOperatorListener(Protocol):
@@ -322,11 +319,11 @@ class BatchTraces:
         if "addBatch" not in took:
             return  # nothing was run
         version = batch_id + 1
-        began = _ns(str(told["timestamp"]))
+        timestamp = datetime.fromisoformat(str(told["timestamp"]).replace("Z", "+00:00"))  # in ms
+        began = round(timestamp.timestamp() * 1000) * 1_000_000
         ended = began + took.get("triggerExecution", sum(took.values())) * 1_000_000
         with self._lock:
-            of_run = self._runs.get(run_id)
-            if of_run is None:
+            if (of_run := self._runs.get(run_id)) is None:
                 return
             self._runs[run_id] = of_run[0], version + 1, ended
         trace = spans.batch(run_id, version)
@@ -350,31 +347,8 @@ class BatchTraces:
         _root(registration, spans.batch(run_id, version), since, 0, failure=failure)
 
 
-def _root(
-    registration: QueryRegistration,
-    trace: spans.Trace,
-    began: int,
-    ended: int,
-    *,
-    rows: int | None = None,
-    failure: str | None = None,
-) -> None:
-    spans.finished(
-        trace.kind,
-        trace,
-        began,
-        ended,
-        is_root=True,
-        failure=failure,
-        query_id=registration.query_id,
-        query_name=registration.name,
-        rows=rows,
-    )
-
-
-def _ns(timestamp: str) -> int:
-    """Return the time of Spark's progress (``2026-11-25T17:00:00.123Z``) in ns since 1970."""
-    return round(datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp() * 1000) * 1_000_000
+def _root(of: QueryRegistration, trace: spans.Trace, began: int, ended: int, **notes: Any) -> None:
+    spans.finished(trace.kind, trace, began, ended, is_root=True, query_id=of.query_id, query_name=of.name, **notes)
 
 
 # The driver's metrics: Spark's figures of a batch, and those of each operator under the names of Spark's progress.
@@ -441,8 +415,7 @@ class StreamMetrics:
         """Publish the figures of the whole query in Spark's progress of a batch, as JSON."""
         told: Mapping[str, Any] = json.loads(progress)
         with self._lock:
-            title = self._titles.get(run_id)
-            if title is None:
+            if (title := self._titles.get(run_id)) is None:
                 return
             rates = _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond"))
             figures = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
@@ -485,7 +458,11 @@ class StreamMetrics:
         unexpected: Exception | None = None
         for run_id, title in titles.items():
             try:
-                self._publish_operators(run_id, title)
+                progress = self._progress_of(run_id)
+                with self._lock:
+                    if run_id in self._titles:  # otherwise it has ended since
+                        for one in progress:
+                            self._publish(title, one)
             except STATESTORE_ERRORS as error:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
             except Exception as error:  # the other runs have figures
@@ -493,13 +470,6 @@ class StreamMetrics:
                 unexpected = error
         if unexpected is not None:
             raise unexpected
-
-    def _publish_operators(self, run_id: str, title: str) -> None:
-        progress = self._progress_of(run_id)
-        with self._lock:
-            if run_id in self._titles:  # otherwise it has ended since
-                for one in progress:
-                    self._publish(title, one)
 
     def _publish(self, title: str, one: StateOperatorProgress) -> None:
         labels = {"query": title, "operator": one.operator_name}

@@ -44,7 +44,6 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
     this machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given, or if this process is, or
     would be, a client of Ray's outside the cluster: RayDP starts Spark's driver here, which executors must reach.
     """
-    import ray
     from ray.util.client import ray as client
 
     if ray.is_initialized():
@@ -62,15 +61,13 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
         except ConnectionError as error:
             raise _silent(named, error) from error
         return False
-    running = running_ray()
-    if running is not None:
+    if (running := running_ray()) is not None:
         try:
             ray.init(address=running, **quiet)
             return False
         except ConnectionError:
-            log.warning(
-                "The Ray cluster at %s, which this machine remembers, does not answer; starting another", running
-            )
+            message = "The Ray cluster at %s, which this machine remembers, does not answer; starting another"
+            log.warning(message, running)
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
     return True
@@ -155,7 +152,6 @@ def stop_raydp(group: PlacementGroup | None = None) -> None:
 
     RayDP's actors and the group are gone already if the program has left Ray.
     """
-    import ray
     from raydp import context
 
     if ray.is_initialized():
@@ -177,8 +173,6 @@ def stop_raydp(group: PlacementGroup | None = None) -> None:
 
 def stop_ray() -> None:
     """Leave the Ray cluster, and end it if this process has started it."""
-    import ray
-
     ray.shutdown()
 
 
@@ -297,7 +291,7 @@ def require_cores(spark: SparkSession, more: int = 0) -> None:
     context = spark.sparkContext
     if context._jsc.sc().isLocal() or context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         return
-    task_cpus = int(context.getConf().get("spark.task.cpus", "1"))
+    task_cpus = _task_cpus(spark)
     began = changed = time.monotonic()
     use = core_use(spark)
     while (problem := too_few_cores(use, more, task_cpus)) is not None:
@@ -337,13 +331,13 @@ def core_use(spark: SparkSession) -> CoreUse:
         for i in range(stages.size()):
             stage = store.lastStageAttempt(stages.apply(i))
             profile = scala.resourceProfileManager().resourceProfileFromId(stage.resourceProfileId())
-            of_ray += stage.numActiveTasks() * _task_cpus(spark, profile)
+            cpus = profile.getTaskCpus()
+            of_ray += stage.numActiveTasks() * int(cpus.get() if cpus.isDefined() else _task_cpus(spark))
     return CoreUse(cores, of_ray)
 
 
-def _task_cpus(spark: SparkSession, profile: Any) -> int:
-    cpus = profile.getTaskCpus()
-    return int(cpus.get()) if cpus.isDefined() else int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
+def _task_cpus(spark: SparkSession) -> int:
+    return int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
 
 
 # RayDP's master: an actor that gives a Spark application its executors, and which Ray does not restart.

@@ -93,26 +93,25 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
     )
 
 
-def _running(name: str) -> StreamingQuery | None:
+def _active() -> list[StreamingQuery]:
     spark = current_spark()
-    for query in spark.streams.active if spark is not None else ():
-        if name in (query.name, str(query.id), str(query.runId)):
-            return query
-    return None
+    return [] if spark is None else list(spark.streams.active)
+
+
+def _running(name: str) -> StreamingQuery | None:
+    return next((q for q in _active() if name in (q.name, str(q.id), str(q.runId))), None)
 
 
 def _why_not_stopped(query: StreamingQuery | str) -> str:
     """Return why a query cannot be stopped here, and the remedy."""
     if isinstance(query, str):
-        spark = current_spark()
-        here = [repr(q.name or str(q.id)) for q in (spark.streams.active if spark is not None else ())]
+        here = [repr(q.name or str(q.id)) for q in _active()]
         return (
             f"No query {query!r} runs in this process, so it cannot be stopped here; there run: "
             f"{', '.join(here) or 'none'}. Call trigger_savepoint(stop=True) in the driver of the query."
         )
     title = query.name or str(query.id)
-    newer = _running(str(query.id))
-    if newer is not None:
+    if (newer := _running(str(query.id))) is not None:
         return (
             f"Run {query.runId} of query {title!r} has ended, and run {newer.runId} of this process has replaced it: "
             "the query was started again. Give the StreamingQuery that the last start() has returned, or "

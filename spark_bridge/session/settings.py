@@ -30,12 +30,7 @@ SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 STANDBY_REPLICAS_CONF = "spark.statestore.standbyReplicas"
 """The standby replicas of the queries that start from now on, instead of ``StateStoreConf.standby_replicas``."""
 STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
-_STORAGE_PREFIXES = (
-    "spark.hadoop.fs.s3a.",
-    "spark.hadoop.fs.defaultFS",
-    "spark.hadoop.dfs.",
-    "spark.hadoop.hadoop.security.",
-)
+_STORAGE_PREFIXES = tuple(f"spark.hadoop.{name}" for name in ("fs.s3a.", "fs.defaultFS", "dfs.", "hadoop.security."))
 _NAME_NODE_PREFIXES = ("dfs.ha.namenodes.", "dfs.namenode.rpc-address.", "dfs.client.failover.proxy.provider.")
 """Hadoop's settings that say which NameNodes a nameservice has."""
 
@@ -80,8 +75,7 @@ def unsafe_settings(spark: SparkSession) -> str | None:
 
 def standby_replicas(spark: SparkSession, default: int) -> int:
     """Return how many standby replicas a query that starts now has. Raises ``InvalidStateStoreArgument``."""
-    text = spark.conf.get(STANDBY_REPLICAS_CONF, None)
-    if text is None:
+    if (text := spark.conf.get(STANDBY_REPLICAS_CONF, None)) is None:
         return default
     if not text.strip().isdecimal() or int(text) > MAX_STANDBY_REPLICAS:
         raise InvalidStateStoreArgument(
@@ -123,7 +117,6 @@ class Shutdown:
         atexit.register(self.begin)
 
     def begin(self) -> None:
-        """Record that the session ends now."""
         self._has_begun.set()
         atexit.unregister(self.begin)
 

@@ -75,8 +75,7 @@ def place_hosts(
     hosts = spread(total, cores or dict.fromkeys(nodes, 1.0), standing)
     if not executors:
         problems.append("There are no executors, so the hosts run on any nodes.")
-    without = sorted({nodes[node] for node in cores if not hosts.get(node)})
-    if without:
+    if without := sorted({nodes[node] for node in cores if not hosts.get(node)}):
         problems.append(
             f"The executors at {', '.join(without)} have no local host: num_hosts={num_hosts} is fewer than the "
             f"{len(cores)} machines with executors."
@@ -200,16 +199,13 @@ class HostPlacement:
         starting = [host.ready for host in self.hosts]
         ready, left = ray.wait(starting, num_returns=len(starting), timeout=NOTICE_SECONDS) if starting else ([], [])
         if left:
-            log.warning(
-                "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do",
-                len(starting),
-                len(ready),
-                START_SECONDS,
+            notice = (
+                "Of %d hosts, %d answer; waiting at most %.0f s for the others. 'statestore logs' shows what they do"
             )
+            log.warning(notice, len(starting), len(ready), START_SECONDS)
         ray.get(starting, timeout=START_SECONDS)
 
     def close(self) -> None:
-        """End all hosts, and the thread that supervises them."""
         self._loop.close(timeout=None)
         for ending in self._ending:
             ending.join()
@@ -238,13 +234,14 @@ class HostPlacement:
             problems: list[str] = []
             wanted: Mapping[str, int] = standing
             if executors or not self.hosts:  # without executors the hosts have no right place
-                placement = place_hosts(
-                    executors, usable, self._num_hosts, standing, {nodes[n] for n in going if n in nodes}
-                )
+                drained = {nodes[node_id] for node_id in going if node_id in nodes}
+                placement = place_hosts(executors, usable, self._num_hosts, standing, drained)
                 wanted = placement.hosts
                 problems += placement.problems
                 self._start(wanted, standing)
-                problems += self._misplaced(executors, nodes)
+                without = sorted({ip for h in self.hosts if (ip := nodes.get(h.node_id)) and ip not in executors})
+                if without and set(nodes.values()) & executors.keys():
+                    problems.append(f"Hosts run on {', '.join(without)}, which have no executors (any more).")
             leaving = self._leaving(wanted, usable)
             self._publish(leaving)
             self._end(leaving, problems)
@@ -297,8 +294,7 @@ class HostPlacement:
         for host in gone:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
-            level = self._shutdown.log_level
-            log.log(level, "Host %s is lost with node %s", host.host_id, host.node_id)
+            log.log(self._shutdown.log_level, "Host %s is lost with node %s", host.host_id, host.node_id)
             # Ray may still wait for the node; prevent it from starting the host again.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)
@@ -323,19 +319,11 @@ class HostPlacement:
         self.hosts = (*self.hosts, StandingHost(host_id, node_id, port_number, actor, actor.address.remote()))
         log.info("Started host %s on node %s", host_id, node_id)
 
-    def _misplaced(self, executors: Mapping[str, int], nodes: Mapping[str, str]) -> list[str]:
-        """Return a problem naming machines with hosts but without executors, if others have executors."""
-        machines = sorted({ip for host in self.hosts if (ip := nodes.get(host.node_id)) and ip not in executors})
-        if not machines or not set(nodes.values()) & executors.keys():
-            return []
-        return [f"Hosts run on {', '.join(machines)}, which have no executors (any more)."]
-
 
 def end_hosts(hosts: Sequence[StandingHost]) -> None:
     """Tell hosts to unload their partitions and end; kill those that do not within ``STOP_SECONDS``."""
     try:
-        stopping = [host.actor.stop.remote() for host in hosts]
-        if stopping:
+        if stopping := [host.actor.stop.remote() for host in hosts]:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
     finally:  # no host may stay, even if Ray fails
         for host in hosts:
@@ -436,7 +424,6 @@ class StateCluster:
 
     @property
     def hosts(self) -> list[Any]:
-        """Return the actors of the session's hosts."""
         return [host.actor for host in self.placement.hosts]
 
     def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
@@ -462,8 +449,7 @@ class StateCluster:
         return [address for address in self._answers("query_address") if address]
 
     def _answers(self, method: str) -> list[str]:
-        answers = [getattr(host, method).remote() for host in self.hosts]
-        if not answers:
+        if not (answers := [getattr(host, method).remote() for host in self.hosts]):
             return []
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
         replies = []
@@ -488,9 +474,7 @@ class StateCluster:
             except (RayError, AttributeError) as error:
                 if not self.shutdown.is_over:  # Ray raises either once the program has called ray.shutdown()
                     raise
-                raise HostUnavailableError(
-                    f"The hosts did not get batch {batch_id}: Ray has been shut down."
-                ) from error
+                raise HostUnavailableError(f"The hosts did not get batch {batch_id}: Ray was shut down.") from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """Return what each host says of itself. Raises ``HostUnavailableError`` if one does not answer now."""

@@ -83,9 +83,8 @@ def query_in_storage(
     specs = []
     for operator, entry in sorted(versions.operators(version).items()):
         schema = versions.schema(entry)
-        specs.append(
-            OperatorSpec(operator, entry.num_partitions, schema.to_json(), entry.backend, operator_kind(schema))
-        )
+        kind = operator_kind(schema)
+        specs.append(OperatorSpec(operator, entry.num_partitions, schema.to_json(), entry.backend, kind))
     query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
     epoch = versions.log.epochs.newest()
     if is_followed and epoch is not None:
@@ -219,7 +218,6 @@ class StoredReads(PartitionedReads):
         ]
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """See ``StateReads``: nothing is held."""
         operators = [o for o in self.operators() if operator in (None, o["operator"])]
         return {"host_id": ADDRESS, "operators": operators}
 
@@ -490,7 +488,6 @@ class StoredWatch:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End the watch; a waiting thread ends at once."""
         self._closed.set()
 
     def __enter__(self) -> StoredWatch:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
-from backends.encoding.columns import to_spark_type
+from backends.encoding.columns import spark_struct_json
 from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
@@ -117,7 +117,7 @@ def operator_kind(schema: OperatorSchema) -> str:
 
 def _json(fields: Iterable[pa.Field]) -> str:
     """Return a struct of the fields in Spark's JSON."""
-    return json.dumps(to_spark_type("the columns", pa.struct(list(fields))), separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(spark_struct_json(list(fields)), separators=(",", ":"), ensure_ascii=False)
 
 
 def read_state(
@@ -215,7 +215,6 @@ class _Task:
     packed: tuple[bytes, ...]
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.packed_batches(self.packed[number])
@@ -225,8 +224,7 @@ def spark_schema(schema: pa.Schema) -> StructType:
     """Return an Arrow schema as Spark's schema."""
     from pyspark.sql.types import StructType
 
-    fields = [{"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in schema]
-    return StructType.fromJson({"type": "struct", "fields": fields})
+    return StructType.fromJson(spark_struct_json([field.with_nullable(True) for field in schema]))
 
 
 # State as Arrow tables, for pandas, Polars and the like, without Spark and Ray: only the storage is read.
@@ -294,7 +292,6 @@ def state_table(
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.Table:
     """Return all rows of ``state_batches`` as one table."""
-
     place = find_state(checkpoint_location, state_location, storage_options)
     source = partial(
         state_source, place, operator, state, version, as_of=as_of, at=at, collect=not flatten, raw=state_columns

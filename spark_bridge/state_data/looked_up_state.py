@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +22,6 @@ from coordinator_actor.messages import LookedUp, OperatorLocation
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.run.versions import LookedUpVersions
 from spark_bridge.aggregates.rolling import Moment
-from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.arguments import comparisons
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.lookups import KeyLookups
@@ -35,7 +35,6 @@ from spark_bridge.state_data.checkpoint_client import ADDRESS, StoredReads
 from spark_bridge.state_format.layouts import LOST_FAMILY, LOST_GROUP, ROLLING, TILES_FAMILY
 from spark_bridge.state_format.stored_rows import VariableRows, key_groups_of
 from spark_bridge.task.executor import Endpoints
-from spark_bridge.transport.flight_client import client_for, forget_client
 from spark_bridge.transport.tls import TlsConf
 
 T = TypeVar("T")
@@ -79,29 +78,23 @@ class LookedUpState:
             values = view.stored_values.unexpired(self.values(keys, view.family), self.at_ms)
             columns = [column.take(places) for column in view.stored_values.columns(values, self.at_ms)]
             return columns, values.is_valid().take(places).fill_null(False)
-        self._require_retained(keys, places, moments)
+        if len(keys):
+            groups = np.unique(key_groups_of(keys))
+            lost = self.values(encode_keys(pa.record_batch([groups], names=[LOST_GROUP]), groups), LOST_FAMILY)
+            known = self._as_of(moments, places.is_valid())
+            known.require_retained(known.first_moment([lost]))
         recent = self.values(keys, DEFAULT_FAMILY).take(places)
         is_there = recent.is_valid()
         of_rows = places.filter(is_there)
-        moment: Moment = self.at_ms * 1000
-        if moments is not None:
-            moment = np.asarray(moments.filter(is_there))
-        rows = VariableRows(view.operator_schema, view.variable, moment=moment)
+        rows = self._as_of(moments, is_there)
         answers = rows.rolled(recent.filter(is_there), self.values(keys, TILES_FAMILY).take(of_rows))
         back = np.where(is_there, np.cumsum(is_there) - 1, -1)
         return [column.take(pa.array(back, mask=back < 0)) for column in answers], is_there
 
-    def _require_retained(self, keys: pa.BinaryArray, places: pa.Array, moments: pa.Array | None) -> None:
-        """Raise ``StateTimeError`` if rolling aggregates as of one of the moments need rows that are gone."""
-        if not len(keys):
-            return
-        groups = np.unique(key_groups_of(keys))
-        lost = self.values(encode_keys(pa.record_batch([groups], names=[LOST_GROUP]), groups), LOST_FAMILY)
-        moment: Moment = self.at_ms * 1000
-        if moments is not None:
-            moment = np.asarray(moments.filter(places.is_valid()))
-        rows = VariableRows(self.view.operator_schema, self.view.variable, moment=moment)
-        rows.require_retained(rows.first_moment([lost]))
+    def _as_of(self, moments: pa.Array | None, chosen: pa.BooleanArray) -> VariableRows:
+        """Return the variable as of the moments of the chosen rows."""
+        moment: Moment = self.at_ms * 1000 if moments is None else np.asarray(moments.filter(chosen))
+        return VariableRows(self.view.operator_schema, self.view.variable, moment=moment)
 
 
 def state_in_cluster(
@@ -116,8 +109,8 @@ def state_in_cluster(
         if fixed is None:
             assert batch is not None, "a stream has batches, and all else has a fixed version"
             args = {"operator": operator, "query": query, "by": batch.by, "batch_id": batch.batch_id}
-            return convert(_ask_coordinator(endpoints, "look_up", args), LookedUp)
-        answer = _ask_coordinator(endpoints, "locate", {"operator": operator, "query": query})
+            return convert(endpoints.call_coordinator("look_up", args), LookedUp)
+        answer = endpoints.call_coordinator("locate", {"operator": operator, "query": query})
         return LookedUp(convert(answer, OperatorLocation), fixed.version, fixed.at_ms)
 
     def attempts() -> Attempts:
@@ -159,12 +152,8 @@ def in_storage(
     target = KnownOperator.of(reads.locate(operator, None))
     router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
     lookups = KeyLookups(router, target, target.view(state), At("version", record.version), float("inf"))
-    return LookedUpState(
-        target.view(state),
-        record.at_ms,
-        lambda *asked: _values(lookups, *asked),
-        lambda *asked: _matching(lookups, *asked),
-    )
+    values, matching = partial(_values, lookups), partial(_matching, lookups)
+    return LookedUpState(target.view(state), record.at_ms, values, matching)
 
 
 def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
@@ -175,9 +164,8 @@ def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
         made_by = versions.chain[completed].run_id if completed else ""
         return LookupRecord(completed, made_by, int(time.time() * 1000))
     records = LookupRecords(CheckpointStorage.open(place.state_location, place.options))
-    return LookedUpVersions(records, _StoredVersions(versions, completed)).resolve(
-        batch.by, batch.batch_id, time.time(), nullcontext()
-    )
+    looked_up = LookedUpVersions(records, _StoredVersions(versions, completed))
+    return looked_up.resolve(batch.by, batch.batch_id, time.time(), nullcontext())
 
 
 class _StoredVersions:
@@ -218,20 +206,7 @@ def _matching(lookups: KeyLookups, column: str, values: pa.Array, columns: Seque
 def _router(endpoints: Endpoints) -> StateRouter:
     key = (endpoints.token, endpoints.tls)
     with _lock:
-        router = _routers.get(key)
-        if router is None:
+        if (router := _routers.get(key)) is None:
             context = None if endpoints.tls is None else endpoints.tls.client_context()
             router = _routers[key] = StateRouter(KvConnections(endpoints.token, context, endpoints.timeout))
     return router
-
-
-def _ask_coordinator(endpoints: Endpoints, method: str, args: dict[str, object]) -> object:
-    """Send a message through any host."""
-    failure: Exception | None = None
-    for address, token in endpoints.candidates():
-        try:
-            return client_for(address, token, endpoints.tls).call_coordinator(method, args)
-        except HostUnavailableError as error:
-            forget_client(address, token)
-            failure = error
-    raise HostUnavailableError(f"No state store host passed on {method}; last failure: {failure}")

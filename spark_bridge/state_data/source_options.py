@@ -135,8 +135,7 @@ class SourceOptions:
 
     def refuse(self, names: tuple[str, ...], where: str) -> None:
         """Raise ``InvalidStateStoreArgument`` if one of these options is given."""
-        wrong = [name for name in names if name in self.given]
-        if wrong:
+        if wrong := [name for name in names if name in self.given]:
             raise InvalidStateStoreArgument(f"{where} has no option {wrong[0]!r}: leave it out.")
 
 
@@ -146,8 +145,7 @@ def _together(texts: Mapping[str, str], is_changes: bool) -> None:
         raise _conflict("batchId", "version", "Both name the version to read")
     if "stateVarName" in texts and _flag(texts, "readRegisteredTimers", False):
         raise _conflict("stateVarName", "readRegisteredTimers", "The second reads timers, not that variable")
-    wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in texts]
-    if wrong:
+    if wrong := [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in texts]:
         raise _conflict(wrong[0], "readChangeFeed", f"readChangeFeed is {str(is_changes).lower()}")
 
 
@@ -159,8 +157,7 @@ def _flag(texts: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def _number(texts: Mapping[str, str], name: str) -> int | None:
-    text = texts.get(name)
-    if text is None:
+    if (text := texts.get(name)) is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         also = f", or one of {STATE}, {EARLIEST}, {LATEST}" if name == "startingVersion" else ""
@@ -230,7 +227,8 @@ def _rows_of(options: SourceOptions) -> StateSource:
             f"it is {options.snapshot}, and must be less than or equal to {source.reading.version - 1}, the batch that "
             "is read.",
         )
-    return _from_snapshots(source, options.snapshot + 1)
+    pieces = tuple(_from_snapshot(piece, options.snapshot + 1) for piece in source.reading.pieces)
+    return replace(source, reading=replace(source.reading, pieces=pieces))
 
 
 def _changes_of(options: SourceOptions) -> StateSource:
@@ -254,19 +252,13 @@ def source_schema(options: SourceOptions) -> pa.Schema:
     if options.is_changes:
         with _explained(options):
             newest = StateVersions.look(options.place).resolve(None)
-            return changes_source(
-                options.place, options.operator, options.state, newest, newest, raw=options.state_columns
-            ).schema
+            of, raw = options, options.state_columns
+            return changes_source(of.place, of.operator, of.state, newest, newest, raw=raw).schema
     return source_of(options).schema
 
 
-def _from_snapshots(source: StateSource, version: int) -> StateSource:
-    """Return the source with no snapshots after ``version``. Raises ``InvalidStateStoreArgument``."""
-    pieces = tuple(_from_snapshot(piece, version) for piece in source.reading.pieces)
-    return replace(source, reading=replace(source.reading, pieces=pieces))
-
-
 def _from_snapshot(piece: Piece, version: int) -> Piece:
+    """Return the piece with no snapshots after ``version``. Raises ``InvalidStateStoreArgument``."""
     whole = piece.lineage
     kept = tuple(ref for ref in whole.snapshots if ref.version <= version)
     base = max((ref.version for ref in kept), default=0)

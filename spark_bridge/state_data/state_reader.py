@@ -98,16 +98,11 @@ def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
     cannot see. But with the setting, another process of Spark asks for the reader than without it.
     """
     source = source_of(options)
-    takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # of the module that this process runs
+    takes_filters = FILTERING_WORKER in sys.modules or (spec is not None and spec.name == FILTERING_WORKER)
     if source.form == "rows" and takes_filters:
         return FilteringStateReader(source, reader_schema(schema))
     return StateReader(source, reader_schema(schema))
-
-
-def _main_module() -> str | None:
-    """Return the name of the module that this process runs."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return None if spec is None else spec.name
 
 
 def reader_schema(schema: StructType) -> pa.Schema:
@@ -218,7 +213,6 @@ class ChangeStreamReader(datasource.DataSourceStreamReader):  # type: ignore[mis
         self._target = self._completed(self._versions())
 
     def reportLatestOffset(self) -> dict[str, Any]:
-        """Return the last completed version."""
         versions = self._versions()
         return self._offset(versions, self._completed(versions))
 
@@ -298,7 +292,6 @@ class UnlimitedChangeStreamReader(ChangeStreamReader):
         super().__init__(options, schema)
 
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the last completed version."""
         return self.reportLatestOffset()
 
 

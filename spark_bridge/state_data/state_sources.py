@@ -82,9 +82,8 @@ class StateSource:
             yield from VariableChanges(self.rows).changes(self.reading.place, piece, self.open_storage)
             return
         with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
-            self.rows.require_retained(
-                self.rows.first_moment(pairs.column(1) for pairs in scan_family(state, LOST_FAMILY))
-            )
+            lost = (pairs.column(1) for pairs in scan_family(state, LOST_FAMILY))
+            self.rows.require_retained(self.rows.first_moment(lost))
             if self._selection is None:
                 batches = scan_partition(self.rows, state, piece.partition)
                 if self.form == "inserts":

@@ -172,13 +172,11 @@ def aggregate_schema(
 
     The key of an index's entry begins with the key group of its row, so that it is always in the row's partition.
     """
-    indexes = {
-        INDEX_FAMILY + stored_name(field.name): StateSchema(
-            pa.schema([pa.field(INDEXED_PREFIX + field.name, field.type), *rows.key]), PRESENT
-        )
-        for field in indexed
-    }
-    return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, {DEFAULT_FAMILY: rows, **indexes}),), key_columns)
+    families = {DEFAULT_FAMILY: rows}
+    for field in indexed:
+        key = pa.schema([pa.field(INDEXED_PREFIX + field.name, field.type), *rows.key])
+        families[INDEX_FAMILY + stored_name(field.name)] = StateSchema(key, PRESENT)
+    return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), key_columns)
 
 
 def session_schema(
@@ -211,10 +209,9 @@ def rolling_schema(
     """
     time, kind = pieces[0].type, _list_of(pa.struct(list(pieces)))
     older, due = _list_of(pa.struct([pa.field(START, time), *pieces[2:]])), pa.field(DUE, time)
+    recent = pa.schema([pa.field(RECENT, kind), pa.field(OLDER, older), due])
     families = {
-        DEFAULT_FAMILY: StateSchema(
-            keys, pa.schema([pa.field(RECENT, kind), pa.field(OLDER, older), due]), zeros=zeros
-        ),
+        DEFAULT_FAMILY: StateSchema(keys, recent, zeros=zeros),
         TILES_FAMILY: StateSchema(keys, pa.schema([pa.field(TILES, kind), pa.field(MERGED_AT, time)]), zeros=zeros),
         DUE_FAMILY: StateSchema(pa.schema([due, *keys]), PRESENT),
         LOST_FAMILY: StateSchema(pa.schema([pa.field(LOST_GROUP, pa.int32())]), pa.schema([pa.field(LOST, time)])),
@@ -228,9 +225,8 @@ def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa
     ``key_columns`` are the columns of the key in the user's order.
     """
     if expiry is None:
-        return OperatorSchema.of_rows(
-            StateSchema(keys, PRESENT), key_columns if key_columns != tuple(keys.names) else ()
-        )
+        order = key_columns if key_columns != tuple(keys.names) else ()
+        return OperatorSchema.of_rows(StateSchema(keys, PRESENT), order)
     expires = pa.schema([pa.field(EXPIRES_AT, expiry)])
     families = {
         DEFAULT_FAMILY: StateSchema(keys, expires),
@@ -268,6 +264,16 @@ def with_ttl(fields: Iterable[pa.Field]) -> list[pa.Field]:
     return [*fields, pa.field(TTL_COLUMN, pa.int64())]
 
 
+def families_of(
+    kind: str, name: str, keys: pa.Schema, user_key: list[pa.Field], value: list[pa.Field], *, has_ttl: bool
+) -> dict[str, StateSchema]:
+    """Return the families of a value, list or map state; ``value`` are the fields without the TTL's."""
+    if kind == MAP:
+        return map_families(name, keys, user_key, value, has_ttl=has_ttl)
+    families = {VALUE: value_families, LIST: list_families}[kind]
+    return families(name, keys, with_ttl(value) if has_ttl else value)
+
+
 def value_families(name: str, keys: pa.Schema, value: Sequence[pa.Field]) -> dict[str, StateSchema]:
     """Return the families of a value state: ``value`` are its fields, the TTL's included."""
     return {stored_name(name): StateSchema(keys, pa.schema(value))}
@@ -293,15 +299,16 @@ def map_families(
     """
     fields = [pa.field(ENTRY_KEY, pa.struct(user_key)), pa.field(ENTRY_VALUE, pa.struct(value))]
     entries = pa.list_(pa.struct(with_ttl(fields) if has_ttl else fields))
-    names = set(keys.names)
+    head = pa.schema([pa.field(IS_LARGE, pa.bool_()), pa.field(MAP_ENTRIES, entries)])
+    key = pa.schema(list(keys))
+    for field in user_key:
+        renamed = field.name
+        while renamed in key.names:
+            renamed += "_key"
+        key = key.append(field.with_name(renamed))
     return {
-        stored_name(name): StateSchema(
-            keys, pa.schema([pa.field(IS_LARGE, pa.bool_()), pa.field(MAP_ENTRIES, entries)])
-        ),
-        stored_name(name) + ENTRIES: StateSchema(
-            pa.schema([*keys, *(_renamed(field, names) for field in user_key)]),
-            pa.schema(with_ttl(value) if has_ttl else value),
-        ),
+        stored_name(name): StateSchema(keys, head),
+        stored_name(name) + ENTRIES: StateSchema(key, pa.schema(with_ttl(value) if has_ttl else value)),
     }
 
 
@@ -316,15 +323,6 @@ def timers_variable(keys: pa.Schema) -> StateVariable:
 
 def _list_of(element: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", element))
-
-
-def _renamed(field: pa.Field, names: set[str]) -> pa.Field:
-    """Return the field under a name that is not in ``names``, and add the name to ``names``."""
-    name = field.name
-    while name in names:
-        name += "_key"
-    names.add(name)
-    return field.with_name(name)
 
 
 # The names of the columns under which users see stored rows, in state data, scans and answers to queries.

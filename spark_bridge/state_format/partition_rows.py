@@ -41,12 +41,9 @@ DECODE_STEP_BYTES = 4 << 20
 
 def scan_partition(rows: stored_rows.VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
-    # Tasks in workers of Spark import this file, and need no storage.
-    from coordinator_actor.reading import stored_files
+    from coordinator_actor.reading.stored_files import scan_family  # not above: workers of Spark import this file
 
-    return partition_rows(
-        rows, {family: stored_files.scan_family(state, family) for family in rows.families}, partition
-    )
+    return partition_rows(rows, {family: scan_family(state, family) for family in rows.families}, partition)
 
 
 def partition_rows(
@@ -66,9 +63,9 @@ def partition_rows(
         yield pa.RecordBatch.from_arrays([*keys, *columns[len(rows.key) :], groups, number], schema=rows.output)
 
 
-def numbered(schema: pa.Schema) -> list[str]:
+def numbered(columns: Sequence[object]) -> list[str]:
     """Return names for columns whose own names may be equal: "0", "1", and so on."""
-    return [str(i) for i in range(len(schema))]
+    return [str(i) for i in range(len(columns))]
 
 
 def _in_order(
@@ -95,9 +92,8 @@ def _rolled(rows: stored_rows.VariableRows, recent: SortedPairs, tiles: SortedPa
     if len(tiles):
         of_tiles = tiles.values.take(pc.index_in(recent.keys, value_set=tiles.keys))
     decoded = rows.decode_rolling(recent.keys, recent.values, of_tiles)
-    groups = pa.array(stored_rows.key_groups_of(recent.keys), pa.int32())
-    columns = [*decoded.columns, groups]
-    return pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
+    columns = [*decoded.columns, pa.array(stored_rows.key_groups_of(recent.keys), pa.int32())]
+    return pa.RecordBatch.from_arrays(columns, names=numbered(columns))
 
 
 def _sorted_parts(
@@ -117,9 +113,8 @@ def _decoded(
 ) -> stored_rows.DecodedRows:
     """Return the rows of pairs, the key group after the other columns."""
     decoded = rows.decode(family, keys, values)
-    return stored_rows.DecodedRows(
-        decoded.pair, [*decoded.columns, pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())]
-    )
+    groups = pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())
+    return stored_rows.DecodedRows(decoded.pair, [*decoded.columns, groups])
 
 
 def _interleaved(
@@ -164,30 +159,22 @@ def _collected(rows: stored_rows.VariableRows, batches: Iterator[pa.RecordBatch]
 
 def _in_arrays(rows: stored_rows.VariableRows, batch: pa.RecordBatch, bounds: stored_rows.Positions) -> pa.RecordBatch:
     """Return a row per key, whose rows are those of ``batch`` from one of the n+1 ``bounds`` to the next."""
-    n, inner = len(rows.key), len(rows.inner)
-    firsts = pa.array(bounds[:-1])
+    n, inner, columns = len(rows.key), len(rows.inner), batch.columns
     offsets = pa.array(bounds, pa.int32())
-    columns = batch.columns
-    values = _struct(columns[n + inner : -1], rows.value)
-    kind = rows.output.field(n).type
+    values = pa.StructArray.from_arrays(columns[n + inner : -1], fields=list(rows.value))
     if rows.kind == MAP:
-        keys = _struct(columns[n : n + inner], rows.inner)
-        collected = pa.MapArray.from_arrays(offsets, keys, values).cast(kind)
+        keys = pa.StructArray.from_arrays(columns[n : n + inner], fields=list(rows.inner))
+        collected = pa.MapArray.from_arrays(offsets, keys, values)
     else:
-        collected = pa.ListArray.from_arrays(offsets, values).cast(kind)
-    firsts_of_columns = [c.take(firsts) for c in (*columns[:n], columns[-1])]
-    return pa.RecordBatch.from_arrays(
-        [*firsts_of_columns[:-1], collected, firsts_of_columns[-1]], names=[*map(str, range(n)), "value", KEY_GROUP]
-    )
+        collected = pa.ListArray.from_arrays(offsets, values)
+    *of_keys, groups = (c.take(pa.array(bounds[:-1])) for c in (*columns[:n], columns[-1]))
+    made = [*of_keys, collected.cast(rows.output.field(n).type), groups]
+    return pa.RecordBatch.from_arrays(made, names=[*numbered(of_keys), "value", KEY_GROUP])
 
 
 def _concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     columns = [pa.concat_arrays(c) for c in zip(*(b.columns for b in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=batches[0].schema.names)
-
-
-def _struct(columns: Sequence[pa.Array], schema: pa.Schema) -> pa.StructArray:
-    return pa.StructArray.from_arrays(list(columns), fields=list(schema))
 
 
 # Many lists in one Arrow array: picking ranges of elements, dropping expired elements, and sizes in bytes.
@@ -216,9 +203,7 @@ def structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
 
 def rows_of_structs(array: pa.Array) -> pa.RecordBatch:
     """Return an array of structs, none of them null, as rows."""
-    return pa.RecordBatch.from_arrays(
-        array.flatten(), names=[array.type.field(i).name for i in range(array.type.num_fields)]
-    )
+    return pa.RecordBatch.from_arrays(array.flatten(), names=[field.name for field in array.type])
 
 
 def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | None) -> tuple[pa.Array, Offsets]:
@@ -235,8 +220,7 @@ def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | No
 def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
     """Return about how many bytes each value takes when stored."""
     kind = array.type
-    dtype = fixed_dtype(kind)
-    if dtype is not None:
+    if (dtype := fixed_dtype(kind)) is not None:
         return np.full(len(array), dtype.itemsize, np.int64)
     if pa.types.is_struct(kind):
         total = np.zeros(len(array), np.int64)

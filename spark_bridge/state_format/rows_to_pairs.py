@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +31,11 @@ from spark_bridge.state_format.stored_rows import (
     columns_of_key,
     indexed_values,
     key_groups_of,
-    longs_of_key,
     with_more,
 )
 
-
-class FamilyPairs(NamedTuple):
-    """Pairs of one column family."""
-
-    family: str
-    pairs: SortedPairs
+FamilyPairs: TypeAlias = tuple[str, SortedPairs]
+"""A column family, and pairs of it."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,7 @@ class PairsOfRows:
     @property
     def is_by_time_of_program(self) -> bool:
         """Return whether the rows are those of a side of ``join`` without ``times``, which only the program knows."""
-        return self.times is None and any(
-            family.endswith(layouts.CHUNKS_BY_TIME) for family in self.rows.variable.families
-        )
+        return self.times is None and any(f.endswith(layouts.CHUNKS_BY_TIME) for f in self.rows.variable.families)
 
     @property
     def has_equal_keys(self) -> bool:
@@ -89,19 +82,15 @@ class PairsOfRows:
     @cached_property
     def _values(self) -> list[pa.Field]:
         """Return the stored columns of a value, as they are declared, without the TTL's."""
-        families, rows = self.rows.variable.families, self.rows
+        rows = self.rows
         if rows.kind == TIMERS or not len(rows.stored_value):
             return []
-        stored = families[rows.second or rows.main].value
-        if rows.kind in (layouts.LIST, layouts.SESSIONS):
-            stored = pa.schema(
-                list(stored.field(layouts.ELEMENTS if rows.kind == layouts.LIST else layouts.SESSIONS).type.value_type)
-            )
-        return [
-            f
-            for f in stored
-            if f.name not in ((layouts.START, layouts.END) if rows.kind == layouts.SESSIONS else (layouts.TTL_COLUMN,))
-        ]
+        stored = rows.variable.families[rows.second or rows.main].value
+        if rows.kind == layouts.SESSIONS:
+            of_session = stored.field(layouts.SESSIONS).type.value_type
+            return [f for f in of_session if f.name not in (layouts.START, layouts.END)]
+        fields = stored.field(layouts.ELEMENTS).type.value_type if rows.kind == layouts.LIST else stored
+        return [f for f in fields if f.name != layouts.TTL_COLUMN]
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -144,12 +133,12 @@ class PairsOfRows:
     def _single(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         family, schema = self.rows.main, self.rows.variable.families[self.rows.main]
         values = self._stored_values(batch, schema.value)
-        yield FamilyPairs(family, SortedPairs(keys, schema.encode_values(values)))
+        yield family, SortedPairs(keys, schema.encode_values(values))
         if self.rows.variable.kind == layouts.ROWS and layouts.EXPIRY_FAMILY in self.rows.variable.families:
             yield self._by_time(layouts.EXPIRY_FAMILY, values.column(0), self._key_columns(batch), key_groups_of(keys))
         for column, index in self.rows.variable.indexes.items():
             indexed = indexed_values(column, self._key_columns(batch), values)
-            yield FamilyPairs(index, _present(by_value(keys, indexed)))
+            yield index, _present(by_value(keys, indexed))
 
     def _by_time(
         self, family: str, times: pa.Array, columns: pa.RecordBatch, groups: npt.NDArray[np.int32]
@@ -157,7 +146,7 @@ class PairsOfRows:
         """Return the pairs of a family that has grouping keys by a time before them."""
         schema = self.rows.variable.families[family]
         by_time = pa.RecordBatch.from_arrays([times, *columns.columns], schema=_nullable(schema.key))
-        return FamilyPairs(family, _present(encode_keys(by_time, groups)))
+        return family, _present(encode_keys(by_time, groups))
 
     def _lists(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         second = self.rows.second
@@ -169,17 +158,16 @@ class PairsOfRows:
         tails, chunk_of, starts, counts = cut_lists(elements, offsets)
         chunks = np.bincount(chunk_of, minlength=len(firsts))
         lists = keys.take(pa.array(firsts))
+        numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
         if len(chunk_of):
-            numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
             rows = pa.RecordBatch.from_arrays([pick(elements, starts, counts, kind)], schema=chunk.value)
             stored = chunk_keys(lists.take(pa.array(chunk_of)), numbers)
-            yield FamilyPairs(second, SortedPairs.of(stored, chunk.encode_values(rows)))
+            yield second, SortedPairs.of(stored, chunk.encode_values(rows))
         tail = head.value.field(layouts.TAIL).type
         columns = [pa.array(np.diff(offsets)), pa.array(chunks), pick(elements, tails, offsets[1:] - tails, tail)]
         rows = pa.RecordBatch.from_arrays(columns, schema=head.value)
-        yield FamilyPairs(self.rows.main, SortedPairs(lists, head.encode_values(rows)))
+        yield self.rows.main, SortedPairs(lists, head.encode_values(rows))
         if self.times is not None:
-            numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
             times = self.times(batch)
             yield from self._chunks_by_time(lists.take(pa.array(chunk_of)), numbers, times, starts, counts)
             tail_numbers = np.full(len(firsts), layouts.TAIL_NUMBER)
@@ -194,8 +182,8 @@ class PairsOfRows:
         least = np.minimum.reduceat(times[flat_ranges(starts, counts)], np.cumsum(counts) - counts)
         has_time = least < layouts.NO_TIME
         owners = owners.filter(pa.array(has_time))
-        entries = with_more(by_expiry(owners, least[has_time]), longs_of_key(numbers[has_time]))
-        yield FamilyPairs(layouts.family_of(self.rows.variable, layouts.CHUNKS_BY_TIME)[0], _present(entries))
+        entries = chunk_keys(by_expiry(owners, least[has_time]), numbers[has_time])
+        yield layouts.family_of(self.rows.variable, layouts.CHUNKS_BY_TIME)[0], _present(entries)
 
     def _maps(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         second = self.rows.second
@@ -215,10 +203,10 @@ class PairsOfRows:
         entries = struct_array(columns, batch.num_rows, None, kind.value_type)
         large = are_large(entries, offsets)
         of_large = pa.array(np.repeat(large, np.diff(offsets)))
-        yield FamilyPairs(second, SortedPairs(keys.filter(of_large), entry.encode_values(values.filter(of_large))))
+        yield second, SortedPairs(keys.filter(of_large), entry.encode_values(values.filter(of_large)))
         small_maps = pick(entries, offsets[:-1], np.where(large, 0, np.diff(offsets)), kind)
         rows = pa.RecordBatch.from_arrays([pa.array(large), small_maps], schema=head.value)
-        yield FamilyPairs(self.rows.main, SortedPairs(maps.take(pa.array(firsts)), head.encode_values(rows)))
+        yield self.rows.main, SortedPairs(maps.take(pa.array(firsts)), head.encode_values(rows))
 
     def _timers(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         is_first = np.ones(len(keys), np.bool_)
@@ -230,10 +218,9 @@ class PairsOfRows:
         family, schema = layouts.family_of(self.rows.variable, layouts.TIMERS_BY_KEY)
         lists = list_array(pa.array(expiries), offsets, None, schema.value.field(layouts.EXPIRIES).type)
         rows = pa.RecordBatch.from_arrays([lists], schema=schema.value)
-        yield FamilyPairs(family, SortedPairs(owners.take(pa.array(firsts)), schema.encode_values(rows)))
-        yield FamilyPairs(
-            layouts.family_of(self.rows.variable, layouts.TIMERS_BY_EXPIRY)[0], _present(by_expiry(owners, expiries))
-        )
+        yield family, SortedPairs(owners.take(pa.array(firsts)), schema.encode_values(rows))
+        by_time, _ = layouts.family_of(self.rows.variable, layouts.TIMERS_BY_EXPIRY)
+        yield by_time, _present(by_expiry(owners, expiries))
 
     def _sessions(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
         schema = self.rows.variable.families[self.rows.main]
@@ -246,7 +233,7 @@ class PairsOfRows:
         due = ends.take(pa.array(firsts))
         rows = pa.RecordBatch.from_arrays([list_array(sessions, offsets, None, kind), due], schema=schema.value)
         stored = owners.take(pa.array(firsts))
-        yield FamilyPairs(self.rows.main, SortedPairs(stored, schema.encode_values(rows)))
+        yield self.rows.main, SortedPairs(stored, schema.encode_values(rows))
         of_keys = self._key_columns(batch.take(pa.array(firsts)))
         yield self._by_time(layouts.ENDS_FAMILY, due, of_keys, key_groups_of(stored))
 

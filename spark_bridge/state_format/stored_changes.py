@@ -76,9 +76,8 @@ def _in_common(
     """Return, per list, how many elements are equal from the positions ``old`` and ``new`` on, ``lengths`` at most."""
     lists = np.repeat(np.arange(len(lengths)), lengths)
     nth = np.arange(len(lists)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    equal = np.asarray(
-        pc.equal(values[0].take(pa.array(old[lists] + step * nth)), values[1].take(pa.array(new[lists] + step * nth)))
-    ).astype(np.bool_)
+    before, after = (of.take(pa.array(at[lists] + step * nth)) for of, at in zip(values, (old, new), strict=True))
+    equal = np.asarray(pc.equal(before, after)).astype(np.bool_)
     num_common: stored_rows.Positions = lengths.copy()
     np.minimum.at(num_common, lists[~equal], nth[~equal])
     return num_common
@@ -94,11 +93,9 @@ def _between(lists: stored_rows.Positions, begins: stored_rows.Positions, ends: 
 def _overlap(before: list[bytes], after: list[bytes]) -> int:
     """Return how many of the last elements of one list are the first elements of the other."""
     shortest = max(1, len(before) - len(after))
-    starts = (
-        s for s in range(shortest, len(before)) if before[s] == after[0] and before[s:] == after[: len(before) - s]
-    )
-    start = next(starts, None)
-    return 0 if start is None else len(before) - start
+    starts = range(shortest, len(before))
+    overlaps = (s for s in starts if before[s] == after[0] and before[s:] == after[: len(before) - s])
+    return len(before) - next(overlaps, len(before))
 
 
 VERSION = "version"
@@ -118,10 +115,6 @@ class VariableChanges:
                 "Rolling aggregates change with time and not only with rows: there is no feed of their changes. Write "
                 "the rows that the operator emits to a sink, which has a row for each key that a batch touches."
             )
-
-    @property
-    def _has_values(self) -> bool:
-        return len(self.rows.value) > 0
 
     @cached_property
     def output(self) -> pa.Schema:
@@ -181,7 +174,7 @@ class VariableChanges:
         n, count = len(rows.key) + len(rows.inner), batch.num_rows
         values = batch.columns[n:-2]
         structs = []
-        if self._has_values:
+        if len(rows.value):
             kind = pa.struct(list(rows.value))
             structs = [pa.nulls(count, kind), pa.StructArray.from_arrays(values, fields=list(rows.value))]
         return pa.RecordBatch.from_arrays(
@@ -201,6 +194,7 @@ class VariableChanges:
         The key group is the last of the columns before those of the value.
         """
         rows = self.rows
+        n = len(rows.key) + len(rows.inner)
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
         parts: list[stored_rows.DecodedRows] = []
@@ -209,22 +203,21 @@ class VariableChanges:
             keys = all_keys.filter(is_there)
             decoded = rows.decode(family, keys, all_values.filter(is_there))
             groups = pa.array(stored_rows.key_groups_of(keys)[decoded.pair], pa.int32())
-            n = len(rows.key) + len(rows.inner)
             part = stored_rows.DecodedRows(decoded.pair, [*decoded.columns[:n], groups, *decoded.columns[n:]])
             ids.append(self._ids(family, keys, part))
             ordered.append(stored_rows.order_keys(rows, family, keys))
             parts.append(part)
         order = pa.array(stored_rows.row_order(ordered, [part.pair for part in parts]))
         columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for part in parts), strict=True)]
-        return stored_rows.ComparedRows(pa.concat_arrays(ids).take(order), columns, len(rows.key) + len(rows.inner) + 1)
+        return stored_rows.ComparedRows(pa.concat_arrays(ids).take(order), columns, n + 1)
 
     def _ids(self, family: str, keys: pa.BinaryArray, part: stored_rows.DecodedRows) -> pa.BinaryArray:
         rows = self.rows
         if len(rows.inner) and rows.kind != TIMERS and family == rows.main:
             # The key that the entry would have in a large map.
             n = len(rows.key) + len(rows.inner)
-            schema = pa.schema([*rows.key, *rows.inner])
-            columns = pa.RecordBatch.from_arrays(part.columns[:n], names=numbered(schema))
+            of_key = part.columns[:n]
+            columns = pa.RecordBatch.from_arrays(of_key, names=numbered(of_key))
             return encode_keys(columns, np.asarray(part.columns[n]))
         stored = stored_rows.list_keys(rows, family, keys) if rows.kind == LIST else keys
         return stored.take(pa.array(part.pair))

@@ -132,11 +132,9 @@ class VariableRows:
         if self.kind == layouts.SESSIONS:
             return pa.schema([f for f in self._session if f.name not in (layouts.START, layouts.END)])
         if self.kind == layouts.ROLLING:
-            piece = self._stored[self.main].value.field(layouts.RECENT).type.value_type
-            return pa.schema([piece.field(i) for i in range(2, piece.num_fields)])
+            return pa.schema(list(self._stored[self.main].value.field(layouts.RECENT).type.value_type)[2:])
         if self.kind == layouts.LIST:
-            element = self._stored[self.second or ""].value.field(layouts.ELEMENTS).type.value_type
-            return pa.schema([element.field(i) for i in range(element.num_fields)])
+            return pa.schema(list(self._stored[self.second or ""].value.field(layouts.ELEMENTS).type.value_type))
         stored = self._stored[self.second or self.main].value
         return pa.schema([]) if self.kind == layouts.ROWS and stored.names == layouts.PRESENT.names else stored
 
@@ -148,14 +146,10 @@ class VariableRows:
     def value(self) -> pa.Schema:
         """Return the columns of a value, that of the TTL last; no two have the same name."""
         if self.kind == layouts.ROLLING and self.raw:
-            fields = [
-                self._stored[family].value.field(name)
-                for family, name in ((self.main, layouts.RECENT), (layouts.TILES_FAMILY, layouts.TILES))
-            ]
+            recent, tiles = self._stored[self.main].value, self._stored[layouts.TILES_FAMILY].value
+            fields = [recent.field(layouts.RECENT), tiles.field(layouts.TILES)]
         elif self._has_results:
-            of_state = (
-                result_fields(self.stored_value) if self.rolling is None else self.rolling.fields(self.stored_value)
-            )
+            of_state = (self.rolling.fields if self.rolling is not None else result_fields)(self.stored_value)
             fields = [f.with_type(nullable(f.type)) for f in of_state]
         else:
             fields = [f for f in self.stored_value if f.name != layouts.TTL_COLUMN]
@@ -164,7 +158,6 @@ class VariableRows:
 
     @property
     def has_ttl(self) -> bool:
-        """Return whether values expire."""
         return layouts.TTL_COLUMN in self.stored_value.names
 
     @cached_property
@@ -267,17 +260,15 @@ class VariableRows:
         schema = self._stored[family]
         key_columns = decode_keys(keys, schema.key).columns
         stored = schema.decode_values(values)
-        n = len(self.key)
         if self.kind == TIMERS:
             return DecodedRows(np.arange(len(keys)), [*key_columns[1:], key_columns[0]])
-        arrays = _ARRAYS.get((self.kind, family == self.main))
-        if arrays is not None:
+        if (arrays := _ARRAYS.get((self.kind, family == self.main))) is not None:
             elements, pair = _elements(stored.column(stored.schema.get_field_index(arrays)))
-            of_key = [c.take(pa.array(pair)) for c in key_columns[:n]]
-            decode = {layouts.LIST: self._of_list, layouts.MAP: self._of_map, layouts.SESSIONS: self._of_sessions}[
-                self.kind
-            ](elements)
-            return DecodedRows(pair, [*of_key, *decode])
+            of_key = [c.take(pa.array(pair)) for c in key_columns[: len(self.key)]]
+            if self.kind == layouts.LIST:
+                return DecodedRows(pair, [*of_key, *self._values(elements.flatten(), elements.type)])
+            of_elements = self._of_map(elements) if self.kind == layouts.MAP else self._of_sessions(elements)
+            return DecodedRows(pair, [*of_key, *of_elements])
         if not self.stored_value.names:
             return DecodedRows(np.arange(len(keys)), key_columns)
         return DecodedRows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
@@ -301,9 +292,6 @@ class VariableRows:
             pieces = Pieces.of_lists(lists[0]), Pieces.of_lists(lists[1]), merged_at
         answers = answers_as_of(self.rolling, *pieces, self.moment)
         return [c.cast(kind) for c, kind in zip(answers, self.value.types, strict=True)]
-
-    def _of_list(self, elements: pa.StructArray) -> list[pa.Array]:
-        return self._values(elements.flatten(), elements.type)
 
     def _of_sessions(self, sessions: pa.StructArray) -> list[pa.Array]:
         parts = _parts(sessions)
@@ -334,7 +322,6 @@ class VariableRows:
 
 
 def _parts(structs: pa.StructArray) -> dict[str, pa.Array]:
-    """Return the fields of structs by name."""
     return dict(zip([f.name for f in structs.type], structs.flatten(), strict=True))
 
 
@@ -403,10 +390,8 @@ def indexed_values(column: str, keys: pa.RecordBatch, states: pa.RecordBatch) ->
 def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
     """Return the int64 that is the last column of each key; none is null."""
     content, offsets = binary_content(keys)
-    longs: npt.NDArray[np.int64] = (
-        gather_fixed(content, offsets[1:] - 8, np.dtype(">u8")).astype(np.uint64).view(np.int64)
-    )
-    return longs ^ np.iinfo(np.int64).min
+    longs: npt.NDArray[np.uint64] = gather_fixed(content, offsets[1:] - 8, np.dtype(">u8")).astype(np.uint64)
+    return longs.view(np.int64) ^ np.iinfo(np.int64).min
 
 
 def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
@@ -569,7 +554,6 @@ def changed_rows(
     lost, changed = np.flatnonzero(gone), np.flatnonzero(~same)
     of_before = np.concatenate([lost, at[changed]])
     of_after = np.concatenate([np.full(len(lost), -1), changed])
-    order = np.asarray(
-        pc.sort_indices(pa.concat_arrays([ids_before.take(pa.array(lost)), ids_after.take(pa.array(changed))]))
-    )
+    changed_ids = pa.concat_arrays([ids_before.take(pa.array(lost)), ids_after.take(pa.array(changed))])
+    order = np.asarray(pc.sort_indices(changed_ids))
     return of_before[order], of_after[order]

@@ -50,8 +50,7 @@ class SingleResults:
         """
         outputs: dict[str, SingleResult] = {}
         for name, function, parts in outputs_of(state):
-            result = _result_of(function, [part.name for part in parts])
-            if result is None:
+            if (result := _result_of(function, [part.name for part in parts])) is None:
                 return None
             outputs[name] = result
         return cls(outputs)
@@ -90,9 +89,7 @@ def _moment(function: str, count_column: str, _: str, squares_column: str) -> Si
     is_root = function.startswith("stddev")
 
     def moment(row: Row) -> float | None:
-        count, squares = row[count_column] or 0, row[squares_column]
-        if squares is None:
-            squares = 0.0
+        count, squares = row[count_column] or 0, row[squares_column] or 0.0
         if abs(count) > EXACT_IN_DOUBLE or squares < 0:
             raise _Unsure
         divisor = count - fewer
@@ -161,13 +158,9 @@ class StoredValues:
         if single is None:
             return lambda value: by_columns(value) if (row := decode(value)) is None else row
         of_row = single.of_row
-
-        def decode_state(value: bytes) -> dict[str, Any] | None:
-            row = decode(value)
-            result = None if row is None else of_row(row)
-            return by_columns(value) if result is None else result
-
-        return decode_state
+        return lambda value: (
+            by_columns(value) if (row := decode(value)) is None or (result := of_row(row)) is None else result
+        )
 
     def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
         one, at_ms = pa.array([value], pa.binary()), now_ms()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import numpy as np
@@ -18,7 +18,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.operators.join_sides import JoinSide, SideTimes
+from spark_bridge.operators.join_sides import JoinSide
 from spark_bridge.state_format.layouts import ALL_ROWS_KEY, ROLLING
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -30,44 +30,26 @@ if TYPE_CHECKING:
 # Makes states of an ``aggregate`` from input rows, and merges states, as its tasks do.
 
 
-@dataclass(frozen=True)
-class StatesOfRows:
-    """Makes rows of state of input rows: a row for each key of a batch."""
-
-    aggregator: Aggregator
-    pairs: PairsOfRows
-    owner: str
-
-    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the state columns. Raises ``InvalidStateStoreArgument`` for missing columns."""
-        keys = _keys(self.pairs)
-        if keys.names == [ALL_ROWS_KEY] and ALL_ROWS_KEY not in batch.schema.names:
-            batch = batch.append_column(ALL_ROWS_KEY, pa.repeat(pa.scalar(True), batch.num_rows))
-        needed = [*keys.names, *self.aggregator.inputs]
-        missing = [name for name in needed if name not in batch.schema.names]
-        if missing:
-            raise InvalidStateStoreArgument(
-                f"The input rows of {self.owner} came without {', '.join(map(repr, missing))}: they need the columns "
-                f"{', '.join(map(repr, dict.fromkeys(needed)))}."
-            )
-        groups = group_rows(batch, keys, DEFAULT_KEY_GROUPS)
-        states = self.aggregator.partial(groups.ids, len(groups.keys), batch)
-        return _rows(self.pairs, groups.columns, states)
+def states_of_rows(aggregator: Aggregator, pairs: PairsOfRows, owner: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the state of input rows: a row for each key. Raises ``InvalidStateStoreArgument`` for missing columns."""
+    keys = _keys(pairs)
+    if keys.names == [ALL_ROWS_KEY] and ALL_ROWS_KEY not in batch.schema.names:
+        batch = batch.append_column(ALL_ROWS_KEY, pa.repeat(pa.scalar(True), batch.num_rows))
+    needed = [*keys.names, *aggregator.inputs]
+    if missing := [name for name in needed if name not in batch.schema.names]:
+        raise InvalidStateStoreArgument(
+            f"The input rows of {owner} came without {', '.join(map(repr, missing))}: they need the columns "
+            f"{', '.join(map(repr, dict.fromkeys(needed)))}."
+        )
+    groups = group_rows(batch, keys, DEFAULT_KEY_GROUPS)
+    return _rows(pairs, groups.columns, aggregator.partial(groups.ids, len(groups.keys), batch))
 
 
-@dataclass(frozen=True)
-class MergedStates:
-    """Merges rows of state: ``combine`` of an aggregate."""
-
-    aggregator: Aggregator
-    pairs: PairsOfRows
-
-    def __call__(self, table: pa.Table) -> pa.RecordBatch:
-        """Return a row for each key of the table."""
-        batch = table.rename_columns(_stored_names(self.pairs)).combine_chunks().to_batches()[0]
-        groups = group_rows(batch, _keys(self.pairs), DEFAULT_KEY_GROUPS)
-        merged = self.aggregator.merge(groups.ids, len(groups.keys), batch)
-        return _rows(self.pairs, groups.columns, merged)
+def merged_states(aggregator: Aggregator, pairs: PairsOfRows, table: pa.Table) -> pa.RecordBatch:
+    """Return rows of state with those of each key merged: ``combine`` of an aggregate."""
+    batch = table.rename_columns(_stored_names(pairs)).combine_chunks().to_batches()[0]
+    groups = group_rows(batch, _keys(pairs), DEFAULT_KEY_GROUPS)
+    return _rows(pairs, groups.columns, aggregator.merge(groups.ids, len(groups.keys), batch))
 
 
 def _keys(pairs: PairsOfRows) -> pa.Schema:
@@ -81,8 +63,7 @@ def _stored_names(pairs: PairsOfRows) -> list[str]:
 
 
 def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.RecordBatch:
-    columns = dict(zip(keys.schema.names, keys.columns, strict=True))
-    columns |= dict(zip(states.schema.names, states.columns, strict=True))
+    columns = {name: batch.column(name) for batch in (keys, states) for name in batch.schema.names}
     return pa.RecordBatch.from_arrays([columns[name] for name in _stored_names(pairs)], names=pairs.columns.names)
 
 
@@ -181,8 +162,7 @@ def combining(
         return dict.fromkeys(names, functions)
     combines = dict(default)
     for target, how in functions.items():
-        of_target = [n for n in names if target in (n, n[0])]
-        if not of_target:
+        if not (of_target := [n for n in names if target in (n, n[0])]):
             listed = ", ".join(map(repr, names))
             raise InvalidStateStoreArgument(f"combine= names {target!r}, which gets no rows: there are {listed}.")
         combines.update(dict.fromkeys(of_target, how))
@@ -204,7 +184,7 @@ def targets_of(
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
     targets = []
-    times = {side.name: SideTimes(side) for side in sides if side.expires_after_us is not None}
+    times = {side.name: side.row_times for side in sides if side.expires_after_us is not None}
     for variable in variables:
         pairs = PairsOfRows(VariableRows(schema, variable, raw=True), times.get(variable.name))
         if not _can_get_rows(pairs):
@@ -225,7 +205,7 @@ def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator
             f"combine={MERGE!r} merges the states of an aggregate, and needs program= to know how: for operator "
             f"{operator!r} give program=, the DataFrame that aggregate(...) returns, or a function as combine=."
         )
-    return MergedStates(aggregator, pairs)
+    return partial(merged_states, aggregator, pairs)
 
 
 # Rows that users give, as sources of the first stage: tables, pandas, Ray Datasets and Spark DataFrames.
@@ -236,47 +216,28 @@ SOURCE_BYTES = 64 << 20
 SOURCE_BATCH_ROWS = 1 << 16
 
 
-@dataclass(frozen=True)
-class GivenRows:
-    """Rows as bytes."""
-
-    parts: tuple[shuffle.PackedRows, ...]
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        for part in self.parts:
-            yield from shuffle.unpacked_rows(part)
+def _given_rows(parts: Sequence[shuffle.PackedRows]) -> Iterator[pa.RecordBatch]:
+    for part in parts:
+        yield from shuffle.unpacked_rows(part)
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """Rows of a block of a Ray Dataset, an Arrow table, by its reference."""
+def _block_rows(ref: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a block of a Ray Dataset, an Arrow table, by its reference."""
+    import ray
 
-    ref: Any
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        import ray
-
-        yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
+    yield from ray.get(ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
 
 
 STAGING = "staging"
 """The directory of a new state for rows on their way from Spark's executors to Ray's tasks."""
 
 
-@dataclass(frozen=True)
-class StagedRows:
-    """Rows as a file of a storage."""
-
-    location: str
-    options: Mapping[str, str]
-    path: str
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        data = CheckpointStorage.open(self.location, self.options).get(self.path)
-        yield from shuffle.unpacked_rows(np.frombuffer(data, np.uint8))
+def _rows_of_file(location: str, options: Mapping[str, str], path: str) -> Iterator[pa.RecordBatch]:
+    data = CheckpointStorage.open(location, options).get(path)
+    yield from shuffle.unpacked_rows(np.frombuffer(data, np.uint8))
 
 
-def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> list[StagedRows]:
+def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> list[shuffle.RowSource]:
     """Have Spark's executors write the rows of a DataFrame to ``STAGING`` of a storage, all partitions in parallel.
 
     Returns the files in the order of the rows. Files of failed tasks stay there as well, until the caller removes all.
@@ -291,7 +252,7 @@ def staged_rows(frame: DataFrame, location: str, options: Mapping[str, str]) -> 
             yield pa.RecordBatch.from_arrays([pa.array([path])], names=["path"])
 
     paths = map_in_arrow(frame, write, "staged_rows", "path string").collect()
-    return [StagedRows(location, options, row["path"]) for row in paths]
+    return [partial(_rows_of_file, location, options, row["path"]) for row in paths]
 
 
 def sources_of(rows: Any) -> Iterator[shuffle.RowSource]:
@@ -303,7 +264,7 @@ def sources_of(rows: Any) -> Iterator[shuffle.RowSource]:
     elif isinstance(rows, pa.RecordBatchReader):
         yield from _together(shuffle.packed(batch.schema, [batch]) for batch in rows)
     elif hasattr(rows, "to_arrow_refs"):
-        yield from (BlockRows(ref) for ref in rows.to_arrow_refs())
+        yield from (partial(_block_rows, ref) for ref in rows.to_arrow_refs())
     elif hasattr(rows, "_jdf"):
         if rows.isStreaming:
             raise InvalidStateStoreArgument(
@@ -319,15 +280,15 @@ def sources_of(rows: Any) -> Iterator[shuffle.RowSource]:
         )
 
 
-def _together(parts: Iterable[shuffle.PackedRows]) -> Iterator[GivenRows]:
-    return (GivenRows(tuple(group)) for group in grouped_by_bytes(parts, SOURCE_BYTES))
+def _together(parts: Iterable[shuffle.PackedRows]) -> Iterator[shuffle.RowSource]:
+    return (partial(_given_rows, group) for group in grouped_by_bytes(parts, SOURCE_BYTES))
 
 
-def _of_table(table: pa.Table) -> Iterator[GivenRows]:
+def _of_table(table: pa.Table) -> Iterator[shuffle.RowSource]:
     step = max(1, min(table.num_rows, table.num_rows * SOURCE_BYTES // max(1, table.nbytes)))
     for first in range(0, max(1, table.num_rows), step):
         part = table.slice(first, step)
-        yield GivenRows((shuffle.packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS)),))
+        yield partial(_given_rows, [shuffle.packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS))])
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:
@@ -336,9 +297,7 @@ def _of_frame(frame: Any) -> Iterator[Any]:
 
     def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write_batch(batch)
-            yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["rows"])
+            rows = shuffle.packed(batch.schema, [batch]).tobytes()
+            yield pa.RecordBatch.from_arrays([pa.array([rows], pa.binary())], names=["rows"])
 
     return iter(map_in_arrow(frame, packed, "given_rows", "rows binary").toLocalIterator(prefetchPartitions=True))

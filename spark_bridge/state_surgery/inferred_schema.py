@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -19,7 +20,6 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.state_sources import StateSource, packed_pieces
 from spark_bridge.state_format import layouts
-from spark_bridge.state_format.layouts import value_families as families_of_value
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import shuffle
@@ -29,17 +29,10 @@ Functions: TypeAlias = shuffle.Function | Mapping[Any, Any] | None
 """A function, or one for each state variable; if several operators are rewritten, for each operator."""
 
 
-@dataclass(frozen=True)
-class PartitionRows:
-    """The rows of one partition of one variable, without the columns that follow from the key."""
-
-    source: StateSource
-    packed: bytes
-    columns: tuple[str, ...]
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        for batch in self.source.packed_batches(self.packed):
-            yield batch.select(list(self.columns))
+def _partition_rows(source: StateSource, packed: bytes, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of one partition of one variable, without the columns that follow from the key."""
+    for batch in source.packed_batches(packed):
+        yield batch.select(list(columns))
 
 
 def no_rows(rows: VariableRows) -> pa.RecordBatch:
@@ -70,8 +63,7 @@ class RewrittenOperator:
     @property
     def copied_state(self) -> shuffle.CopiedState | None:
         """Return the column families that stay as they are; None if there are none."""
-        families = tuple(name for v in self.copied for name in v.families)
-        if not families:
+        if not (families := tuple(name for v in self.copied for name in v.families)):
             return None
         return shuffle.CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
 
@@ -100,7 +92,7 @@ class RewrittenOperator:
         columns = tuple(PairsOfRows(rows).columns.names)
         source = StateSource(replace(self.reading, pieces=()), rows, open_storage=self.open_storage)
         for packed in packed_pieces(pieces):
-            yield shuffle.ReadJob(PartitionRows(source, packed, columns), routing)
+            yield shuffle.ReadJob(partial(_partition_rows, source, packed, columns), routing)
 
 
 def _of_snapshot(piece: Piece) -> Piece:
@@ -190,11 +182,7 @@ def inferred_variable(
     column is missing, for a type that state cannot have, and for state whose layout only a program can declare.
     """
     variable = source.variable
-    by_time = (
-        layouts.ENDS_FAMILY in variable.families
-        or layouts.EXPIRY_FAMILY in variable.families
-        or variable.kind == TIMERS
-    )
+    by_time = variable.kind == TIMERS or bool({layouts.ENDS_FAMILY, layouts.EXPIRY_FAMILY} & variable.families.keys())
     if by_time or variable.indexes:
         raise InvalidStateStoreArgument(
             f"The rows of {owner} are also kept by {'time' if by_time else 'an index'}: give program=, the DataFrame "
@@ -204,8 +192,7 @@ def inferred_variable(
     columns = {
         f.name: f for f in columns_made if f.name not in shuffle.DERIVED or f.name in shown or f.name in key_columns
     }
-    missing = [name for name in key_columns if name not in columns]
-    if missing:
+    if missing := [name for name in key_columns if name not in columns]:
         raise InvalidStateStoreArgument(
             f"The rows of {owner} came without the key columns {', '.join(map(repr, missing))}, with "
             f"{', '.join(map(repr, columns))}: name the columns of the key with key=."
@@ -225,7 +212,10 @@ def inferred_variable(
     before = pa.schema([f for f in source.stored_value if f.name != layouts.TTL_COLUMN])
     taken = pa.schema([*key, *inner])
     value = [_field(_named(f, shown.get(s, s), taken), before) for s, f in columns.items()]
-    families = _families(variable.kind, name, key, inner, value, has_ttl=has_ttl)
+    if variable.kind == layouts.ROWS:
+        families = {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
+    else:
+        families = layouts.families_of(variable.kind, name, key, inner, value, has_ttl=has_ttl)
     made_variable = StateVariable(name, variable.kind, families, variable.ttl_ms if has_ttl else None)
     in_order = tuple(key.names) == tuple(key_columns)
     return made_variable, () if in_order and variable.kind == layouts.ROWS else tuple(key_columns)
@@ -243,25 +233,10 @@ def _named(field: pa.Field, own: str, taken: pa.Schema) -> pa.Field:
     return field.with_name(own) if own in taken.names else field
 
 
-def _families(
-    kind: str, name: str, key: pa.Schema, inner: list[pa.Field], value: list[pa.Field], *, has_ttl: bool
-) -> dict[str, StateSchema]:
-    ttl = [pa.field(layouts.TTL_COLUMN, pa.int64())] if has_ttl else []
-    if kind == layouts.VALUE:
-        return families_of_value(name, key, [*value, *ttl])
-    if kind == layouts.LIST:
-        return layouts.list_families(name, key, [*value, *ttl])
-    if kind == layouts.MAP:
-        return layouts.map_families(name, key, inner, value, has_ttl=has_ttl)
-    return {DEFAULT_FAMILY: StateSchema(key, pa.schema(value))}
-
-
 def _field(new_field: pa.Field, before: pa.Schema) -> pa.Field:
     kind = normalized_type(new_field.name, new_field.type)
-    at = before.get_field_index(new_field.name)
-    if at >= 0 and before.field(at).type == kind:
-        return before.field(at)
-    return pa.field(new_field.name, kind)
+    same = (field for field in before if field.name == new_field.name and field.type == kind)
+    return next(same, pa.field(new_field.name, kind))
 
 
 # The operators of a rewritten state without a program: their columns are those of the first new rows.

@@ -20,6 +20,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from backends.background_loop import BackgroundLoop
 from backends.conf import DEFAULT_FAMILY, check_name
@@ -31,6 +35,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.spark_commits import SparkBatch, SparkCommits
 from coordinator_actor.messages import MIRROR, OperatorSpec
 from spark_bridge.exceptions import STATESTORE_ERRORS
+from spark_bridge.operators import map_in_arrow
+from spark_bridge.operators.columns import arrow_type
 from spark_bridge.operators.mirror_task import PLACE, REMOVED, MirrorLogic
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import storage_settings
@@ -43,12 +49,12 @@ from spark_bridge.state_surgery.spark_state import (
     SparkQuery,
     check_state_of_spark,
     listed,
+    numbered_fields,
 )
 from spark_bridge.task.state_task import StateTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql import types as T
     from pyspark.sql.streaming.query import StreamingQuery
 
 log = logging.getLogger(__name__)
@@ -91,7 +97,6 @@ class MirroredState:
 
     @cached_property
     def schema(self) -> OperatorSchema:
-        """Return the schema of the operator."""
         key, value = (pa.schema([(one.name, one.kind) for one in columns]) for columns in (self.keys, self.values))
         # So that a restart cannot give the operator another state of the same columns.
         mirrored = str(self.operator.id) if self.variable is None else f"{self.operator.id}/{self.variable}"
@@ -102,8 +107,6 @@ class MirroredState:
 
         Raises ``StateStoreError`` if the state has other columns than the mirror.
         """
-        from pyspark.sql import functions as F
-
         rows = query.state(self.operator, start, **_of_variable(self.variable))
         keys, values = columns_of(self.operator, rows)
         if (keys, values) != (self.keys, self.values):
@@ -113,7 +116,7 @@ class MirroredState:
                 "checkpoint location."
             )
         structs = [name for name in STRUCTS if name in rows.columns]
-        rows = rows.withColumns({name: F.col(name).cast(_numbered(rows.schema[name].dataType)) for name in structs})
+        rows = rows.withColumns({name: numbered_fields(rows, name, levels=2) for name in structs})
         columns = [F.expr(one.expression).alias(one.name) for one in (*keys, *values)]
         # Spark reads the changes of a key in one task, in their order, and numbers the rows of a task in this order.
         removed = F.lit(False) if start is None else F.col("change_type") == "delete"
@@ -125,22 +128,8 @@ def _of_variable(name: str | None) -> dict[str, str]:
     return {} if name is None else {"stateVarName": name}
 
 
-def _numbered(kind: T.StructType, levels: int = 2) -> T.StructType:
-    """Return a struct whose fields have numbers for names: users' names may be equal, or differ only in case."""
-    from pyspark.sql import types as T
-
-    def inner(field: T.StructField) -> T.DataType:
-        is_value = levels > 1 and kind.names == TTL_FIELDS and isinstance(field.dataType, T.StructType)
-        return _numbered(field.dataType, levels - 1) if is_value else field.dataType
-
-    return T.StructType([T.StructField(f"b{i}", inner(field)) for i, field in enumerate(kind.fields)])
-
-
 def columns_of(operator: SparkOperator, rows: DataFrame) -> tuple[tuple[MirrorColumn, ...], tuple[MirrorColumn, ...]]:
     """Return the columns of key and value in rows of Spark's reader. Raises ``InvalidOperatorError``."""
-    from pyspark.sql import types as T
-
-    from spark_bridge.operators.columns import arrow_type
 
     def fields(kind: T.StructType, path: str) -> list[MirrorColumn]:
         return [
@@ -250,8 +239,7 @@ def last_planned(own: CheckpointStorage, native: CheckpointStorage) -> tuple[int
 def _native(spark: SparkSession, location: str, storage: CheckpointStorage) -> SparkQuery:
     """Return the Spark query at its last committed batch. Raises ``InvalidStateStoreArgument``."""
     check_state_of_spark("mirror", spark, storage, "use serve_state(follow=True)")
-    newest = SparkBatch.newest(storage)
-    if newest is None:
+    if (newest := SparkBatch.newest(storage)) is None:
         raise InvalidStateStoreArgument(
             f"{storage.location} has no committed batch, so its stateful operators are not known: start the mirror "
             "after the first batch."
@@ -349,13 +337,12 @@ class _Operator:
 
     def keep(self, changes: DataFrame, *, is_scan: bool) -> None:
         """Run the tasks that keep the changes, at the batch of the query whose thread calls."""
-        from spark_bridge.operators.map_in_arrow import KeyRouting, map_in_arrow
-
         keys = self.schema.families[DEFAULT_FAMILY].key.names
         logic = MirrorLogic(self.schema, is_scan)
         task = StateTask(self.name, self.num_partitions, self.num_key_groups, tuple(keys), logic, uses_time=False)
-        routing = KeyRouting(keys, self.num_partitions, self.num_key_groups)
-        map_in_arrow(changes, task.run, "statestore_mirror", f"{REMOVED} boolean", routing).collect()
+        routing = map_in_arrow.KeyRouting(keys, self.num_partitions, self.num_key_groups)
+        output = f"{REMOVED} boolean"
+        map_in_arrow.map_in_arrow(changes, task.run, "statestore_mirror", output, routing).collect()
 
 
 class MirrorLag:
@@ -393,11 +380,9 @@ class MirrorLag:
         )
 
     def start(self) -> None:
-        """Begin to look."""
         self._loop.start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._loop.close()
 
     def planned(self, batch_id: int, batch: SparkBatch) -> None:
@@ -416,8 +401,7 @@ class MirrorLag:
         if shown is None or SparkBatch.at(self._native, shown.number) != shown:
             return
         commits = SparkCommits(self._native)
-        newer = [number for number in commits.committed() if number > shown.number]
-        if not newer:
+        if not (newer := [number for number in commits.committed() if number > shown.number]):
             self._current_at = began
         elif min(newer) == shown.number + 1:
             next_ms = commits.committed_ms(min(newer))
@@ -443,32 +427,21 @@ class _Mirror:
         """The batch of Spark that the last batch of this run has read."""
 
     def start(self, location: str, options: Mapping[str, str], name: str | None, interval: str) -> StreamingQuery:
-        """Declare the operators, and start the query."""
-        from spark_bridge.operators.map_in_arrow import (
-            SOURCE_EVOLUTION_CONF,
-            DeclaredOperator,
-            check_operator_name,
-            declare,
-            key_group_count,
-            map_in_arrow,
-            partition_count,
-        )
-
         spark = self._query.spark
         source = batches_source(self._query.storage.location, options, uuid.uuid4().hex)
         spark.dataSource.register(source)
         reader = spark.readStream.format(source.name())
-        if str(spark.conf.get(SOURCE_EVOLUTION_CONF, "false")).lower() == "true":
+        if str(spark.conf.get(map_in_arrow.SOURCE_EVOLUTION_CONF, "false")).lower() == "true":
             reader = reader.name("mirrored_batches")
         df = reader.load()
-        key_groups = key_group_count(df)
-        partitions = partition_count(df, self._num_partitions, key_groups)
+        partitions, key_groups = map_in_arrow.state_layout(MIRRORED_BATCH, self._num_partitions, df)
         self._operators = [_Operator(one.name, one.schema, partitions, key_groups) for one in self._states]
         self._operators.append(_Operator(MIRRORED_BATCH, MIRRORED_BATCH_SCHEMA, 1, key_groups))
         for operator in self._operators:
-            check_operator_name(operator.name, df)
+            map_in_arrow.check_operator_name(operator.name, df)
             # The listener finds the operators in the plan, and ``run`` runs their tasks.
-            df = map_in_arrow(df, unchanged, declare(DeclaredOperator(operator.spec, lag=self._lag)), df.schema)
+            name_in_plan = map_in_arrow.declare(map_in_arrow.DeclaredOperator(operator.spec, lag=self._lag))
+            df = map_in_arrow.map_in_arrow(df, unchanged, name_in_plan, df.schema)
         writer = df.writeStream.foreachBatch(self.run).option("checkpointLocation", location)
         if name is not None:
             writer = writer.queryName(name)
@@ -476,8 +449,6 @@ class _Mirror:
 
     def run(self, df: DataFrame, batch_id: int) -> None:
         """Read what has changed between two batches of Spark, and keep it: the function of ``foreachBatch``."""
-        from py4j.protocol import Py4JJavaError
-
         try:
             self._run(df, batch_id)
         except Py4JJavaError as error:
@@ -513,8 +484,7 @@ class _Mirror:
 
     def _has_feed(self, start: SparkBatch, end: SparkBatch) -> bool:
         """Return whether the state at one batch is followed by the changes up to the other: not after a rollback."""
-        storage = self._query.storage
-        is_known = SparkBatch.at(storage, start.number) == start and SparkBatch.at(storage, end.number) == end
+        is_known = all(SparkBatch.at(self._query.storage, batch.number) == batch for batch in (start, end))
         return 0 <= start.number < end.number and is_known
 
     def _keep_changes(self, spark: SparkSession, start: int, end: SparkBatch) -> bool:
@@ -522,9 +492,6 @@ class _Mirror:
 
         Tasks that have committed commit again with the whole state, as after a retry of a stage.
         """
-        from py4j.protocol import Py4JJavaError
-        from pyspark.errors import PySparkException
-
         try:
             self._keep(spark, start, end)
         except (Py4JJavaError, PySparkException) as error:

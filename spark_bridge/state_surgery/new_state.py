@@ -171,9 +171,7 @@ class RayWorkers:
             if not ready:
                 say(done)
                 continue
-            try:
-                ref = next(stream)
-            except StopIteration:
+            if (ref := next(stream, None)) is None:
                 return
             yield ref
 
@@ -216,19 +214,18 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
         say(f"waiting for {len(running)} tasks to end")
         _, unfinished = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
         if unfinished:
-            log.warning(
-                "%d tasks are still running: remove files that they write from now on manually", len(unfinished)
-            )
+            notice = "%d tasks are still running: remove files that they write from now on manually"
+            log.warning(notice, len(unfinished))
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
-    return routing.columns(source.batches())
+    return routing.columns(source())
 
 
 def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
     """Yield, for each flush, the names of its runs and then the runs; at last the counts."""
     counts = RowCounts()
-    for runs in routing.cut(source.batches(), counts):
+    for runs in routing.cut(source(), counts):
         yield list(runs)
         for run in runs.values():  # noqa: UP028 - Ray sends values, which ``yield from`` passes on to an iterator
             yield run
@@ -343,9 +340,9 @@ class NewState:
 
         Spark's files are copied first of all: the old query may run at the same time, and remove its own.
         """
-        new, conf = self.new, StateStoreConf(storage_options=dict(self.options))
+        new = self.new
         for operator in self.operators:
-            backend_of(_with(conf, operator.backend))  # raises before anything is written if the backend does not exist
+            backend_of(self._conf(operator))  # raises before anything is written if the backend does not exist
         if self.spark_files is not None:
             self.spark_files.check()  # raises as well
         with nullcontext() if dry_run else new.made(say):
@@ -355,7 +352,7 @@ class NewState:
                     self.spark_files.copy_to(new.checkpoint)
             cut = workers.cut(self.jobs, say)
             place = None if dry_run else StatePlace(new.checkpoint.location, new.state.location, self.options)
-            partitions = [p for o in self.operators for p in self._partitions(o, place, conf)]
+            partitions = [p for o in self.operators for p in self._partitions(o, place)]
             built = workers.build(partitions, cut, say)
             written: dict[OperatorVariable, int] = {t.name: 0 for o in self.operators for t in o.targets}
             for one in built:
@@ -365,15 +362,10 @@ class NewState:
             report = self._report(cut.counts, written, pairs, dry_run)
             if dry_run:
                 return report
-            entries = {
-                o.name: OperatorEntry.of(
-                    o.num_partitions,
-                    o.schema.id,
-                    o.backend,
-                    {b.partition: b.entry for b in built if b.operator == o.name and b.entry is not None},
-                )
-                for o in self.operators
-            }
+            entries = {}
+            for o in self.operators:
+                of_partitions = {b.partition: b.entry for b in built if b.operator == o.name and b.entry is not None}
+                entries[o.name] = OperatorEntry.of(o.num_partitions, o.schema.id, o.backend, of_partitions)
             if self.staging is not None:
                 new.state.delete_all([path for path, _ in new.state.list(self.staging)])
             now_ms = round(clock() * 1000)
@@ -382,13 +374,16 @@ class NewState:
         log.info("Wrote state to %s as query %s", new.checkpoint.location, new.query_id)
         return report
 
-    def _partitions(self, operator: NewOperator, place: StatePlace | None, conf: StateStoreConf) -> list[NewPartition]:
+    def _conf(self, operator: NewOperator) -> StateStoreConf:
+        return StateStoreConf(provider=operator.backend, storage_options=dict(self.options))
+
+    def _partitions(self, operator: NewOperator, place: StatePlace | None) -> list[NewPartition]:
         n = operator.num_partitions
         return [
             NewPartition(
                 self.new.changelog_meta(operator.name, p, n, self.origin),
                 tuple(operator.schema.families),
-                _with(conf, operator.backend),
+                self._conf(operator),
                 place,
                 self.new.key_groups,
                 operator.targets,
@@ -428,7 +423,3 @@ class NewState:
 def new_query_id() -> str:
     """Return an id in the form of Spark's query ids."""
     return str(uuid.uuid4())
-
-
-def _with(conf: StateStoreConf, backend: str) -> StateStoreConf:
-    return StateStoreConf(provider=backend, storage_options=dict(conf.storage_options))

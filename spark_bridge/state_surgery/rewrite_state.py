@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from backends.conf import DEFAULT_FAMILY
@@ -60,8 +61,7 @@ def planned_rewrite(
         fresh = inferred_schema.inferred_operators(rewritten, kept, key, sample)
     else:
         staying = [name for name in stored if name not in rewritten or rewritten[name].copied]
-        lost = [name for name in staying if name not in specs]
-        if lost:
+        if lost := [name for name in staying if name not in specs]:
             raise InvalidStateStoreArgument(
                 f"The state has the operators {', '.join(map(repr, lost))}, and the program does not: name them in "
                 "operator=, with None as the function of each of their state variables to leave them out."
@@ -75,16 +75,12 @@ def planned_rewrite(
                 copied = {v.identity for v in staying_schema.variables} if staying_schema else set()
                 variables = tuple(v for v in schema.in_use if v.identity not in copied)
                 fresh[name] = inferred_schema.Fresh(schema, variables, spec.num_partitions, spec.backend)
-    operators = [
-        _unchanged(versions, version, name, None if specs is None else specs[name].spec, open_storage) for name in kept
-    ]
+    program_specs = {name: one.spec for name, one in (specs or {}).items()}
+    operators = [_unchanged(versions, version, name, program_specs.get(name), open_storage) for name in kept]
     names = [(name, v.name) for name, one in fresh.items() for v in one.variables]
     combines = declared_operators.combining(combine, names, {})
     for name, one in fresh.items():
-        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(
-            name, one.num_partitions if wanted_partitions is None else wanted_partitions, versions.key_groups
-        )
+        n = _partitions(name, num_partitions, one.num_partitions, versions.key_groups)
         aggregator = specs[name].aggregator if specs else None
         targets = declared_operators.targets_of(name, one.schema, one.variables, n, combines, aggregator)
         copied_state = rewritten[name].copied_state if name in rewritten else None
@@ -96,6 +92,11 @@ def planned_rewrite(
         )
     all_targets = {t.name: t for o in operators for t in o.targets}
     return operators, tuple(job for old in rewritten.values() for job in old.jobs(all_targets))
+
+
+def _partitions(name: str, wanted: int | Mapping[str, int] | None, default: int, key_groups: int) -> int:
+    of_operator = wanted.get(name) if isinstance(wanted, Mapping) else wanted
+    return check_partitions(name, default if of_operator is None else of_operator, key_groups)
 
 
 def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open_storage: OpenStorage) -> NewOperator:
@@ -312,16 +313,7 @@ def bootstrap_state(
             routing = shuffle.Routing(name, functions[name], {name: targets[name]}, groups)
             yield from (shuffle.ReadJob(one, routing) for one in declared_operators.sources_of(source))
 
-    state = NewState(
-        new,
-        options,
-        operators,
-        jobs(),
-        origin=f"{new.query_id}/0",
-        what="bootstrap_state",
-        details={},
-        reference=reference,
-    )
+    state = NewState(new, options, operators, jobs(), f"{new.query_id}/0", "bootstrap_state", {}, reference)
     return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
 
 
@@ -358,8 +350,7 @@ def _operators(
     combines = declared_operators.combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
     operators = []
     for name, (spec, aggregator, _) in specs.items():
-        wanted_partitions = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
-        n = check_partitions(name, spec.num_partitions if wanted_partitions is None else wanted_partitions, groups)
+        n = _partitions(name, num_partitions, spec.num_partitions, groups)
         targets = declared_operators.targets_of(name, schemas[name], fresh[name], n, combines, aggregator)
         operators.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
     return operators, {t.name: t for o in operators for t in o.targets}
@@ -375,7 +366,7 @@ def _function(of_program: declared_operators.OfProgram, target: shuffle.Target) 
             f"as_input=True makes states of the input rows of an aggregate without session windows, and "
             f"{target.in_words} is none: give the rows of its state."
         )
-    return declared_operators.StatesOfRows(of_program.aggregator, target.pairs, target.in_words)
+    return partial(declared_operators.states_of_rows, of_program.aggregator, target.pairs, target.in_words)
 
 
 def _only(targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:
@@ -389,8 +380,7 @@ def _only(targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle
 
 
 def _name(key: Any, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) -> shuffle.OperatorVariable:
-    name = shuffle.target_name(key, targets)
-    if name is None:
+    if (name := shuffle.target_name(key, targets)) is None:
         names = ", ".join(map(repr, targets)) or "none that can be given"
         raise InvalidStateStoreArgument(f"rows= has rows for {key!r}; the program has the state variables {names}.")
     return name
@@ -398,8 +388,7 @@ def _name(key: Any, targets: Mapping[shuffle.OperatorVariable, shuffle.Target]) 
 
 def _key_groups(key_groups: int | None) -> int:
     if key_groups is None:
-        spark = current_spark()
-        if spark is None:
+        if (spark := current_spark()) is None:
             return DEFAULT_KEY_GROUPS
         from spark_bridge.operators.map_in_arrow import configured_key_groups
 

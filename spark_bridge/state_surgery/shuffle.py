@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,8 @@ Combine: TypeAlias = Callable[[pa.Table], Any]
 """Makes one row of the rows of each key, of a table with all rows of some keys."""
 PackedRows: TypeAlias = npt.NDArray[np.uint8]
 """Rows as the bytes of an IPC stream."""
+RowSource: TypeAlias = Callable[[], Iterator[pa.RecordBatch]]
+"""Yields rows to be rewritten, in any process."""
 TargetColumns: TypeAlias = Mapping[Any, pa.Schema]
 """The columns of new rows, by target."""
 
@@ -133,13 +135,6 @@ class RunName(NamedTuple):
     name: OperatorVariable
     first: int
     last: int
-
-
-class RowSource(Protocol):
-    """Rows to be rewritten."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,6 @@ class Target:
 
     @property
     def in_words(self) -> str:
-        """Return how messages name it."""
         operator, variable = self.name
         of_operator = f"operator {operator!r}"
         return of_operator if variable == DEFAULT_FAMILY else f"state variable {variable!r} of {of_operator}"
@@ -240,8 +234,7 @@ class Routing:
                 yield target.name, conform
 
     def _target(self, key: Any) -> Target:
-        name = target_name(key, self.targets)
-        if name is None:
+        if (name := target_name(key, self.targets)) is None:
             listed = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
             raise InvalidStateStoreArgument(
                 f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which takes none: it can "
@@ -252,11 +245,11 @@ class Routing:
     @cached_property
     def _first_groups(self) -> dict[OperatorVariable, list[int]]:
         """Return the first key group of each partition, by target, and the one after the last."""
-        return {
-            name: [partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions)]
-            + [self.num_groups]
-            for name, t in self.targets.items()
-        }
+        groups = {}
+        for name, t in self.targets.items():
+            firsts = (partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions))
+            groups[name] = [*firsts, self.num_groups]
+        return groups
 
     def _runs(self, pending: Mapping[OperatorVariable, list[pa.RecordBatch]]) -> dict[RunName, PackedRows]:
         runs: dict[RunName, PackedRows] = {}

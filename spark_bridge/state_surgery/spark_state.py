@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from backends.encoding.operator_schema import TIMERS, OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument
@@ -223,8 +225,7 @@ class SparkQuery:
         """Return the stateful operators, in the order of their numbers."""
         if not self.storage.list("state"):
             return []
-        rows = self.spark.read.format("state-metadata").load(self.location).collect()
-        if not rows:
+        if not (rows := self.spark.read.format("state-metadata").load(self.location).collect()):
             return self._operators_by_schema()
         variables, modes = {}, {}
         for row in rows:
@@ -259,16 +260,10 @@ class SparkQuery:
         return self.spark.read.format("statestore").options(**settings).load(self.location)
 
 
-@dataclass(frozen=True)
-class TimesOfMicros:
-    """Turns the last column of a batch, microseconds since 1970, into times: the function of a ``Routing``."""
-
-    time: pa.Field
-
-    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the batch with the time."""
-        last = batch.num_columns - 1
-        return batch.set_column(last, self.time, batch.column(last).cast(self.time.type))
+def times_of_micros(time: pa.Field, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch whose last column, microseconds since 1970, is one of times: the function of a ``Routing``."""
+    last = batch.num_columns - 1
+    return batch.set_column(last, time, batch.column(last).cast(time.type))
 
 
 # The rows of an operator of Spark, in the columns of a state variable of this project.
@@ -300,15 +295,12 @@ class Conversion:
 
     @property
     def schema(self) -> OperatorSchema:
-        """Return the schema of the program's operator."""
         return self.target.pairs.rows.schema
 
     @property
     def _values(self) -> list[str]:
-        """Return the columns of the value."""
         rows = self.target.pairs.rows
-        names: list[str] = self.target.pairs.columns.names
-        return names[len(rows.key) + len(rows.inner) :]
+        return list(self.target.pairs.columns.names)[len(rows.key) + len(rows.inner) :]
 
     @property
     def _keys(self) -> list[str]:
@@ -323,8 +315,6 @@ class Conversion:
         return frame.select(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
 
     def _key_columns(self, frame: DataFrame) -> list[Column]:
-        from pyspark.sql import functions as F
-
         keys, of_spark = self._keys, frame.schema["key"].dataType.names
         if keys == [ALL_ROWS_KEY] and not of_spark:
             return [F.lit(True)]
@@ -345,8 +335,6 @@ class Conversion:
 
         Where a row has the key under its name as well, tasks check that both are the same.
         """
-        from pyspark.sql import functions as F
-
         keys = self._keys
         numbered = [name for name in frame.schema["key"].dataType.names if name.startswith("field")]
         if len(numbered) != len(keys):
@@ -376,8 +364,6 @@ class Conversion:
     # -- aggregations and keys -----------------------------------------------------------------
 
     def _aggregate(self) -> DataFrame:
-        from pyspark.sql import functions as F
-
         frame, rows = self.query.state(self.operator), self.target.pairs.rows
         fields = frame.schema["value"].dataType.fields
         first = 1 + len(rows.key) if rows.kind == SESSIONS else 0
@@ -423,8 +409,6 @@ class Conversion:
         )
 
     def _duplicates(self) -> DataFrame:
-        from pyspark.sql import functions as F
-
         frame = self.query.state(self.operator)
         expires = "expiresAtMicros" in frame.schema["value"].dataType.names
         if expires != (EXPIRES_AT in self._values):
@@ -436,8 +420,6 @@ class Conversion:
 
     def _waiting_rows(self, side: JoinSide) -> DataFrame:
         """Return the rows that wait on a side of a join. Those that an output needs no more are left out."""
-        from pyspark.sql import functions as F
-
         # A query without the setting began before Spark had format 2.
         version = int(self.query.settings.get(JOIN_FORMAT, 1))
         if version > MAX_JOIN_FORMAT:
@@ -478,8 +460,6 @@ class Conversion:
 
     def _group_state(self) -> DataFrame | None:
         """Return the value or the timers of ``applyInPandasWithState``, which has one of each at a key."""
-        from pyspark.sql import functions as F
-
         frame, kind = self.query.state(self.operator), self.target.pairs.rows.kind
         has_timeouts = "timeoutTimestamp" in frame.schema["value"].dataType.names
         if kind == TIMERS:
@@ -494,8 +474,6 @@ class Conversion:
         return self._selected(frame.where(state.isNotNull()), *self._fields(state, fields, self._values))
 
     def _variable(self) -> DataFrame | None:
-        from pyspark.sql import functions as F
-
         rows, variable = self.target.pairs.rows, self.target.name[1]
         old_mode, mode = (self.operator.time_mode or "none").lower(), self.schema.settings.get("time_mode", "none")
         if ("none" if old_mode.startswith("no") else old_mode) != mode.lower():
@@ -506,16 +484,12 @@ class Conversion:
         if variable not in self.operator.variables:
             return None
         frame = self.query.state(self.operator, stateVarName=variable)
-        inner: list[Column] = []
-        if rows.kind == MAP:
-            inner = self._of(frame, "user_map_key", list(rows.inner.names))
+        inner = self._of(frame, "user_map_key", list(rows.inner.names)) if rows.kind == MAP else []
         column = {VALUE: "value", LIST: "list_element", MAP: "user_map_value"}[rows.kind]
         return self._selected(frame, *inner, *self._of(frame, column, self._values))
 
     def _of(self, frame: DataFrame, column: str, wanted: list[str]) -> list[Column]:
         """Return the columns of a value, an element or an entry, with the time of its TTL as the last one."""
-        from pyspark.sql import functions as F
-
         if column not in frame.columns:
             raise self._refusal(
                 f"its state variable {self.target.name[1]!r} has the columns {listed(frame.columns)}, and the program "
@@ -547,13 +521,20 @@ class Conversion:
         )
 
 
-def numbered_fields(frame: DataFrame, column: str) -> Column:
-    """Return a struct with the names ``b0``, ``b1``, ... for its fields."""
-    from pyspark.sql import functions as F
-    from pyspark.sql import types as T
+def numbered_fields(frame: DataFrame, column: str, levels: int = 1) -> Column:
+    """Return a struct with the names ``b0``, ``b1``, ... for its fields: users' names may be equal, but for their case.
 
-    fields = frame.schema[column].dataType.fields
-    return F.col(column).cast(T.StructType([T.StructField(f"b{i}", f.dataType) for i, f in enumerate(fields)]))
+    With two ``levels`` the fields of a value with a TTL have such names as well.
+    """
+
+    def numbered(kind: T.StructType, levels: int) -> T.StructType:
+        return T.StructType([T.StructField(f"b{i}", inner(kind, f, levels)) for i, f in enumerate(kind.fields)])
+
+    def inner(kind: T.StructType, field: T.StructField, levels: int) -> T.DataType:
+        is_value = levels > 1 and kind.names == TTL_FIELDS and isinstance(field.dataType, T.StructType)
+        return numbered(field.dataType, levels - 1) if is_value else field.dataType
+
+    return F.col(column).cast(numbered(frame.schema[column].dataType, levels))
 
 
 def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> Column | None:
@@ -562,9 +543,6 @@ def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> 
     Spark sums decimals of up to 8 digits as longs, and for means those of up to 11 digits as doubles, both without
     their point (``DecimalAggregates``). ``wanted`` has ten digits more than the decimals.
     """
-    from pyspark.sql import functions as F
-    from pyspark.sql import types as T
-
     if isinstance(kind, T.DecimalType):
         return total
     unscaled_type, max_digits = (T.DoubleType, 11) if is_mean else (T.LongType, 8)
@@ -575,9 +553,6 @@ def _scaled(total: Column, kind: Any, wanted: pa.DataType, *, is_mean: bool) -> 
 
 
 def _parts(names: tuple[str, ...], buffers: list[Column], where: str) -> list[Column]:
-    """Return the parts of this project's state, made of Spark's buffers."""
-    from pyspark.sql import functions as F
-
     if names == MOMENT_BUFFERS:
         return [buffers[0].cast("long"), *buffers[1:]]
     if names not in (EMPTY_SUM, BUFFERS["mean"]):

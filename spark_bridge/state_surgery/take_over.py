@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.aggregates.computation import outputs_of
+from spark_bridge.operators.map_in_arrow import key_group_count, sources_in_plan
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_format.layouts import EXPIRES_AT
 from spark_bridge.state_surgery import new_state
@@ -49,8 +51,8 @@ from spark_bridge.state_surgery.spark_state import (
     FileSink,
     SparkOperator,
     SparkQuery,
-    TimesOfMicros,
     listed,
+    times_of_micros,
 )
 
 if TYPE_CHECKING:
@@ -106,8 +108,6 @@ def take_over(
     Raises, with nothing left at the new location, ``InvalidStateStoreArgument`` (Spark 3.5; a running query; state that
     cannot be taken over, named), ``SavepointError`` (the location is not empty; other sources), and ``StorageError``.
     """
-    from spark_bridge.operators.map_in_arrow import key_group_count
-
     say, spark = progress or log.info, program.sparkSession
     options = {**storage_settings(spark), **(storage_options or {})}
     sink = None if file_sink is None else FileSink(open_storage(file_sink, options))
@@ -137,7 +137,7 @@ def take_over(
     def jobs() -> Iterator[ReadJob]:
         for name, frame in frames.items():
             last = targets[name].pairs.columns[-1]
-            function = TimesOfMicros(last) if last.name == EXPIRES_AT else None
+            function = partial(times_of_micros, last) if last.name == EXPIRES_AT else None
             routing = Routing(name, function, {name: targets[name]}, key_groups)
             sources = sources_of(frame) if dry_run else staged_rows(frame, new.state.location, options)
             yield from (ReadJob(source, routing) for source in sources)
@@ -214,31 +214,26 @@ def _kind(one: OfProgram) -> str:
     return PROCESSOR if one.spec.kind.startswith(PROCESSOR) else one.spec.kind
 
 
-@dataclass(frozen=True)
-class SeveralKeys:
-    """Takes the rows of Spark's keys that are one key here: the ``combine`` of a target."""
+def refuse_several_keys(target: Target, rows: pa.Table) -> NoReturn:
+    """Raise ``InvalidStateStoreArgument`` for rows of Spark's keys that are one key here: ``combine`` of a target.
 
-    target: Target
-
-    def __call__(self, rows: pa.Table) -> NoReturn:
-        """Raise ``InvalidStateStoreArgument``: only the old query can say what both states are together."""
-        key = key_in_words(rows.slice(0, 1).combine_chunks().to_batches()[0], self.target.pairs, 0)
-        raise InvalidStateStoreArgument(
-            f"Spark has several keys that are one key of {self.target.in_words}, such as {key}: 0.0 and -0.0 are two "
-            "keys of Spark. Have the old query remove the state of one of them, add 0.0 to that column before its "
-            "operator, and call take_over again."
-        )
+    Only the old query can say what both states are together.
+    """
+    key = key_in_words(rows.slice(0, 1).combine_chunks().to_batches()[0], target.pairs, 0)
+    raise InvalidStateStoreArgument(
+        f"Spark has several keys that are one key of {target.in_words}, such as {key}: 0.0 and -0.0 are two "
+        "keys of Spark. Have the old query remove the state of one of them, add 0.0 to that column before its "
+        "operator, and call take_over again."
+    )
 
 
 def _operator(one: OfProgram, backend: str | None, key_groups: int) -> new_state.NewOperator:
     spec = one.spec
     schema = schema_to_write(spec, None)
     count = check_partitions(spec.name, spec.num_partitions, key_groups)
-    targets = tuple(
-        replace(target, combine=SeveralKeys(target))
-        for target in targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
-    )
-    return new_state.NewOperator(spec.name, count, backend or spec.backend, schema, targets)
+    targets = targets_of(spec.name, schema, schema.in_use, count, {}, one.aggregator, one.sides)
+    refusing = tuple(replace(target, combine=partial(refuse_several_keys, target)) for target in targets)
+    return new_state.NewOperator(spec.name, count, backend or spec.backend, schema, refusing)
 
 
 def _frames(
@@ -251,9 +246,7 @@ def _frames(
     """Return the rows of each variable. Raises ``InvalidStateStoreArgument`` for state that no variable takes."""
     if unknown := sorted(columns.keys() - pairs.keys()):
         raise InvalidStateStoreArgument(f"columns= names {listed(unknown)}, and the program has {listed(list(pairs))}.")
-    if asof := [
-        name for name, operator in pairs.items() if KINDS_BY_SPARK[operator.name] == JOIN and not specs[name].sides
-    ]:
+    if asof := [name for name, of in pairs.items() if KINDS_BY_SPARK[of.name] == JOIN and not specs[name].sides]:
         raise InvalidStateStoreArgument(
             f"join_asof cannot take over a join of Spark, as {listed(asof)} should: use join."
         )
@@ -313,8 +306,6 @@ def _check_columns(
 
 def _spark_files(query: SparkQuery, program: DataFrame, now_ms: int) -> SparkFiles:
     """Return Spark's files, with places for the sources of the program that make batches on a quiet stream."""
-    from spark_bridge.operators.map_in_arrow import sources_in_plan
-
     are_ticks = sources_in_plan(program._jdf.queryExecution().analyzed())
     ticks = tuple(place for place, is_tick in enumerate(are_ticks) if is_tick)
     places = tuple(place for place, is_tick in enumerate(are_ticks) if not is_tick)

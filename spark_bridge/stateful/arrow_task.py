@@ -103,7 +103,6 @@ class StateColumns:
         return cls(store, figures, *family_of(variable), variable.ttl_ms)
 
     def begin(self, keys: pa.BinaryArray) -> None:
-        """Read the state of the next keys."""
         self.keys = keys
         self.has_state = np.zeros(len(keys), np.bool_)
         if self.family is None:
@@ -133,10 +132,8 @@ class StateColumns:
                     f"The processor returned {answer.state.num_rows} rows of state for {n} keys: return one for each, "
                     "in the order of batch.keys; updated= selects those to write."
                 )
-            self._write(
-                aligned(answer.state, self.rows.schema, "state"),
-                flags_of(answer.updated, n, "updated", default=True) & ~removed,
-            )
+            written = flags_of(answer.updated, n, "updated", default=True) & ~removed
+            self._write(aligned(answer.state, self.rows.schema, "state"), written)
         if removed.any():
             keys = self.keys.filter(pa.array(removed))
             self.store.stage(keys, pa.nulls(len(keys), pa.binary()), self.family)
@@ -239,11 +236,7 @@ class ArrowLogic:
         state.begin(step.keys, keys)
         columns.begin(step.keys)
         while True:
-            expired = (
-                _expired_timers(state, step.keys, due)
-                if not step.is_part
-                else stateful_processor.TIMERS_SCHEMA.empty_table()
-            )
+            expired = _expired_timers(state, step.keys[:0] if step.is_part else step.keys, due)
             answer = self._answer(
                 stateful_processor.ArrowBatch(
                     keys=pa.Table.from_batches([keys]),
@@ -275,8 +268,7 @@ class ArrowLogic:
         return table if table.schema.equals(self.rows) else table.cast(self.rows)
 
     def _answer(self, batch: stateful_processor.ArrowBatch) -> stateful_processor.ArrowResult:
-        handle = self.processor.handle_initial_state if self.is_initial else self.processor.process
-        answer = handle(batch)
+        answer = (self.processor.handle_initial_state if self.is_initial else self.processor.process)(batch)
         if answer is None:
             return stateful_processor.ArrowResult()
         if isinstance(answer, (pa.Table, pa.RecordBatch)):
@@ -300,9 +292,8 @@ def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryA
         timers = state.expired_timers()
         indices += [i] * len(timers)
         expiries += timers
-    return pa.table(
-        [pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=stateful_processor.TIMERS_SCHEMA
-    )
+    columns = [pa.array(values, pa.int64()) for values in (indices, expiries)]
+    return pa.table(columns, schema=stateful_processor.TIMERS_SCHEMA)
 
 
 def _each_timer(

@@ -20,22 +20,16 @@ from spark_bridge.exceptions import StateDeclarationError
 _TOKEN = re.compile(r"\s*(?:(`(?:[^`]|``)+`)|('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|([^\s<>(),:`'\"]+)|([<>(),:]))")
 _SIMPLE: dict[str, type[T.DataType]] = {
     "boolean": T.BooleanType,
-    "tinyint": T.ByteType,
-    "byte": T.ByteType,
-    "smallint": T.ShortType,
-    "short": T.ShortType,
-    "int": T.IntegerType,
-    "integer": T.IntegerType,
-    "bigint": T.LongType,
-    "long": T.LongType,
-    "float": T.FloatType,
-    "real": T.FloatType,
+    **dict.fromkeys(("tinyint", "byte"), T.ByteType),
+    **dict.fromkeys(("smallint", "short"), T.ShortType),
+    **dict.fromkeys(("int", "integer"), T.IntegerType),
+    **dict.fromkeys(("bigint", "long"), T.LongType),
+    **dict.fromkeys(("float", "real"), T.FloatType),
     "double": T.DoubleType,
     "string": T.StringType,
     "binary": T.BinaryType,
     "date": T.DateType,
-    "timestamp": T.TimestampType,
-    "timestamp_ltz": T.TimestampType,
+    **dict.fromkeys(("timestamp", "timestamp_ltz"), T.TimestampType),
     "timestamp_ntz": T.TimestampNTZType,
 }
 _DECIMALS = ("decimal", "dec", "numeric")
@@ -64,8 +58,7 @@ class _Parser:
         self._tokens: list[str] = []
         at, end = 0, len(text.rstrip())
         while at < end:
-            match = _TOKEN.match(text, at)
-            if not match:
+            if not (match := _TOKEN.match(text, at)):
                 raise self._refusal(f"{text[at:].strip()!r} cannot be read")
             self._tokens.append(match[0].strip())
             at = match.end()
@@ -132,23 +125,19 @@ class _Parser:
         if name in ("char", "character", "varchar"):
             self._numbers((1, 0))
             return T.StringType()
-        if name == "array":
+        if name in ("array", "map", "struct"):
             self._expect("<")
-            array = T.ArrayType(self._type())
+            nested: T.DataType
+            if name == "struct":
+                nested = self.fields(end=">")
+            elif name == "array":
+                nested = T.ArrayType(self._type())
+            else:
+                key = self._type()
+                self._expect(",")
+                nested = T.MapType(key, self._type())
             self._expect(">")
-            return array
-        if name == "map":
-            self._expect("<")
-            key = self._type()
-            self._expect(",")
-            map_type = T.MapType(key, self._type())
-            self._expect(">")
-            return map_type
-        if name == "struct":
-            self._expect("<")
-            struct = self.fields(end=">")
-            self._expect(">")
-            return struct
+            return nested
         remedy = f". {INTERVAL_REMEDY}" if name == "interval" else ""
         raise self._refusal(f"{name!r} is not a type that state can have{remedy}")
 

@@ -73,11 +73,8 @@ class Declaration:
                 )
 
     def _families(self, keys: pa.Schema) -> dict[str, StateSchema]:
-        value, has_ttl = list(self.codec.schema), self.ttl_ms is not None
-        if self.kind == layouts.MAP:
-            return layouts.map_families(self.name, keys, list(self.key_codec.schema), value, has_ttl=has_ttl)
-        families = {layouts.VALUE: layouts.value_families, layouts.LIST: layouts.list_families}[self.kind]
-        return families(self.name, keys, layouts.with_ttl(value) if has_ttl else value)
+        user_key, value = list(self.key_codec.schema), list(self.codec.schema)
+        return layouts.families_of(self.kind, self.name, keys, user_key, value, has_ttl=self.ttl_ms is not None)
 
 
 def check_variable_name(name: str) -> None:
@@ -122,7 +119,6 @@ class StateFigures:
     custom: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add n to one of the custom figures."""
         self.custom[name] = self.custom.get(name, 0) + n
 
 

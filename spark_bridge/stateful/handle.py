@@ -67,9 +67,7 @@ class ValueState(PySparkValueState):
     def exists(self) -> bool:
         """Return whether the key has a value."""
         value = self._values[self._step.index]
-        if value is _UNREAD:
-            value = self._read()
-        return value is not None
+        return (self._read() if value is _UNREAD else value) is not None
 
     def get(self) -> tuple[Any, ...] | None:
         """Return the key's value, None if it has none."""
@@ -121,7 +119,6 @@ class ValueState(PySparkValueState):
         return self._values[self._step.current]
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         step, values = self._step, self._values
         indices = np.unique(np.array(self._changed, np.int64))
         written = np.array([i for i in indices.tolist() if values[i] is not None], np.int64)
@@ -192,11 +189,9 @@ class Timers:
         return keys.take(key_order(keys))
 
     def begin(self) -> None:
-        """Forget the keys of the step before."""
         self._lists, self._before = None, {}
 
     def end(self) -> None:
-        """Stage the step's changes."""
         lists = self._lists
         if not self._before or lists is None:
             return
@@ -217,11 +212,8 @@ class Timers:
         is_kept = pa.array(np.diff(counts) > 0)
         step.stage(keys.filter(is_kept), self._schema.encode_values(rows.filter(is_kept)), self._family)
         step.stage(keys.filter(pc.invert(is_kept)), None, self._family)
-        step.stage(
-            self._by_expiry(added),
-            self._expiry_schema.encode_values(layouts.is_present(len(added))),
-            self._expiry_family,
-        )
+        marks = self._expiry_schema.encode_values(layouts.is_present(len(added)))
+        step.stage(self._by_expiry(added), marks, self._expiry_family)
         step.stage(self._by_expiry(removed), None, self._expiry_family)
         self.begin()
 
@@ -332,10 +324,6 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         if stateName in self._variables:
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
         self._deleted[stateName] = StateVariable(stateName, layouts.VALUE, {}, deleted=True)
-
-    def _all_declared(self) -> list[StateVariable]:
-        """Return the state variables in order, those to delete first."""
-        return [*self._deleted.values(), *self._variables.values()]
 
     def _declared(
         self,

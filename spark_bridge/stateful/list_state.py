@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -43,14 +43,12 @@ _CHUNKS_REMOVED = 1 << 16
 """The most chunks whose removal is staged at once."""
 
 
+@dataclass(slots=True, eq=False)
 class ListChange:
     """The change of one key's list: ``added`` goes after the stored elements, or if ``replaced`` in their place."""
 
-    __slots__ = ("added", "replaced")
-
-    def __init__(self) -> None:
-        self.replaced = False
-        self.added: list[tuple[Any, ...]] = []
+    replaced: bool = False
+    added: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class StoredLists:
     # -- reading -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the keys of the step before."""
         self._read_heads = None
 
     def has_elements(self, i: int) -> bool:
@@ -145,9 +142,12 @@ class StoredLists:
         """
         if touched:
             self._stage(changes, np.sort(np.array(touched, np.int64)))
-        if self._ttl.is_on and self._read_heads is not None:
-            self._remove_expired(self._read_heads, touched)
-        self._read_heads = None
+        heads, self._read_heads = self._read_heads, None
+        if self._ttl.is_on and heads is not None:
+            # Lists that were read, not changed, and have only expired elements.
+            is_over = heads.present & (np.diff(heads.tails.offsets) == 0) & (heads.chunks == 0)
+            is_over[touched] = False
+            self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
     def _stage(self, all_changes: list[ListChange | None], lists: Offsets) -> None:
         step, heads = self._step, self._heads()
@@ -161,18 +161,14 @@ class StoredLists:
         new_chunks = np.bincount(chunk_of, minlength=len(lists))
         if len(chunk_of):
             numbers = old_chunks[chunk_of] + flat_ranges(np.zeros(len(lists), np.int64), new_chunks)
-            kind = self._chunk_schema.value.field(ELEMENTS).type
-            rows = pa.RecordBatch.from_arrays(
-                [pick(elements, chunk_starts, chunk_counts, kind)], schema=self._chunk_schema.value
-            )
+            chunks = pick(elements, chunk_starts, chunk_counts, self._chunk_schema.value.field(ELEMENTS).type)
+            rows = pa.RecordBatch.from_arrays([chunks], schema=self._chunk_schema.value)
             keys = chunk_keys(step.keys.take(pa.array(lists[chunk_of])), numbers)
             step.stage(keys, self._chunk_schema.encode_values(rows), self._chunk_family)
         lengths = np.where(is_kept, heads.lengths[lists], 0) + new_counts
-        kind = self._schema.value.field(TAIL).type
-        rows = pa.RecordBatch.from_arrays(
-            [pa.array(lengths), pa.array(old_chunks + new_chunks), pick(elements, tails, offsets[1:] - tails, kind)],
-            schema=self._schema.value,
-        )
+        tail = pick(elements, tails, offsets[1:] - tails, self._schema.value.field(TAIL).type)
+        columns = [pa.array(lengths), pa.array(old_chunks + new_chunks), tail]
+        rows = pa.RecordBatch.from_arrays(columns, schema=self._schema.value)
         written = np.flatnonzero(lengths > 0)
         keys = step.keys.take(pa.array(lists[written]))
         step.stage(keys, self._schema.encode_values(rows.take(pa.array(written))), self._family)
@@ -213,13 +209,6 @@ class StoredLists:
             part = slice(first, first + _CHUNKS_REMOVED)
             keys = chunk_keys(step.keys.take(pa.array(owners[part])), numbers[part])
             step.stage(keys, None, self._chunk_family)
-
-    def _remove_expired(self, heads: _Heads, touched: list[int]) -> None:
-        """Stage the removal of lists that were read, not changed, and have only expired elements."""
-        is_empty = np.diff(heads.tails.offsets) == 0
-        is_over = heads.present & is_empty & (heads.chunks == 0)
-        is_over[touched] = False
-        self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
 
 class ListState(PySparkListState):
@@ -266,10 +255,7 @@ class ListState(PySparkListState):
     def appendValue(self, newState: tuple[Any, ...]) -> None:
         """Add an element at the end; raises ``IllegalStateValueError`` if it does not fit the schema."""
         accepted = self._values.accept(newState)
-        change = self._changes[self._step.index]
-        if change is None:
-            change = self._change()
-        change.added.append(accepted)
+        (self._changes[self._step.index] or self._change()).added.append(accepted)
 
     def appendList(self, newState: Iterable[tuple[Any, ...]]) -> None:
         """Add elements at the end; raises ``IllegalStateValueError`` for no elements, or for one that does not fit."""
@@ -284,8 +270,7 @@ class ListState(PySparkListState):
     def _accepted(self, elements: Iterable[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
         if elements is None:
             raise null_value(self._name, "list")
-        accepted = [self._values.accept(e) for e in elements]
-        if not accepted:
+        if not (accepted := [self._values.accept(e) for e in elements]):
             raise IllegalStateValueError(
                 f"[ILLEGAL_STATE_STORE_VALUE.EMPTY_LIST_VALUE] State variable {self._name!r} was given an empty list. "
                 "Give at least one element, or call clear() to remove the list."
@@ -306,6 +291,5 @@ class ListState(PySparkListState):
         self._stored.begin()
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         self._stored.stage(self._changes, self._touched)
         self._changes, self._touched = [], []

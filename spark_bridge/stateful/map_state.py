@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ Entry: TypeAlias = "tuple[ValueTuple, ValueTuple | None, int | None]"
 """A user's key, its value (None: removed), and when the entry expires in ms since 1970 (None: never)."""
 
 
+@dataclass(slots=True, eq=False)
 class KeyMap:
     """The map of one grouping key, with the changes of this step.
 
@@ -41,32 +42,15 @@ class KeyMap:
     entries that were not in ``stored``.
     """
 
-    __slots__ = (
-        "entries",
-        "is_changed",
-        "is_large",
-        "is_loaded",
-        "misses",
-        "removed",
-        "stored",
-        "was_large",
-        "written",
-    )
-
-    def __init__(self, is_large: bool, entries: dict[Hashable, Entry]) -> None:
-        self.is_large = self.was_large = is_large
-        self.entries = entries
-        self.written: set[Hashable] = set()
-        self.removed = 0
-        self.is_changed = False
-        self.is_loaded = False
-        self.misses = 0
-        self.stored: dict[Hashable, ValueTuple | None] = {}
-
-    @property
-    def is_wiped(self) -> bool:
-        """Return whether the entries in the store must be removed."""
-        return self.was_large and not self.is_large
+    was_large: bool
+    is_large: bool
+    entries: dict[Hashable, Entry]
+    written: set[Hashable] = field(default_factory=set)
+    removed: int = 0
+    is_changed: bool = False
+    is_loaded: bool = False
+    misses: int = 0
+    stored: dict[Hashable, ValueTuple | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,7 +83,6 @@ class StoredMaps:
     # -- reading -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the keys of the previous step."""
         self._read_heads = None
 
     def head(self, i: int) -> tuple[bool, list[Entry]]:
@@ -166,8 +149,10 @@ class StoredMaps:
         """
         if changed:
             for i, key_map in changed:
-                if key_map.is_wiped:
-                    self._wipe(i, key_map)
+                if key_map.was_large and not key_map.is_large:
+                    for batch in self._step.store.scan([prefix_range(self._step.keys[i].as_py())], self._entry_family):
+                        self._step.stage(batch.column(0), None, self._entry_family)
+                        key_map.removed += batch.num_rows
             self._stage_heads([(i, m) for i, m in changed if not m.is_large])
             self._stage_entries([(i, m) for i, m in changed if m.is_large])
             if self._ttl.is_on:
@@ -175,24 +160,19 @@ class StoredMaps:
             figures = self._step.figures
             figures.num_rows_updated += sum(len(m.written) for _, m in changed)
             figures.num_rows_removed += sum(m.removed for _, m in changed)
-        if self._ttl.is_on and self._read_heads is not None:
-            self._remove_expired(self._read_heads, [i for i, _ in changed])
-        self._read_heads = None
-
-    def _wipe(self, i: int, key_map: KeyMap) -> None:
-        """Stage the removal of a large map's entries."""
-        prefix = self._step.keys[i].as_py()
-        for batch in self._step.store.scan([prefix_range(prefix)], self._entry_family):
-            self._step.stage(batch.column(0), None, self._entry_family)
-            key_map.removed += batch.num_rows
+        heads, self._read_heads = self._read_heads, None
+        if self._ttl.is_on and heads is not None:
+            # Small maps that were read, not changed, and have only expired entries.
+            is_over = heads.present & (np.diff(heads.small.offsets) == 0) & ~np.array(heads.large, np.bool_)
+            is_over[[i for i, _ in changed]] = False
+            self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
     def _stage_heads(self, changed: list[tuple[int, KeyMap]]) -> None:
         """Stage maps that have been small; a map with too many entries or bytes becomes large."""
         step, heads = self._step, self._heads()
         gone = np.array([i for i, m in changed if not m.entries and heads.present[i]], np.int64)
         step.stage(step.keys.take(pa.array(gone)), None, self._family)
-        maps = [(i, m) for i, m in changed if m.entries]
-        if not maps:
+        if not (maps := [(i, m) for i, m in changed if m.entries]):
             return
         keys, values = self._columns([entry for _, m in maps for entry in m.entries.values()])
         kind = self._schema.value.field(layouts.MAP_ENTRIES).type
@@ -208,32 +188,24 @@ class StoredMaps:
         is_large = partition_rows.are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True
-        rows = pa.RecordBatch.from_arrays(
-            [
-                pa.array(is_large),
-                partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind),
-            ],
-            schema=self._schema.value,
-        )
+        small = partition_rows.pick(entries, offsets[:-1], np.where(is_large, 0, np.diff(offsets)), kind)
+        rows = pa.RecordBatch.from_arrays([pa.array(is_large), small], schema=self._schema.value)
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
 
     def _stage_large_heads(self, maps: list[int]) -> None:
         """Stage the rows at the keys of large maps again: a sweep of this batch may have staged their removal."""
         kind = self._schema.value.field(layouts.MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
-        rows = pa.RecordBatch.from_arrays(
-            [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value
-        )
+        are_large = pa.repeat(pa.scalar(True), len(maps))
+        rows = pa.RecordBatch.from_arrays([are_large, entries], schema=self._schema.value)
         keys = self._step.keys.take(pa.array(maps, pa.int64()))
         self._step.stage(keys, self._schema.encode_values(rows), self._family)
 
     def _stage_entries(self, changed: list[tuple[int, KeyMap]]) -> None:
-        """Stage the changed entries of large maps."""
         step = self._step
         owned = [(i, entry) for i, m in changed for entry in m.entries.values()]
         for is_removal in (True, False):
-            part = [(i, entry) for i, entry in owned if (entry[1] is None) == is_removal]
-            if not part:
+            if not (part := [(i, entry) for i, entry in owned if (entry[1] is None) == is_removal]):
                 continue
             keys, values = self._columns([entry for _, entry in part])
             stored = with_more(step.keys.take(pa.array([i for i, _ in part])), columns_of_key(keys))
@@ -252,12 +224,6 @@ class StoredMaps:
         except (TypeError, ValueError) as error:
             raise self.values.refusal(error) from error
         return keys, self._ttl.stamped(values, [entry[2] for entry in entries])
-
-    def _remove_expired(self, heads: _Heads, changed: list[int]) -> None:
-        """Stage the removal of small maps that were read, not changed, and have only expired entries."""
-        is_over = heads.present & (np.diff(heads.small.offsets) == 0) & ~np.array(heads.large, np.bool_)
-        is_over[changed] = False
-        self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
 
 
 _MISSES_BEFORE_LOADING = 16
@@ -292,8 +258,7 @@ class MapState(PySparkMapState):
 
         Raises ``IllegalStateValueError`` if ``key`` does not fit its schema.
         """
-        value = self._value_of(self._keys.accept(key))
-        if value is None:
+        if (value := self._value_of(self._keys.accept(key))) is None:
             return None
         row: Row = tuple.__new__(self._value_row, value if self._values.is_immutable else self._values.copied(value))
         return row
@@ -360,7 +325,6 @@ class MapState(PySparkMapState):
         self._stored.begin()
 
     def _end(self) -> None:
-        """Stage the step's changes."""
         touched = [(i, self._maps[i]) for i in sorted(self._touched)]
         self._stored.stage([(i, m) for i, m in touched if m is not None and m.is_changed])
         self._maps, self._touched = [], []
@@ -370,14 +334,14 @@ class MapState(PySparkMapState):
         key_map: KeyMap | None = self._maps[index]
         if key_map is None:
             is_large, entries = self._stored.head(index)
-            key_map = self._maps[index] = KeyMap(is_large, {self._hashed(entry[0]): entry for entry in entries})
+            by_key = {self._hashed(entry[0]): entry for entry in entries}
+            key_map = self._maps[index] = KeyMap(is_large, is_large, by_key)
             self._touched.append(index)
         return key_map
 
     def _value_of(self, key: ValueTuple) -> ValueTuple | None:
         key_map, hashed = self._map(), self._hashed(key)
-        entry = key_map.entries.get(hashed)
-        if entry is not None:
+        if (entry := key_map.entries.get(hashed)) is not None:
             return entry[1]
         return self._look_up(key_map, hashed, key) if key_map.is_large else None
 
@@ -424,9 +388,8 @@ class MapState(PySparkMapState):
                     if changed_value is not None:
                         yield changed_key, changed_value
                     at += 1
-                if at < len(changed) and changed[at][0] == encoded:
-                    continue
-                yield key, value
+                if at == len(changed) or changed[at][0] != encoded:
+                    yield key, value
         for _, changed_key, changed_value in changed[at:]:
             if changed_value is not None:
                 yield changed_key, changed_value

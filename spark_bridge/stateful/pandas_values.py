@@ -41,7 +41,6 @@ class PandasCodec:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the Arrow schema of the rows, in normalised types."""
         return RowCodec(self.struct).schema
 
     def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
@@ -76,7 +75,8 @@ class PandasCodec:
         # Many times as fast as through series. Copied, as the processor may change the frame afterwards.
         inner: Any = frame
         blocks = inner._mgr.blocks
-        if len(blocks) == 1 and type(blocks[0].values) is np.ndarray and _is_in_order(blocks[0].mgr_locs):
+        where = blocks[0].mgr_locs if len(blocks) == 1 and type(blocks[0].values) is np.ndarray else None
+        if where is not None and where.is_slice_like and where.indexer == slice(0, len(where), 1):
             together: FrameColumns = blocks[0].values.take(places, axis=0)
             return together
         arrays = {place: block.iget(i) for block in blocks for i, place in enumerate(block.mgr_locs)}
@@ -137,11 +137,6 @@ def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> npt.NDArray[n
     if len(labels) != len(names):
         raise ValueError(f"A DataFrame has {len(labels)} columns.")
     return np.arange(len(names))
-
-
-def _is_in_order(places: Any) -> bool:
-    """Return whether the rows of a block are the columns of a frame that has no other block."""
-    return bool(places.is_slice_like and places.indexer == slice(0, len(places), 1))
 
 
 def rows_of_frame(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:

@@ -252,18 +252,16 @@ class ProcessorState:
 
     @property
     def figures(self) -> StateFigures:
-        """Return the counts of rows written and removed so far."""
         return self._step.figures
 
     @property
     def states(self) -> dict[str, ValueState | ListState | MapState]:
-        """Return the state variables that ``init`` has declared, by name."""
         return self.handle._states
 
     def declare(self) -> tuple[StateVariable, ...]:
         """Return the variables that ``init`` has declared, those to delete first, and with a time mode the timers."""
         timers = [] if self._time_mode == NONE else [timers_variable(self._key_schema)]
-        return (*self.handle._all_declared(), *timers)
+        return (*self.handle._deleted.values(), *self.handle._variables.values(), *timers)
 
     def keys_with_expired_timers(self) -> pa.BinaryArray:
         """Return the grouping keys that have a stored timer that fires now, sorted; called before ``begin``."""
@@ -271,16 +269,14 @@ class ProcessorState:
 
     def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
         """Begin a step of the next keys, which are sorted, distinct, and after the keys of all earlier steps."""
-        step = self._step
         self._start_sweep()
-        step.begin(keys)
+        self._step.begin(keys)
         for state in self.states.values():
             state._begin()
         if self._timers is not None:
             self._timers.begin()
 
     def set_key(self, i: int) -> None:
-        """Make the step's key number ``i`` the current one."""
         self._step.index = i
 
     def expired_timers(self) -> list[int]:
@@ -336,11 +332,6 @@ class TaskInput:
     keys: pa.Schema
     event_time: EventTime | None = None
 
-    @cached_property
-    def key_struct(self) -> StructType:
-        """Return the columns of the key, in their order."""
-        return StructType([self.struct[name] for name in self.keys.names])
-
     def read(
         self, batches: Iterable[pa.RecordBatch], sorter: RowSorter, late_watermark_ms: int, timer: StepTimer
     ) -> int:
@@ -395,11 +386,9 @@ class ProcessLogic:
         with sorting as sorter, Spool(codec.schema) as spool:
             num_late = self.input.read(batches, sorter, times.late_watermark_ms, timer)
             sink = OutputSink(spool, self.event_time, times.late_watermark_ms)
-            output = (
-                OutputRows(codec, sink)
-                if self.mode == "rows"
-                else OutputFrames(PandasCodec(self.output, self.time_zone), sink)
-            )
+            output: OutputRows | OutputFrames = OutputRows(codec, sink)
+            if self.mode == "pandas":
+                output = OutputFrames(PandasCodec(self.output, self.time_zone), sink)
             with started(self.processor, self.input.keys, self.time_mode, store) as state:
                 self._process(state, sorter, output)
                 state.finish()
@@ -419,19 +408,25 @@ class ProcessLogic:
 
         def handle_timers(key: tuple[Any, ...]) -> None:
             for expiry in state.expired_timers():
-                output.take(
-                    processor.handleExpiredTimer(key=key, timerValues=times, expiredTimerInfo=ExpiredTimerInfo(expiry))
-                )
+                timer = ExpiredTimerInfo(expiry)
+                output.take(processor.handleExpiredTimer(key=key, timerValues=times, expiredTimerInfo=timer))
                 state.handle.deleteTimer(expiry)
 
         steps = sorter.steps()
-        open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
-        if self.time_mode == "none" or self.is_initial:
-            for_each_key(state, steps, self.input, open_rows, handle_rows)
-        else:
+        has_timers = self.time_mode != NONE and not self.is_initial
+        if has_timers:
             steps = with_keys(steps, state.keys_with_expired_timers(), self.limits.step_rows)
-            for_each_key(state, steps, self.input, open_rows, handle_rows, handle_timers)
+        for_each_key(state, steps, self.input, self._opened, handle_rows, handle_timers if has_timers else None)
         output.flush()
+
+    def _opened(self, rows: pa.RecordBatch) -> Taker:
+        """Return what converts Arrow rows to the form that the processor takes."""
+        if self.mode == "rows":
+            rows_of_batch = RowCodec(self.input.struct).iter_rows(rows)
+            return lambda start, stop: islice(rows_of_batch, stop - start)
+        frame = PandasCodec(self.input.struct, self.time_zone).to_frame(rows)
+        size = frame_size(rows, self.frame_rows, self.frame_bytes)
+        return lambda start, stop: (rows_of_frame(frame, i, min(i + size, stop)) for i in range(start, stop, size))
 
 
 @contextmanager
@@ -456,36 +451,19 @@ def frozen() -> Iterator[None]:
     Rows make many objects, and the collector would visit the objects of all modules many times for them.
     """
     global _frozen_by
-    is_ours = False
     # The interpreter counts frozen objects one by one: 10 ms for those of a worker process, so it counts them once.
-    if _frozen_by == "nobody":
-        is_ours = gc.get_freeze_count() == 0
-        _frozen_by = "us" if is_ours else "others"
+    is_ours = _frozen_by == "nobody" and gc.get_freeze_count() == 0
     if is_ours:
+        _frozen_by = "us"
         gc.freeze()
+    elif _frozen_by == "nobody":
+        _frozen_by = "others"
     try:
         yield
     finally:
         if is_ours:
             gc.unfreeze()
             _frozen_by = "nobody"
-
-
-def opener(
-    task_input: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
-) -> Callable[[pa.RecordBatch], Taker]:
-    """Return a function that converts Arrow rows to the form that a processor takes."""
-
-    def open_rows(rows: pa.RecordBatch) -> Taker:
-        rows_of_batch = RowCodec(task_input.struct).iter_rows(rows)
-        return lambda start, stop: islice(rows_of_batch, stop - start)
-
-    def open_frames(rows: pa.RecordBatch) -> Taker:
-        frame = PandasCodec(task_input.struct, time_zone).to_frame(rows)
-        size = frame_size(rows, frame_rows, frame_bytes)
-        return lambda start, stop: (rows_of_frame(frame, i, min(i + size, stop)) for i in range(start, stop, size))
-
-    return open_rows if mode == "rows" else open_frames
 
 
 def frame_size(rows: pa.RecordBatch, most_rows: int, most_bytes: int) -> int:
@@ -508,7 +486,7 @@ def for_each_key(
     handle_timers: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> None:
     """Go through the keys of all steps: for each key, handle its rows, if it has any, and then its timers."""
-    key_codec = RowCodec(task_input.key_struct)
+    key_codec = RowCodec(StructType([task_input.struct[name] for name in task_input.keys.names]))
     for step in steps:
         key_rows = decode_keys(step.keys, task_input.keys)
         state.begin(step.keys, key_rows)
@@ -529,13 +507,8 @@ def for_each_key(
 
 def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorFigures:
     """Return the figures of a task."""
-    return OperatorFigures(
-        num_rows=num_rows,
-        num_rows_updated=state.figures.num_rows_updated,
-        num_rows_removed=state.figures.num_rows_removed,
-        num_rows_dropped_by_watermark=num_late,
-        custom=state.figures.custom,
-    )
+    of = state.figures
+    return OperatorFigures(num_rows, of.num_rows_updated, of.num_rows_removed, num_late, of.custom)
 
 
 def _all_parts(

@@ -142,16 +142,11 @@ def _accepted(name: str, value: Value, kind: pa.DataType, convert: _Conversion) 
 
 
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "byte": (int, float),
-    "short": (int, float),
-    "integer": (int, float),
-    "long": (int, float),
-    "float": (float,),
-    "double": (float,),
+    **dict.fromkeys(("byte", "short", "integer", "long"), (int, float)),
+    **dict.fromkeys(("float", "double"), (float,)),
     "decimal": (Decimal, int),
     "string": (str,),
-    "timestamp": (datetime,),
-    "timestamp_ntz": (datetime,),
+    **dict.fromkeys(("timestamp", "timestamp_ntz"), (datetime,)),
 }
 """By Spark type, the Python types whose values can only be out of range."""
 
@@ -161,19 +156,14 @@ def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_
     names = [f.name for f in fields]
     absent = (None,) * len(fields)
     rows = [absent if v is None else _positional(name, v, names) for v in values]
-    columns = (
-        transposed(rows, len(fields), lambda: f"field {name!r} has {len(fields)} ({', '.join(names)})") if rows else []
-    )
+    columns: Sequence[Sequence[Value]] = [()] * len(fields)
+    if rows:
+        columns = transposed(rows, len(fields), lambda: f"field {name!r} has {len(fields)} ({', '.join(names)})")
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
-    children = [
-        to_array(
-            f"{name}.{f.name}",
-            columns[i] if rows else [],
-            f.with_nullable(f.nullable or bool(mask.any())),
-            nan_is_null=nan_is_null,
-        )
-        for i, f in enumerate(fields)
-    ]
+    children = []
+    for f, column in zip(fields, columns, strict=True):
+        nullable = f.with_nullable(f.nullable or bool(mask.any()))
+        children.append(to_array(f"{name}.{f.name}", column, nullable, nan_is_null=nan_is_null))
     return struct_array(children, len(values), mask, kind)
 
 
@@ -259,16 +249,21 @@ class RowCodec:
 
         Raises ``ValueError`` naming the column of a time that Python's datetime cannot hold.
         """
-        return [_column_values(name, c) for name, c in zip(self.struct.names, batch.columns, strict=True)]
+        values = []
+        for name, column in zip(self.struct.names, batch.columns, strict=True):
+            try:
+                values.append(_values(column))
+            except ValueError as error:
+                raise ValueError(f"Column {name!r}: {error}") from error
+        return values
 
     def to_batch(self, rows: Sequence[Sequence[Value]]) -> pa.RecordBatch:
         """Return the rows as a batch; raises ``TypeError`` or ``ValueError`` naming field, type and value."""
         schema = self.schema
         if not rows:
             return pa.RecordBatch.from_pylist([], schema=schema)
-        columns = transposed(
-            rows, len(schema), lambda: f"the schema has {len(schema)} fields ({', '.join(schema.names)})"
-        )
+        n = len(schema)
+        columns = transposed(rows, n, lambda: f"the schema has {n} fields ({', '.join(schema.names)})")
         arrays = [to_array(f.name, c, f) for f, c in zip(schema, columns, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -294,21 +289,13 @@ def _rows(names: tuple[str, ...], columns: Sequence[Sequence[Value]], num_rows: 
     return map(partial(tuple.__new__, row_class(names)), tuples)
 
 
-def _column_values(name: str, array: pa.Array) -> list[Value]:
-    """Return a column's values; raises ``ValueError`` naming the column."""
-    try:
-        return _values(array)
-    except ValueError as error:
-        raise ValueError(f"Column {name!r}: {error}") from error
-
-
 def _values(array: pa.Array) -> list[Value]:
     kind = array.type
     if pa.types.is_dictionary(kind):
         return _values(array.dictionary_decode())
     mask = null_mask(array)
     values: list[Value]
-    if _is_text(kind):
+    if kind in _TEXTS:
         values = array.to_numpy(zero_copy_only=False).tolist()
         return values
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
@@ -346,21 +333,12 @@ def _values(array: pa.Array) -> list[Value]:
     return values
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_large_binary(kind)
-    )
+_TEXTS = (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
 
 
 _EXACT: dict[type[T.DataType], type] = {
     T.BooleanType: bool,
-    T.ByteType: int,
-    T.ShortType: int,
-    T.IntegerType: int,
-    T.LongType: int,
+    **dict.fromkeys((T.ByteType, T.ShortType, T.IntegerType, T.LongType), int),
     T.DoubleType: float,
     T.StringType: str,
     T.BinaryType: bytes,
@@ -418,20 +396,16 @@ class StateValues:
             raise self.refusal(f"{value!r} has {len(value)} fields, not {len(self._fields)}.")
         try:
             accepted = tuple(f(v) for f, v in zip(self._fields, value, strict=True))
-        except _UnusualError:
-            return self._through_codec(value)
+        except _UnusualError:  # as the value would come back from the store
+            try:
+                return self._codec.to_tuples(self._codec.to_batch([value]))[0]
+            except (TypeError, ValueError, OverflowError) as error:
+                raise self.refusal(error) from error
         if self._is_flat and all(a is v for a, v in zip(accepted, value, strict=True)):
             if len(self._plain) >= _SIGNATURES_KEPT:
                 self._plain.clear()
             self._plain.add(tuple(map(type, value)))
         return accepted
-
-    def _through_codec(self, value: Any) -> tuple[Any, ...]:
-        """Return the value as it would come back from the store; raises ``IllegalStateValueError``."""
-        try:
-            return self._codec.to_tuples(self._codec.to_batch([value]))[0]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise self.refusal(error) from error
 
 
 def null_value(variable: str, what: str = "value") -> IllegalStateValueError:

@@ -202,19 +202,20 @@ class ProcessorTester:
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
         """Return the rows that the processor returns for a key's rows; late rows are left out."""
         self._uses_pandas = False
-        extractor, watermark = self._event_time, self._times.watermark_ms
-        if self._time_mode == handle.EVENT_TIME and extractor is not None:
-            input = [row for row in input if extractor(row) > watermark]
-        return self._handle_rows(key, iter(input))
+        return self._handle_rows(key, filter(self._is_in_time, input))
 
     def testInPandas(self, key: Any, input: pd.DataFrame) -> pd.DataFrame:
         """Return the DataFrame that the processor returns for a key's DataFrame; late rows are left out."""
         self._uses_pandas = True
-        extractor, watermark = self._event_time, self._times.watermark_ms
-        if self._time_mode == handle.EVENT_TIME and extractor is not None:
-            in_time = [extractor(row) > watermark for _, row in input.iterrows()]
+        if self._time_mode == handle.EVENT_TIME:
+            in_time = np.array([self._is_in_time(row) for _, row in input.iterrows()], np.bool_)
             input = input[in_time].reset_index(drop=True)
         return _one_frame(self._handle_rows(key, iter([input])))
+
+    def _is_in_time(self, row: Any) -> bool:
+        if self._time_mode != handle.EVENT_TIME or self._event_time is None:
+            return True
+        return self._event_time(row) > self._times.watermark_ms
 
     def setProcessingTime(self, currentTimeMs: int) -> Any:
         """Move processing time on to ``currentTimeMs`` (since 1970), and return the output of the timers that fire.
@@ -288,10 +289,10 @@ class ProcessorTester:
             for i, number in enumerate(rows.column(0).to_pylist()):
                 state.set_key(i)
                 for expiry in state.expired_timers():
-                    info = ExpiredTimerInfo(expiry)
                     # By name, as tasks call it, and as PySpark's do.
+                    key, info = self._keys[number], ExpiredTimerInfo(expiry)
                     result = self.processor.handleExpiredTimer(
-                        key=self._keys[number], timerValues=state.timer_values, expiredTimerInfo=info
+                        key=key, timerValues=state.timer_values, expiredTimerInfo=info
                     )
                     output += self._as_in_a_query(result)
                     state.handle.deleteTimer(expiry)
@@ -369,21 +370,22 @@ class ProcessorTester:
             store.commit(OperatorFigures())
 
     def _timers(self) -> handle.StatefulProcessorHandle:
-        """Return the handle that has the timers of the current key."""
         if self._time_mode == handle.NONE:
             raise TesterValueError(
                 "[UNSUPPORTED_OPERATION] Timers need timeMode='ProcessingTime' or 'EventTime', not 'None'."
             )
+        self._require_key()
+        return self._state.handle
+
+    def _require_key(self) -> None:
         if self._open is None:
             raise ProcessorTesterError("Between calls no key is current: call handle.setGroupingKey(key) first.")
-        return self._state.handle
 
     def _clear(self, name: str) -> None:
         """Remove the current key's state of a variable."""
         if name not in self._state.states:
             raise _unknown("state variable", name, self._state)
-        if self._open is None:
-            raise ProcessorTesterError("Between calls no key is current: call handle.setGroupingKey(key) first.")
+        self._require_key()
         self._state.states[name].clear()
 
     def _set_watermark(self, watermark_ms: int) -> None:
@@ -392,8 +394,7 @@ class ProcessorTester:
 
     def _forget(self, name: str) -> None:
         self._commit()
-        state = self._state.handle._states.pop(name, None)
-        if state is not None:
+        if (state := self._state.handle._states.pop(name, None)) is not None:
             make_deleted(state, name, _KINDS[type(state)])
 
     def _identified(self, key: Any) -> tuple[Any, tuple[Any, ...]]:

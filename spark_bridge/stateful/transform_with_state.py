@@ -6,36 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, GroupedData
 from pyspark.sql import types as T
 
 from backends.encoding.columns import RESERVED_PREFIX
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import checked_names
-from spark_bridge.operators import columns
-from spark_bridge.operators.map_in_arrow import (
-    DeclaredOperator,
-    InitialState,
-    KeyRouting,
-    check_operator_name,
-    declare,
-    frame_limits,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    with_ticks,
-)
+from spark_bridge.operators import columns, map_in_arrow
 from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
 from spark_bridge.stateful.process_task import Mode, ProcessLogic, ProcessorState, TaskInput
 from spark_bridge.stateful.stateful_processor import ArrowStatefulProcessor, call_problem
-from spark_bridge.task.state_task import EventTime, Logic, StateTask
+from spark_bridge.task.state_task import EventTime, Logic
 
 # The arguments that all forms of ``transform_with_state`` have in common, and checking them.
 
@@ -52,6 +38,7 @@ class TransformArguments:
 
     df: DataFrame
     operator: str
+    routing: map_in_arrow.KeyRouting
     time_mode: str
     input: TaskInput
     output: T.StructType
@@ -69,6 +56,7 @@ def checked_arguments(
     time_mode: str,
     initial_state: DataFrame | GroupedData | None,
     event_time_column: str | None,
+    num_partitions: int | None,
 ) -> TransformArguments:
     """Return the arguments, checked; raises ``InvalidOperatorError`` for all that they show to be wrong."""
     if not df.isStreaming:
@@ -76,7 +64,7 @@ def checked_arguments(
             "transform_with_state takes a streaming DataFrame (spark.readStream): state belongs to a checkpoint. Over "
             "a batch DataFrame, Spark 4 runs a processor once: df.groupBy(...).transformWithState(...)."
         )
-    check_operator_name(operator, df)
+    layout = map_in_arrow.state_layout(operator, num_partitions, df)
     if not isinstance(output_mode, str) or output_mode.lower() not in PROCESSOR_OUTPUT_MODES:
         raise InvalidOperatorError(
             f"output_mode={output_mode!r} is not one of {', '.join(PROCESSOR_OUTPUT_MODES)}: a processor emits the "
@@ -89,7 +77,7 @@ def checked_arguments(
     keys = checked_names("by=", by)
     _check_names(df.schema, "The DataFrame")
     columns.check_keys(df.schema, keys)
-    key_schema = pa.schema([pa.field(k, columns.arrow_type(df.schema[k].dataType)) for k in keys])
+    key_schema = columns.arrow_schema([df.schema[key] for key in keys])
     is_timed = time_mode.lower() == EVENT_TIME
     # Several columns with a watermark are an error only if one of them is used.
     marked = columns.event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
@@ -104,6 +92,7 @@ def checked_arguments(
     return TransformArguments(
         df,
         operator,
+        map_in_arrow.KeyRouting(keys, *layout),
         time_mode.lower(),
         TaskInput(df.schema, key_schema, marked if is_timed else None),
         output,
@@ -115,11 +104,9 @@ def checked_arguments(
 
 def _check_names(schema: T.StructType, whose: str) -> None:
     """Raise ``InvalidOperatorError`` for columns that a processor could not distinguish."""
-    twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
-    if twice:
+    if twice := sorted({n for n in schema.names if schema.names.count(n) > 1}):
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
-    own = [name for name in schema.names if name.startswith(RESERVED_PREFIX)]
-    if own:
+    if own := [name for name in schema.names if name.startswith(RESERVED_PREFIX)]:
         raise InvalidOperatorError(
             f"{whose} has the columns {', '.join(own)}; names that begin with {RESERVED_PREFIX} are the state "
             "store's own: rename them."
@@ -229,9 +216,9 @@ def transform_with_state(
     Raises ``InvalidOperatorError`` for every mistake that the arguments show.
     """
     arguments = checked_arguments(
-        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column, num_partitions
     )
-    return _of_rows(arguments, processor, "rows", num_partitions)
+    return _of_rows(arguments, processor, "rows")
 
 
 def transform_with_state_in_pandas(
@@ -256,9 +243,9 @@ def transform_with_state_in_pandas(
     the session's time zone. The counterpart in Spark 4 is ``df.groupBy(by).transformWithStateInPandas(...)``.
     """
     arguments = checked_arguments(
-        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column, num_partitions
     )
-    return _of_rows(arguments, processor, "pandas", num_partitions)
+    return _of_rows(arguments, processor, "pandas")
 
 
 def transform_with_state_in_arrow(
@@ -282,31 +269,27 @@ def transform_with_state_in_arrow(
     counterpart.
     """
     arguments = checked_arguments(
-        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column
+        df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column, num_partitions
     )
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
             f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of "
             'a function by @arrow_processor("n long, total double").'
         )
-    rows = pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in df.schema.fields])
+    rows = columns.arrow_schema(df.schema.fields)
     logic = ArrowLogic(processor, arguments.time_mode, arguments.input, rows, arguments.output, arguments.event_time)
     initial = None
     if arguments.initial_rows is not None:
         struct = arguments.initial_rows.schema
-        initial = replace(
-            logic,
-            input=TaskInput(struct, arguments.input.keys),
-            rows=pa.schema([pa.field(f.name, columns.arrow_type(f.dataType)) for f in struct.fields]),
-            is_initial=True,
-        )
-    return _transformed(arguments, Declaring(_copy(processor)), logic, initial, num_partitions)
+        task_input, rows = TaskInput(struct, arguments.input.keys), columns.arrow_schema(struct.fields)
+        initial = replace(logic, input=task_input, rows=rows, is_initial=True)
+    return _transformed(arguments, Declaring(_copy(processor)), logic, initial)
 
 
-def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
+def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode) -> DataFrame:
     _check_processor(processor, arguments.time_mode)
     zone = str(arguments.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
-    frame_rows, frame_bytes = frame_limits(arguments.df.sparkSession)
+    frame_rows, frame_bytes = map_in_arrow.frame_limits(arguments.df.sparkSession)
     logic = ProcessLogic(
         processor,
         mode,
@@ -322,46 +305,25 @@ def _of_rows(arguments: TransformArguments, processor: Any, mode: Mode, num_part
     if arguments.initial_rows is not None:
         rows = TaskInput(arguments.initial_rows.schema, arguments.input.keys)
         initial = replace(logic, input=rows, event_time=None, is_initial=True)
-    return _transformed(arguments, _copy(processor), logic, initial, num_partitions)
+    return _transformed(arguments, _copy(processor), logic, initial)
 
 
-def _transformed(
-    arguments: TransformArguments, declaring: Any, logic: Logic, initial: Logic | None, num_partitions: int | None
-) -> DataFrame:
+def _transformed(arguments: TransformArguments, declaring: Any, logic: Logic, initial: Logic | None) -> DataFrame:
     """Return the output of the operator; ``declaring`` is a copy of the processor, whose ``init`` is called here."""
-    df, keys = arguments.df, arguments.input.keys.names
-    key_groups = key_group_count(df)
-    partitions = partition_count(df, num_partitions, key_groups)
-    schema = _declared(declaring, arguments)
-    spec = OperatorSpec(arguments.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
-    routing = KeyRouting(tuple(keys), partitions, key_groups)
-    state = None
-    if initial is not None and arguments.initial_rows is not None:
-        state = InitialState(arguments.initial_rows, routing, initial)
-    rows = df if arguments.time_mode == NONE else with_ticks(df, arguments.operator)
-    task = StateTask(
-        arguments.operator,
-        partitions,
-        key_groups,
-        tuple(keys),
-        logic,
-        uses_time=True,
-        watermark_lag_ms=arguments.lag_ms,
-    )
-    return map_in_arrow(rows, task.run, declare(DeclaredOperator(spec, initial=state)), arguments.output, routing)
-
-
-def _declared(processor: Any, arguments: TransformArguments) -> OperatorSchema:
-    """Return the declarations of the processor's ``init``, called on the driver with a handle that can only declare."""
-    state = ProcessorState(arguments.input.keys, arguments.time_mode, None)
-    try:
-        processor.init(state.handle)
+    routing, initial_rows = arguments.routing, arguments.initial_rows
+    declared = ProcessorState(arguments.input.keys, arguments.time_mode, None)  # its handle can only declare
+    with map_in_arrow.refusing(arguments.operator):
+        declaring.init(declared.handle)
         # The mode stays with the state: in another mode, its timers would fire by another clock.
-        schema = OperatorSchema(state.declare(), settings={"time_mode": arguments.time_mode})
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"Operator {arguments.operator!r}: {error}") from error
-    processor.close()
-    return schema
+        schema = OperatorSchema(declared.declare(), settings={"time_mode": arguments.time_mode})
+    declaring.close()
+    spec = OperatorSpec(arguments.operator, routing.num_partitions, schema.to_json(), kind=KIND, uses_time=True)
+    state = None
+    if initial is not None and initial_rows is not None:
+        state = map_in_arrow.InitialState(initial_rows, routing, initial)
+    rows = arguments.df if arguments.time_mode == NONE else map_in_arrow.with_ticks(arguments.df, arguments.operator)
+    operator = map_in_arrow.DeclaredOperator(spec, initial=state)
+    return map_in_arrow.stateful_operator(rows, operator, routing, logic, arguments.output, arguments.lag_ms)
 
 
 def _copy(processor: Any) -> Any:
@@ -384,8 +346,7 @@ def _check_processor(processor: Any, time_mode: str) -> None:
         raise InvalidOperatorError(
             f"The processor {type(processor).__name__} works in columns: use transform_with_state_in_arrow."
         )
-    missing = [name for name in _METHODS if not callable(getattr(processor, name, None))]
-    if missing:
+    if missing := [name for name in _METHODS if not callable(getattr(processor, name, None))]:
         raise InvalidOperatorError(
             f"processor={processor!r} has no {', '.join(missing)}: give an instance of a subclass of StatefulProcessor."
         )

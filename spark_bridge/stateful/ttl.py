@@ -52,20 +52,14 @@ class Ttl:
 
     def expiries(self, rows: pa.RecordBatch) -> list[int | None]:
         """Return when each row expires; None without a TTL."""
-        expiry_ms: list[int | None] = (
-            rows.column(layouts.TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
-        )
-        return expiry_ms
+        return list(rows.column(layouts.TTL_COLUMN).to_pylist()) if self.is_on else [None] * rows.num_rows
 
     def stamped(self, rows: pa.RecordBatch, expiries: list[int | None] | None = None) -> pa.RecordBatch:
         """Return the rows with the column of their expiries, by default that of this batch; unchanged without a TTL."""
         if not self.is_on:
             return rows
         column: Any = np.full(rows.num_rows, self.expiry, np.int64) if expiries is None else expiries
-        return pa.RecordBatch.from_arrays(
-            [*rows.columns, pa.array(column, pa.int64())],
-            schema=rows.schema.append(pa.field(layouts.TTL_COLUMN, pa.int64())),
-        )
+        return rows.append_column(pa.field(layouts.TTL_COLUMN, pa.int64()), pa.array(column, pa.int64()))
 
 
 def expiry_at(timestamp_ms: int, ttl_ms: int) -> int:
@@ -176,30 +170,24 @@ class _Sweep:
         now = self._step.timestamp_ms
         if variable.kind == layouts.VALUE or part == layouts.ENTRIES:
             return ~alive_at(rows, now)
-        column = {
-            layouts.CHUNKS: layouts.ELEMENTS,
-            "": layouts.TAIL if variable.kind == layouts.LIST else layouts.MAP_ENTRIES,
-        }[part]
+        if part == layouts.CHUNKS:
+            column, others, elsewhere = layouts.ELEMENTS, "", None
+        elif variable.kind == layouts.LIST:
+            column, others, elsewhere = layouts.TAIL, layouts.CHUNKS, layouts.NUM_CHUNKS
+        else:
+            column, others, elsewhere = layouts.MAP_ENTRIES, layouts.ENTRIES, layouts.IS_LARGE
         elements, offsets = list_parts(rows.column(column))
         alive = offsets_of(alive_at(rows_of_structs(elements), now))[offsets]
         is_over: Mask = alive[1:] == alive[:-1]
-        if part == layouts.CHUNKS:
+        if elsewhere is None:
             return is_over
-        if variable.kind == layouts.LIST:
-            others, elsewhere = layouts.CHUNKS, rows.column(layouts.NUM_CHUNKS).to_numpy()
-        else:
-            others, elsewhere = layouts.ENTRIES, rows.column(layouts.IS_LARGE).to_numpy(zero_copy_only=False)
+        # A head is over if it never had rows in the other family, or all of them have been removed.
+        gone: Mask = rows.column(elsewhere).to_numpy(zero_copy_only=False) == 0
         family_of_others = layouts.family_of(variable, others)[0]
-        return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of_others)
-
-    def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:
-        """Return which heads have no rows in ``family``: never had (``elsewhere``), or all have been removed."""
-        gone: Mask = elsewhere == 0
-        asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
-        for i in asked.tolist():
-            ranges = [prefix_range(heads[i].as_py())]
-            gone[i] = sum(batch.num_rows for batch in self._step.store.scan(ranges, family, 1)) == 0
-        return gone
+        for i in np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED].tolist():
+            ranges = [prefix_range(batch.column(0)[i].as_py())]
+            gone[i] = sum(found.num_rows for found in self._step.store.scan(ranges, family_of_others, 1)) == 0
+        return is_over & gone
 
 
 def _rotated(key_groups: tuple[int, int], batch_id: int) -> list[int]:

@@ -66,6 +66,17 @@ class Endpoints:
         from_driver = [(a, self.token) for a in self.addresses]
         return list(dict.fromkeys([*((f.address, f.token) for f in from_files), *from_driver]))
 
+    def call_coordinator(self, method: str, args: dict[str, Any]) -> Any:
+        """Send a message through any host. Raises ``HostUnavailableError`` if none passes it on."""
+        failure: Exception | None = None
+        for address, token in self.candidates():
+            try:
+                return client_for(address, token, self.tls).call_coordinator(method, args)
+            except HostUnavailableError as error:
+                forget_client(address, token)
+                failure = error
+        raise HostUnavailableError(f"No state store host passed on {method}; last failure: {failure}")
+
 
 def read_host_files(directory: Path) -> list[HostFile]:
     """Return the hosts that have left their address in a directory; unreadable or foreign files are an error."""
@@ -111,8 +122,7 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
 
     Raises ``StateStoreRefusedError``, before any state is touched, if the query may not run.
     """
-    refusal = local_property(REFUSAL)
-    if refusal:
+    if refusal := local_property(REFUSAL):
         raise StateStoreRefusedError(refusal)
     run_id, endpoints = local_property(RUN_ID), local_endpoints(local_property)
     if not run_id or endpoints is None:
@@ -158,16 +168,8 @@ def find() -> Transport | None:
         return None
 
     def send(method: str, args: dict[str, Any]) -> Any:
-        failure: Exception | None = None
-        for address, token in endpoints.candidates():
-            try:
-                answer = client_for(address, token, endpoints.tls).call_coordinator(method, to_wire(args))
-            except HostUnavailableError as error:
-                forget_client(address, token)
-                failure = error
-            else:
-                return [from_wire(p) for p in answer] if method == "report_active_instance" else answer
-        raise HostUnavailableError(f"No state store host passed on {method}; last failure: {failure}")
+        answer = endpoints.call_coordinator(method, to_wire(args))
+        return [from_wire(p) for p in answer] if method == "report_active_instance" else answer
 
     return send
 

@@ -137,7 +137,6 @@ class RowSorter:
         return [run for level in reversed(self._levels) for run in level]
 
     def _sorted(self) -> Iterator[RowStep]:
-        """Yield the rows that wait in memory, as one step."""
         if not self._waiting:
             return
         rows = _concatenated(self._waiting)
@@ -171,8 +170,7 @@ class RowSorter:
                     run.read(share)
             limit = min((run.keys[-1].as_py() for run in runs if run.has_more), default=None)
             if limit is None:
-                rest = [part for run in runs for part in run.take(len(run.keys))]
-                if rest:
+                if rest := [part for run in runs for part in run.take(len(run.keys))]:
                     yield _sorted_parts(rest)
                 return
             # A run whose last key in memory is the limit may have more rows of that key.

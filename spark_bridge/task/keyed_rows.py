@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -70,6 +71,10 @@ class StepSize:
         """Learn how many bytes the rows of ``num_keys`` keys took."""
         if num_keys:
             self.keys = max(1, min(1 << 18, self._bytes * num_keys // max(1, num_bytes)))
+
+
+VisitOthers: TypeAlias = Callable[[bytes | None, bytes | None, pa.BinaryArray], None]
+"""Takes a range of stored keys, after the first key and up to the second (None: unbounded), and touched keys in it."""
 
 
 class RowReducer:
@@ -171,47 +176,64 @@ class RowReducer:
             self._sorter.add(batch.slice(start, size))
 
 
+def in_steps(
+    reducer: RowReducer, size: StepSize, merge: Callable[[KeyedRows], int], visit: VisitOthers | None = None
+) -> None:
+    """Call ``merge`` for some keys at a time, and ``visit`` for the stored keys between and after them.
+
+    ``merge`` returns the bytes that the rows of the keys take.
+    """
+    behind = None
+    for part in reducer.steps():
+        start = 0
+        while start < len(part.keys):
+            step = part.slice(start, size.keys)
+            start += len(step.keys)
+            size.seen(len(step.keys), merge(step))
+            if visit is not None:
+                last = step.keys[-1].as_py()
+                visit(behind, last, step.keys)
+                behind = last
+    if visit is not None:
+        visit(behind, None, pa.array([], pa.binary()))
+
+
 def scanned(
     store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
 ) -> Iterator[pa.RecordBatch]:
     """Yield stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
-    waiting: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    for pairs in store.scan(ranges, column_family):
-        waiting.append(pairs)
-        num_rows += pairs.num_rows
-        num_bytes += pairs.nbytes
-        if num_rows >= KEYED_SCAN_ROWS or num_bytes >= BYTES_PER_PART:
-            yield from _together(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-    if num_rows:
-        yield from _together(waiting)
+    return _together(store.scan(ranges, column_family), KEYED_SCAN_ROWS)
 
 
 def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> Iterator[pa.RecordBatch]:
     """Put batches together into larger ones; book the wait for them as ``input_wait``, and the rest as ``work``."""
-    waiting: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    timer.restart()
-    for batch in batches:
+
+    def arriving() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            timer.step("input_wait")
+            yield batch
         timer.step("input_wait")
-        waiting.append(batch)
-        num_rows += batch.num_rows
-        num_bytes += batch.nbytes
-        if num_rows >= ROWS_PER_PART or num_bytes >= BYTES_PER_PART:
-            yield from _together(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-            timer.step(work)
-    timer.step("input_wait")
-    if waiting:
-        yield from _together(waiting)
+
+    timer.restart()
+    for part in _together(arriving(), ROWS_PER_PART):
+        yield part
+        timer.step(work)
     timer.step(work)
 
 
-def _together(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    # Several batches, if a column has more than 2 GiB.
-    combined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return combined
+def _together(batches: Iterable[pa.RecordBatch], least_rows: int) -> Iterator[pa.RecordBatch]:
+    """Put batches together until they have that many rows, or ``BYTES_PER_PART``."""
+    waiting: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
+    for batch in chain(batches, (None,)):
+        if batch is not None:
+            waiting.append(batch)
+            num_rows += batch.num_rows
+            num_bytes += batch.nbytes
+        if num_rows >= (1 if batch is None else least_rows) or num_bytes >= BYTES_PER_PART:
+            # Several batches, if a column has more than 2 GiB.
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, num_rows, num_bytes = [], 0, 0
 
 
 def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -219,8 +241,7 @@ def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
 
     Raises ``StateTooLargeError`` if a column of them has more than 2 GiB.
     """
-    batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
-    if not batches:
+    if not (batches := pa.Table.from_batches(parts).combine_chunks().to_batches()):
         return parts[0]
     if len(batches) > 1:
         raise StateTooLargeError(

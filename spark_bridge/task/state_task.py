@@ -65,8 +65,7 @@ class StateTask:
         """
         from pyspark import TaskContext
 
-        context = TaskContext.get()
-        if context is None:
+        if (context := TaskContext.get()) is None:
             raise StateStoreRefusedError(f"Operator {self.operator!r} runs only inside a Spark task.")
         endpoints, run_id = endpoints_from(context.getLocalProperty, self.operator)
         try_set_up(context.getLocalProperty(TRACING), {"role": "task"})

@@ -67,7 +67,6 @@ class Spool:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether some batches are in the file."""
         return self._file is not None
 
     def __enter__(self) -> Spool:
@@ -100,7 +99,6 @@ class Spool:
         self._held, self._held_bytes = [], 0
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all batches."""
         return (batch for _, batch in self.labelled())
 
     def labelled(self) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -126,7 +124,6 @@ class Spool:
         yield from self._held
 
     def close(self) -> None:
-        """Drop all batches, and the file."""
         self._held = []
         if self._file is not None:
             self._file.close()
@@ -200,7 +197,6 @@ class TaskStore:
         return self._key in _owners
 
     def open(self) -> None:
-        """Open the store at its owner."""
         with spans.step("task.open"):
             self._with_owner(lambda owner: None)
 
@@ -375,7 +371,9 @@ class TaskStore:
         for address, token in candidates:
             try:
                 host = client_for(address, token, self._endpoints.tls)
-                opened = host.open(self._opening())
+                # It reports the host that has not answered before, if there is one.
+                task = replace(self._task, unreachable=self._unreachable) if self._unreachable else self._task
+                opened = host.open(task)
                 if opened.redirect is not None:
                     address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
                     host = client_for(address, token, self._endpoints.tls)
@@ -392,10 +390,6 @@ class TaskStore:
             self._opened_at(host, token, opened)
             return host
         raise failure
-
-    def _opening(self) -> protocol.TaskIdentity:
-        """Return the request to open the store. It reports the host that has not answered before, if there is one."""
-        return replace(self._task, unreachable=self._unreachable) if self._unreachable else self._task
 
     def _give_up(self, address: str, token: str) -> None:
         """Forget a host that does not answer, with all its partitions.

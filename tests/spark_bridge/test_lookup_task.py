@@ -63,7 +63,7 @@ def endpoints_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints
     def ask(endpoints: Endpoints, method: str, args: dict[str, Any]) -> Any:
         return msgspec.json.decode(msgspec.json.encode(getattr(cluster.c, method)(**args)))
 
-    monkeypatch.setattr(looked_up_state, "_ask_coordinator", ask)
+    monkeypatch.setattr(Endpoints, "call_coordinator", ask)
     monkeypatch.setattr(looked_up_state, "_routers", {})
     return Endpoints((), TOKEN, "", PATIENCE)
 

@@ -86,13 +86,13 @@ class OwnWorkers:
     """``Workers`` without Ray."""
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
-        found = (routing.columns(source.batches()) for source, routing in jobs)
+        found = (routing.columns(source()) for source, routing in jobs)
         return next((columns for columns in found if columns is not None), None)
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         cut = CutRows()
         for source, routing in jobs:
-            for runs in routing.cut(source.batches(), cut.counts):
+            for runs in routing.cut(source(), cut.counts):
                 for name, run in runs.items():
                     cut.record_run(name, run)
         return cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spark_bridge.state_format.layouts import MAP, VALUE, map_families, value_fa
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import declared_operators
-from spark_bridge.state_surgery.declared_operators import MergedStates, StatesOfRows
+from spark_bridge.state_surgery.declared_operators import merged_states, states_of_rows
 from spark_bridge.state_surgery.new_state import NewStateReport
 from spark_bridge.state_surgery.rewrite_state import bootstrap_state
 from tests.coordinator_actor.coordinator_world import World
@@ -161,10 +162,10 @@ def test_states_of_input_rows_are_those_of_the_aggregate() -> None:
     aggregator = Aggregator([Output("n", "count", None, None, None), Output("x", "sum", "amount", None, pa.float64())])
     schema = OperatorSchema.of_rows(StateSchema(KEYS, aggregator.state_schema))
     pairs = PairsOfRows(VariableRows(schema, schema.in_use[0], raw=True))
-    states = StatesOfRows(aggregator, pairs, "operator 'totals'")
+    states = partial(states_of_rows, aggregator, pairs, "operator 'totals'")
     first = states(pa.record_batch({"user": pa.array([1, 2, 1]), "amount": pa.array([1.0, 2.0, None])}))
     second = states(pa.record_batch({"amount": pa.array([8.0]), "user": pa.array([1])}))
-    merged = MergedStates(aggregator, pairs)(pa.Table.from_batches([first, second]))
+    merged = merged_states(aggregator, pairs, pa.Table.from_batches([first, second]))
     assert sorted(merged.to_pylist(), key=repr) == [
         {"user": 1, "n.count.count": 3, "x.sum.sum": 9.0},
         {"user": 2, "n.count.count": 1, "x.sum.sum": 2.0},
