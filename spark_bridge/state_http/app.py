@@ -146,11 +146,7 @@ def create_app(
         app.mount(PAGE, page)
         app.add_route("/", _index, include_in_schema=False)
 
-    @app.get(
-        "/v1/operators",
-        response_model=models.OperatorList,
-        summary="The operators of all running queries",
-    )
+    @app.get("/v1/operators", response_model=models.OperatorList, summary="The operators of all running queries")
     async def operators() -> Response:
         return _json(await service.operators())
 

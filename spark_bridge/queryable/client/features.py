@@ -314,13 +314,7 @@ def _read(
 
 
 def features_each(
-    client: ViewClient,
-    view: str,
-    requests: Sequence[list[Any]],
-    *,
-    defaults: bool,
-    isolation: str,
-    timeout: float,
+    client: ViewClient, view: str, requests: Sequence[list[Any]], *, defaults: bool, isolation: str, timeout: float
 ) -> list[FeatureRows | Exception]:
     """Return the answer of each of several requests of one view, or its error, all of one version of each query.
 

@@ -422,11 +422,7 @@ class StateRouter:
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
     def lookup_together(
-        self,
-        lookups: Sequence[tuple[OperatorLocation, str]],
-        keys: pa.BinaryArray,
-        at: protocol.At,
-        deadline: float,
+        self, lookups: Sequence[tuple[OperatorLocation, str]], keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, list[pa.BinaryArray]]:
         """Return one version, and the stored values of the same keys in several operators of one run, as ``lookup``.
 

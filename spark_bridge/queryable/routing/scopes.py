@@ -225,9 +225,7 @@ class ScopedReads:
         return self._operators.visible()
 
     def described(
-        self,
-        describe: Callable[[protocol.DescribeRequest], dict[str, Any]],
-        request: protocol.DescribeRequest,
+        self, describe: Callable[[protocol.DescribeRequest], dict[str, Any]], request: protocol.DescribeRequest
     ) -> dict[str, Any]:
         """Return what ``describe`` answers, without the operators and statistics of requests that are out of scope."""
         if request.operator is not None:

@@ -132,11 +132,7 @@ class ServerConnection:
         limits = self._limits
         self._handler.send(
             protocol.Welcome(
-                protocol.PROTOCOL,
-                self._server.host_id,
-                limits.max_request_bytes,
-                limits.max_keys,
-                time_ns() // 1000,
+                protocol.PROTOCOL, self._server.host_id, limits.max_request_bytes, limits.max_keys, time_ns() // 1000
             )
         )
         self._observe("", "hello", started)
