@@ -108,15 +108,8 @@ def problem(status: int, detail: str, error: str | None = None, **more: Any) -> 
 
     ``error`` names the Python client's error class, so that programs can tell errors apart.
     """
-    named = {} if error is None else {"error": error}
-    return {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        **named,
-        **more,
-    }
+    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    return body | ({} if error is None else {"error": error}) | more
 
 
 def problem_of(error: Exception) -> dict[str, Any]:

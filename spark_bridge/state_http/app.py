@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -122,13 +121,6 @@ def create_app(
     statements = Statements(service.client, limits)
     watches = HttpWatches(service, verifier, limits)
 
-    @asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if lifespan is not None:
-                await stack.enter_async_context(lifespan())
-            yield
-
     app = FastAPI(
         title="ray-statestore",
         summary="The state of running streams.",
@@ -136,7 +128,7 @@ def create_app(
         version="1",
         docs_url=None,
         redoc_url=None,
-        lifespan=running,
+        lifespan=None if lifespan is None else lambda _: lifespan(),
         responses=PROBLEMS,
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
     )

@@ -114,8 +114,7 @@ class StateService:
     def lag(self) -> float:
         """Return by how many seconds the last answer may be behind; 0.0 unless hosts follow a query and are late."""
         connecting = self._connecting
-        is_there = connecting is not None and connecting.done() and not connecting.cancelled()
-        if connecting is None or not is_there or connecting.exception() is not None:
+        if connecting is None or not connecting.done() or connecting.cancelled() or connecting.exception() is not None:
             return 0.0
         return connecting.result().lag_seconds
 
@@ -168,12 +167,8 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
-        named = {
-            "query": request.query,
-            "state": request.state,
-            "isolation": request.isolation.value,
-            "version": request.version,
-        }
+        named = {"query": request.query, "state": request.state, "version": request.version}
+        named["isolation"] = request.isolation.value
         version_and_time = await self._as_of(client, shape, operator, {**named, "at": request.at})
         table: pa.Table = await client.get_many(
             operator,
@@ -312,14 +307,9 @@ class StateService:
 
 
 def _found(operators: list[dict[str, Any]], operator: str, query: str | None) -> dict[str, Any]:
-    """Return the description of an operator. Raises ``UnknownOperatorError``."""
     for description in operators:
-        if description["operator"] == operator and query in (
-            None,
-            description["query_name"],
-            description["query_id"],
-            description["run_id"],
-        ):
+        names = (None, description["query_name"], description["query_id"], description["run_id"])
+        if description["operator"] == operator and query in names:
             return description
     raise UnknownOperatorError(f"No running query has an operator {operator!r} any more.")
 
@@ -396,9 +386,8 @@ class Statements:
         self._client = client
         self._limits = limits
         self._running = access.BoundedReads("statements", limits.max_sql)
-        self._of_one = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes).share_of(
-            limits.max_sql
-        )
+        of_all = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes)
+        self._of_one = of_all.share_of(limits.max_sql)
 
     def begun(self, request: models.SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator: a pair of the versions and of the times of rolling aggregates, by
@@ -432,7 +421,7 @@ class Statements:
                 await self._within(rows, deadline)
                 batches = rows.__aiter__()
                 # The versions of all tables are known once the first rows have arrived, or their end.
-                first = await self._within(_next(batches), deadline)
+                first = await self._within(anext(batches, None), deadline)
                 body = BODIES[media_type](rows.schema, rows.versions, rows.times)
                 yield rows.versions, rows.times
                 async for piece in body_of(body, self._written(first, batches, request.limit, body, deadline)):
@@ -461,7 +450,7 @@ class Statements:
                 yield await asyncio.to_thread(body.rows, part)
             if num_rows == limit:
                 return
-            batch = await self._within(_next(batches), deadline)
+            batch = await self._within(anext(batches, None), deadline)
 
     async def _within(self, what: Awaitable[T], deadline: float) -> T:
         """Wait for something until the deadline. Raises ``QueryTimeoutError``."""
@@ -474,11 +463,6 @@ class Statements:
                 "by conditions on the key columns for example."
             )
         return waited.result()
-
-
-async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:
-    """Return the next batch; None after the last one."""
-    return await anext(batches, None)
 
 
 async def while_there(request: Request, what: Awaitable[T]) -> T | None:

@@ -20,7 +20,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, RequestError
+from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.async_results import BlockingCalls
@@ -184,8 +184,6 @@ class PageWatches:
                     return
                 check()
                 yield f"id: {change.version}/{changes.run_id or ''}\n".encode() + _event("change", _told(change))
-        except AccessDeniedError as error:
-            yield _event("problem", {"problem": str(error)})
         except STATESTORE_ERRORS as error:
             yield _event("problem", {"problem": str(error)})
         finally:
@@ -194,15 +192,11 @@ class PageWatches:
 
 
 def _told(change: StateChange) -> dict[str, object]:
-    rows = python_rows(change.batch.slice(0, MAX_WATCH_ROWS))
-    return {
-        "version": change.version,
-        "rows": [
-            {"change": row["change_type"], "before": value(row.get("before")), "after": value(row.get("after"))}
-            for row in rows
-        ],
-        "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS),
-    }
+    rows = [
+        {"change": row["change_type"], "before": value(row.get("before")), "after": value(row.get("after"))}
+        for row in python_rows(change.batch.slice(0, MAX_WATCH_ROWS))
+    ]
+    return {"version": change.version, "rows": rows, "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS)}
 
 
 def _event(name: str, data: object) -> bytes:
