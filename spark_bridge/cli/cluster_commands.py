@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -215,11 +216,7 @@ def list_tokens(
     Example: statestore token list --json
     """
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
-    output.show(
-        lambda: msgspec.to_builtins(tokens),
-        lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
-        as_json=as_json,
-    )
+    output.show(lambda: msgspec.to_builtins(tokens), lambda: rendered(tokens, time.time()), as_json=as_json)
 
 
 @app.command()
@@ -335,11 +332,8 @@ def _drop_view(source: sources.Source, view: str | None) -> None:
         if view is None or source.checkpoint is not None:
             raise RequestError("--drop needs the VIEW of a running query: its coordinator drops it.")
         with sources.joined_ray(source.address, source.namespace):
-            having = [
-                running.run_id
-                for running in _sent(source.namespace, source.coordinator, "feature_views")
-                if running.view.name == view
-            ]
+            all_views = _sent(source.namespace, source.coordinator, "feature_views")
+            having = [running.run_id for running in all_views if running.view.name == view]
             if not having:
                 raise UnknownFeatureViewError(f"No running query has a feature view {view!r}.")
             for run_id in having:
@@ -435,37 +429,23 @@ def ui(
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
     """
     with output.errors_explained():
-        place = _Place(host, port, Prices.parse(prices), sql_memory)
+        run = partial(_run, host=host, port=port, prices=Prices.parse(prices), sql_memory=sql_memory)
         for name in ("jinja2", "starlette", "uvicorn"):
             if find_spec(name) is None:
                 raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")
-        if source.checkpoint is not None:
-            _serve_checkpoint(source.checkpoint, source, place)
-        else:
+        if source.checkpoint is None:
             with sources.joined_ray(source.address, source.namespace):
-                _serve_cluster(source, place)
+                _serve_cluster(source, run)
+            return
+        from spark_bridge.ui.live import StoredSystem
+        from spark_bridge.ui.requests import OwnToken
+
+        system = StoredSystem(source.checkpoint, source.state_location, source.options)
+        system.overview()  # a wrong location is an error before anything is served
+        run(system, OwnToken(None, admin=False))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The address of the page, the prices of storage that the page shows, and SQL's memory in MiB."""
-
-    host: str
-    port: int
-    prices: Prices
-    sql_memory: int
-
-
-def _serve_checkpoint(location: str, source: sources.Source, place: _Place) -> None:
-    from spark_bridge.ui.live import StoredSystem
-    from spark_bridge.ui.requests import OwnToken
-
-    system = StoredSystem(location, source.state_location, source.options)
-    system.overview()  # a wrong location is an error before anything is served
-    _run(system, OwnToken(None, admin=False), place)
-
-
-def _serve_cluster(source: sources.Source, place: _Place) -> None:
+def _serve_cluster(source: sources.Source, run: Callable[..., None]) -> None:
     from coordinator_actor.reference import RayCoordinatorPort
     from spark_bridge.overview.from_cluster import KnownCheckpoints, cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
@@ -476,7 +456,6 @@ def _serve_cluster(source: sources.Source, place: _Place) -> None:
     namespace, coordinator = source.namespace, source.coordinator
     calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call, namespace=namespace)
-
     checkpoints = KnownCheckpoints()
 
     def overview() -> Overview:
@@ -492,16 +471,20 @@ def _serve_cluster(source: sources.Source, place: _Place) -> None:
         calls.close()
 
     system = LiveSystem(namespace, overview, connect, calls.call, source.options)
-    _run(system, OwnToken(tokens, admin=True), place, running)
+    run(system, OwnToken(tokens, admin=True), running)
 
 
 def _run(
     system: System,
     own: OwnToken,
-    place: _Place,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    *,
+    host: str,
+    port: int,
+    prices: Prices,
+    sql_memory: int,
 ) -> None:
-    """Serve until the process is interrupted."""
+    """Serve until the process is interrupted. ``sql_memory`` is in MiB."""
     import uvicorn
 
     from spark_bridge.ui.app import create_ui
@@ -513,12 +496,12 @@ def _run(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _tell(system, own, place.host, self.servers[0].sockets[0].getsockname()[1])
+                _tell(system, own, host, self.servers[0].sockets[0].getsockname()[1])
 
     config = uvicorn.Config(
-        create_ui(system, own, own, lifespan, place.prices, replace(PAGE_SQL, memory_bytes=place.sql_memory << 20)),
-        host=place.host,
-        port=place.port,
+        create_ui(system, own, own, lifespan, prices, replace(PAGE_SQL, memory_bytes=sql_memory << 20)),
+        host=host,
+        port=port,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=2,
