@@ -75,7 +75,6 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended in any way."""
         return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
@@ -107,11 +106,9 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)
 
     def sent(self) -> int | None:
-        """Return the received signal, or None."""
         return self._signal
 
     def wait(self, seconds: float) -> None:
-        """Wait ``seconds``, or until a signal comes."""
         self._set.wait(seconds)
 
 

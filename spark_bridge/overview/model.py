@@ -110,7 +110,6 @@ class HostOverview:
 
     @property
     def machine(self) -> str:
-        """Return the IP address of its machine."""
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
@@ -369,7 +368,6 @@ class Query:
 
     @property
     def title(self) -> str:
-        """Return the name of the query for people."""
         return self.name or self.query_id
 
 

@@ -361,7 +361,6 @@ class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
 
     @property
     def version(self) -> int:
-        """Return the version of the first query."""
         return self.versions[0]
 
 
@@ -433,7 +432,6 @@ class FeatureAnswer:
     rows: list[list[Any]] | None = None
 
     def body(self) -> bytes | pa.Buffer:
-        """Return the body of the ``FeaturesReply``."""
         if self.rows is not None:
             return _encode(self.rows)
         return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()

@@ -73,7 +73,6 @@ class CallUnderWay:
         self.since = math.inf
 
     def go_on(self) -> None:
-        """Record that the caller waits again."""
         self.since = time.monotonic()
 
 

@@ -176,8 +176,6 @@ def create_ui(
 
 @dataclass(eq=False, repr=False)
 class _Page:
-    """Answers the requests of one page."""
-
     _system: requests.System
     _verifier: TokenVerifier
     _own: requests.OwnToken | None
@@ -323,7 +321,6 @@ class _Page:
         return answer
 
     async def sign_out(self, request: Request) -> Response:
-        """Forget the session."""
         form = await own_form(request, _token(request))
         if isinstance(form, Response):
             return form

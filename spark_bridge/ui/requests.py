@@ -162,17 +162,14 @@ class StateTable:
 
     @property
     def is_rolling(self) -> bool:
-        """Return whether the values are rolling aggregates, as of a time."""
         return self.kind == ROLLING
 
     @property
     def id(self) -> str:
-        """Return the name in addresses."""
         return state_id(self.query, self.operator, self.state)
 
     @property
     def title(self) -> str:
-        """Return the name of the table for people."""
         of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
         return f"{of} of {self.query_title}"
 
@@ -244,7 +241,6 @@ class PageCall:
         return self.grant.admin and self.grant.scope.is_all
 
     def client(self) -> QueryableStateClient:
-        """Return the query client, which sees what the person may see."""
         return scoped_client(self.system.client(), self.grant.scope)
 
     def given(self, name: str) -> str:

@@ -211,7 +211,6 @@ class KeyCodec:
 
     @cached_property
     def columns_schema(self) -> pa.Schema:
-        """The schema of the result of ``columns``."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, named: NamedColumns) -> list[Any]:

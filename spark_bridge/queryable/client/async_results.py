@@ -336,17 +336,12 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         opened, self._opened = self._opened, None
         relation, self._relation = self._relation, None
         if opened is not None:
+            close = getattr(opened[1], "close", lambda: None)
             with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
-                await asyncio.to_thread(_closed, opened[1])
+                await asyncio.to_thread(close)
         elif relation is not None:
             # The caller left while the statement started. Its process would never be used again, and never end.
             from spark_bridge.queryable.sql.statement_process import ProcessStatement
 
             if isinstance(relation, ProcessStatement):
                 await asyncio.to_thread(relation.close)
-
-
-def _closed(batches: Iterator[pa.RecordBatch]) -> None:
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -130,13 +130,11 @@ class ProxyDiscovery:
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         proxy = self._current
-        reply, body = self._connections.request(
-            proxy, protocol.LocateOperatorRequest(operator, query), deadline=deadline
-        )
+        request = protocol.LocateOperatorRequest(operator, query)
+        reply, body = self._connections.request(proxy, request, deadline=deadline)
         if not isinstance(reply, protocol.LocateReply):
-            raise exceptions.QueryableStateError(
-                f"{proxy} answered a question for a location by {type(reply).__name__}."
-            )
+            kind = type(reply).__name__
+            raise exceptions.QueryableStateError(f"{proxy} answered a question for a location by {kind}.")
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
@@ -404,7 +402,6 @@ class KnownView:
 
     @classmethod
     def of(cls, location: protocol.ViewLocation) -> KnownView:
-        """Return the view that a location describes."""
         view = location.view
         stored = pa.ipc.read_schema(pa.py_buffer(location.key))
         codec = KeyCodec(view.name, stored, view.keys, location.key_groups, "feature view")
@@ -437,7 +434,6 @@ class KnownTargets(Generic[L]):
         self._last: dict[OperatorRef, L] = {}
 
     def had_answer(self, ref: OperatorRef) -> bool:
-        """Return whether the operator has been located before."""
         return ref in self._last
 
     def get(self, ref: OperatorRef, deadline: float) -> L:
@@ -453,7 +449,6 @@ class KnownTargets(Generic[L]):
         return target
 
     def forget(self, ref: OperatorRef) -> None:
-        """Forget a location that has proved wrong."""
         self._known.pop(ref, None)
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> L:
@@ -542,18 +537,13 @@ class ClusterAccess:
         begun = time.monotonic() if begun is None else begun
         deadline = begun + (self.timeout if timeout is None else timeout)
         attempts = Attempts(what, deadline, had_answer=known.had_answer(ref), begun=begun)
-        return retrying(
-            lambda: ask(known.get(ref, deadline), deadline),
-            attempts,
-            relocate=lambda error: self._moved(known, ref, error),
-            failure=failure,
-        )
+        moved = partial(self._moved, known, ref)
+        return retrying(lambda: ask(known.get(ref, deadline), deadline), attempts, relocate=moved, failure=failure)
 
     def views(self, timeout: float | None) -> list[protocol.ViewLocation]:
         """Return all feature views; retry if that may help."""
-        return self._of_any_host(
-            "feature_views()", timeout, lambda deadline: self.find_views(protocol.ViewsRequest(), deadline)
-        )
+        request = protocol.ViewsRequest()
+        return self._of_any_host("feature_views()", timeout, lambda deadline: self.find_views(request, deadline))
 
     def _views_of_host(self, request: protocol.ViewsRequest, deadline: float) -> list[protocol.ViewLocation]:
         _, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
@@ -577,9 +567,8 @@ class ClusterAccess:
 
     def _of_any_host(self, what: str, timeout: float | None, ask: Callable[[float], T]) -> T:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        return retrying(
-            lambda: ask(deadline), Attempts(what, deadline), relocate=lambda error: self._discovery.failed()
-        )
+        attempts = Attempts(what, deadline)
+        return retrying(lambda: ask(deadline), attempts, relocate=lambda error: self._discovery.failed())
 
     def known(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         """Return the known operator of that name; look it up if none is known."""

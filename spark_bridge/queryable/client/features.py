@@ -164,9 +164,8 @@ class FeatureRows:
         """
         columns, schema = self._answer.columns, self._target.columns
         if isinstance(columns, list) and self._answer.rows is None:
-            named = zip(schema.names, self._target.dtypes, columns, strict=True)
+            named = list(zip(schema.names, self._target.dtypes, columns, strict=True))
             if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
-                named = zip(schema.names, self._target.dtypes, columns, strict=True)
                 return {name: np.array([value], dtype) for name, dtype, value in named}
         return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
 
@@ -200,21 +199,6 @@ class ViewClient(Protocol):
         """See ``QueryableStateClient.features``."""
 
 
-def read_view(
-    client: ViewClient,
-    view: str,
-    keys: Any,
-    asked: At,
-    versions: Mapping[str, int] | None,
-    *,
-    defaults: bool,
-    timeout: float | None,
-) -> FeatureRows:
-    """Return the answer of ``QueryableStateClient.features``."""
-    as_of = partial(moment_of, asked=asked, now_us=client._connections.now_us)
-    return _read(client, view, keys, as_of, versions, defaults=defaults, timeout=timeout)
-
-
 def read_views(
     client: ViewClient, requests: Sequence[tuple[str, Any]], *, defaults: bool, timeout: float | None
 ) -> list[FeatureRows]:
@@ -224,7 +208,7 @@ def read_views(
     def as_of(location: ViewLocation) -> At:
         return replace(COMPLETED, moment=moment) if location.is_rolling else COMPLETED
 
-    read = partial(_read, client, as_of=as_of, defaults=defaults, timeout=timeout)
+    read = partial(read_view, client, as_of=as_of, defaults=defaults, timeout=timeout)
     asked = [(view, keys if hasattr(keys, "__len__") else list(keys)) for view, keys in requests]
     answers = [read(view, keys, versions=None) for view, keys in asked]
     return at_one_version(answers, lambda i, versions: read(*asked[i], versions=versions))
@@ -292,7 +276,7 @@ class _Call:
         return FeatureRows(self.target, self.keys, answer, self.moment)
 
 
-def _read(
+def read_view(
     client: ViewClient,
     view: str,
     keys: Any,
@@ -302,6 +286,7 @@ def _read(
     defaults: bool,
     timeout: float | None,
 ) -> FeatureRows:
+    """Return the answer of ``QueryableStateClient.features``. ``as_of`` gives the version and moment of a view."""
     all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
     def ask(target: KnownView, deadline: float) -> FeatureRows:
@@ -483,9 +468,9 @@ def _with_nulls(row: list[Any], is_null: list[bool]) -> list[Any]:
 def described_view(location: ViewLocation) -> dict[str, Any]:
     """Return a view ready for JSON: its declaration, the types of its columns, and its queries."""
     view = location.view
-    types = (
-        pa.ipc.read_schema(pa.py_buffer(location.columns)).types if location.columns else [None] * len(view.features)
-    )
+    types: list[Any] = [None] * len(view.features)
+    if location.columns:
+        types = pa.ipc.read_schema(pa.py_buffer(location.columns)).types
     return {
         "view": view.name,
         "entity": list(view.keys),

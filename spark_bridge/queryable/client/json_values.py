@@ -43,6 +43,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DURATION = re.compile(
     r"(-?)P(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,18})(?:\.(\d{1,6}))?S)?)?", re.ASCII
 )
+_KEY_PART = re.compile(r'(?:"((?:[^"]|"")*)"|(?!")[^,]*)(?=,|\Z)')
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _encode = msgspec.json.Encoder().encode
 
@@ -238,14 +239,8 @@ def _of(value: Any, *kinds: type) -> Any:
     return value
 
 
-_NAMES = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "an array",
-}
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+_NAMES |= {dict: "an object", list: "an array"}
 
 
 def time_of(text: str) -> dt.datetime | np.datetime64:
@@ -321,29 +316,14 @@ def key_of_text(text: str, schema: pa.Schema) -> Any:
 
 def _comma_separated(text: str) -> Iterator[str]:
     at = 0
-    while True:
-        if text[at : at + 1] == '"':
-            part, at = "", at + 1
-            while True:
-                end = text.find('"', at)
-                if end < 0:
-                    raise UnknownKeyOrNamespaceError(f"The key {text!r} has a double quote without its other.")
-                part += text[at:end]
-                at = end + 1
-                if text[at : at + 1] != '"':
-                    break
-                part, at = part + '"', at + 1
-            if text[at : at + 1] not in ("", ","):
-                raise UnknownKeyOrNamespaceError(f"The key {text!r} has more characters after a closing double quote.")
-            yield part
-        else:
-            end = text.find(",", at)
-            end = len(text) if end < 0 else end
-            yield text[at:end]
-            at = end
-        if at >= len(text):
-            return
-        at += 1
+    while at <= len(text):
+        part = _KEY_PART.match(text, at)
+        if part is None:
+            is_open = text.count('"', at) % 2
+            wrong = "a double quote without its other" if is_open else "more characters after a closing double quote"
+            raise UnknownKeyOrNamespaceError(f"The key {text!r} has {wrong}.")
+        yield part[0] if part[1] is None else part[1].replace('""', '"')
+        at = part.end() + 1
 
 
 def key_of_json(value: Any, schema: pa.Schema) -> Any:
@@ -353,9 +333,8 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
     """
     if isinstance(value, dict) and set(value) == set(schema.names):
         return _key([value[name] for name in schema.names], schema)
-    if len(schema) == 1 and not (
-        isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
-    ):
+    is_in_list = isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
+    if len(schema) == 1 and not is_in_list:
         return _key([value], schema)
     if not isinstance(value, list) or len(value) != len(schema):
         wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)

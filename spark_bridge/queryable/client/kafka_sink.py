@@ -255,7 +255,6 @@ class KafkaSink:
         return position
 
     def _remove(self, keys: set[bytes], headers: list[tuple[str, bytes]], partition: int = kafka_topic.BY_KEY) -> None:
-        """Write tombstones."""
         all_keys = sorted(keys)
         for at in range(0, len(all_keys), STATE_TRANSACTION_ROWS):
             part = all_keys[at : at + STATE_TRANSACTION_ROWS]

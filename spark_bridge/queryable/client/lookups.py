@@ -79,7 +79,6 @@ class KeysWithWindows:
         return only.columns([self._bounds(window) for window in windows]).column(0)
 
     def _bounds(self, window: Any) -> Any:
-        """Return start and end of a window."""
         if not isinstance(window, dt.datetime | np.datetime64):
             start, end = start_and_end(window)
             return {"start": start, "end": end}
@@ -204,7 +203,6 @@ class KeyLookups:
     # -- one key -------------------------------------------------------------------------------
 
     def one(self, key: Any, window: Any) -> dict[str, Any] | list[Any] | None:
-        """Return the result of ``get``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or has_window(view, key)):
@@ -273,7 +271,6 @@ class KeyLookups:
     # -- a table -------------------------------------------------------------------------------
 
     def table(self, keys: Any, window: Any) -> pa.Table:
-        """Return the result of ``get_many``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
@@ -381,16 +378,14 @@ class KeyLookups:
         assert name is not None
         if name not in self.target.window_us:
             location = self.target.location
-            request = ScanRequest(
-                location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT
-            )
+            run_id, operator = location.run_id, location.operator.name
+            request = ScanRequest(run_id, operator, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT)
             with StateScan(self.router.scan(location, request, self.deadline), WINDOWS_LOOKED_AT) as rows:
                 windows = rows.to_arrow().column(name).combine_chunks()
             length = length_of(self.view.operator, windows)
-            if length is None:
-                return None
-            self.target.window_us[name] = length
-        return self.target.window_us[name]
+            if length is not None:
+                self.target.window_us[name] = length
+        return self.target.window_us.get(name)
 
 
 # The answer of ``describe``: a client's own facts about an operator, and the reports of the operator's hosts.
@@ -418,13 +413,8 @@ def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]])
         "completed_version": location.completed_version,
         "key": _columns(list(views[0].codec.schema)) if views else [],
         "states": [
-            {
-                "state": v.variable.name,
-                "kind": v.kind,
-                "ttl_ms": v.variable.ttl_ms,
-                "columns": _columns(v.scan_fields),
-                "index": list(v.variable.indexes),
-            }
+            {"state": v.variable.name, "kind": v.kind, "ttl_ms": v.variable.ttl_ms}
+            | {"columns": _columns(v.scan_fields), "index": list(v.variable.indexes)}
             for v in views
         ],
         "partitions": [
@@ -437,7 +427,6 @@ def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]])
 
 
 def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
-    """Return one host's part in an operator."""
     (of_operator, *_) = [o for o in host.get("operators", ()) if o.get("operator") == operator] or [{}]
     return {
         **{name: host[name] for name in _OF_HOST if name in host},

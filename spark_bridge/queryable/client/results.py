@@ -108,7 +108,6 @@ class KeyedResults:
         return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
 
     def _offsets(self, n: int) -> pa.Array:
-        """Return the start of each key's rows."""
         counts = np.bincount(np.asarray(self.position), minlength=n)
         offsets = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])

@@ -239,9 +239,8 @@ class StateWatch:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
         reply = self._access.ask_host(protocol.AwaitRequest(target.location.run_id, after, seconds), deadline)
         if not isinstance(reply, protocol.CountReply):
-            raise exceptions.ConnectionClosedError(
-                f"A host answered a question for its version by {type(reply).__name__}."
-            )
+            kind = type(reply).__name__
+            raise exceptions.ConnectionClosedError(f"A host answered a question for its version by {kind}.")
         return reply.count
 
     def _changes_until(

@@ -164,15 +164,11 @@ class VersionedReader:
         completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if completed is None or completed.version < at_least:
             if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
-                newest = (
-                    "none is known"
-                    if completed is None
-                    else f"version {completed.version} is the last one that is known"
-                )
+                newest = "none" if completed is None else f"version {completed.version} is the last one that"
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
                     f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {newest} "
-                    "here. The coordinator does not answer."
+                    "is known here. The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "

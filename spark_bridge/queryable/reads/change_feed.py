@@ -115,12 +115,9 @@ class PreviousValues:
 
     def _copy_at(self, version: int) -> PartitionState:
         if self._follower is None:
-            piece, registration = self._piece, self._plan.registration
-            self._follower = self._keep.enter_context(
-                self._host.loader.pinned_follower(
-                    registration, piece.directory, piece.backend, piece.partition, version
-                )
-            )
+            piece, pinned = self._piece, self._host.loader.pinned_follower
+            of_piece = (piece.directory, piece.backend, piece.partition)
+            self._follower = self._keep.enter_context(pinned(self._plan.registration, *of_piece, version))
         state = self._follower
         try:
             stored_files.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
@@ -209,7 +206,6 @@ class RunManifests:
                     del self._runs[run]
 
     def drop(self, run_id: str | None) -> None:
-        """Forget a run (None: all runs)."""
         with self._lock:
             for run in [r for r in self._runs if run_id in (None, r)]:
                 del self._runs[run]

@@ -65,12 +65,10 @@ class OperatorPlan:
 
     @property
     def operator(self) -> str:
-        """The operator's name."""
         return self.spec.name
 
     @property
     def place(self) -> StatePlace:
-        """The place of the query's state in storage."""
         of = self.registration
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
 
@@ -81,7 +79,6 @@ class OperatorPlan:
 
     @cached_property
     def families(self) -> frozenset[str]:
-        """The column families of the state variables."""
         return frozenset(name for v in self.variables for name in v.families)
 
     def variable(self, name: str | None) -> StateVariable:
@@ -114,9 +111,8 @@ class OperatorPlan:
         """
         cached = self._rows.get((variable.name, collect))
         if cached is None:
-            cached = self._rows[variable.name, collect] = VariableRows(
-                self.schema, variable, collect, alive_at=alive_at
-            )
+            cached = VariableRows(self.schema, variable, collect, alive_at=alive_at)
+            self._rows[variable.name, collect] = cached
         return cached.as_of(alive_at, moment)
 
     @cached_property
@@ -280,9 +276,7 @@ class OperatorDirectory:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._locations: BoundedDict[tuple[str, str | None], tuple[float, OperatorLocation]] = BoundedDict(
-            MAX_LOCATIONS
-        )
+        self._locations = BoundedDict[tuple[str, str | None], tuple[float, OperatorLocation]](MAX_LOCATIONS)
         self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
         self._lock = threading.Lock()
 
@@ -320,28 +314,22 @@ class OperatorDirectory:
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
         """See ``StateReads``. ``held`` are the partitions that are loaded here, by operator."""
         info = self._host.info
-        wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
+        wanted = [
+            o
+            for o in self._running()
+            if operator in (None, o.operator.name) and query in (None, o.query_name, o.query_id, o.run_id)
+        ]
         if operator is not None and not wanted:
             # Raises an error with the existing operators, or the end of the query.
             self._host.coordinator.locate(operator, query)
         described = []
         for running in wanted:
             completed = self._host.completed.newest(running.run_id)
-            described.append(
-                {
-                    **operator_summary(running),
-                    "completed_version_here": None if completed is None else completed.version,
-                    "held": self._host.reads.partitions(running.run_id, running.operator.name),
-                }
-            )
-        return {
-            "host_id": info.host_id,
-            "incarnation": info.incarnation,
-            "address": info.address,
-            "query_address": info.query_address,
-            "node_id": info.node_id,
-            "operators": described,
-        }
+            version = None if completed is None else completed.version
+            held = self._host.reads.partitions(running.run_id, running.operator.name)
+            described.append({**operator_summary(running), "completed_version_here": version, "held": held})
+        names = ("host_id", "incarnation", "address", "query_address", "node_id")
+        return {**{name: getattr(info, name) for name in names}, "operators": described}
 
     def forget(self, run_id: str | None) -> None:
         """Forget a run that is over (None: all runs): clients must learn of its end, or of the next run, at once."""
@@ -350,8 +338,3 @@ class OperatorDirectory:
                 if run_id in (None, location.run_id):
                     del self._locations[key]
         self._operators = (-math.inf, ())
-
-
-def _is_wanted(running: RunningOperator, operator: str | None, query: str | None) -> bool:
-    names = (running.query_name, running.query_id, running.run_id)
-    return (operator is None or operator == running.operator.name) and (query is None or query in names)

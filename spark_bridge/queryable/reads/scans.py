@@ -49,7 +49,6 @@ class RowStream(Iterator[pa.RecordBatch]):
             raise
 
     def close(self) -> None:
-        """Close the batches, and release what they hold."""
         batches, self._batches = self._batches, None
         if batches is None:
             return
@@ -130,7 +129,6 @@ class KeyBounds:
         return not self.start and self.end is None
 
     def ranges(self, groups: range) -> list[KeyRange]:
-        """Return the ranges of stored keys in these key groups."""
         ranges: list[KeyRange] = []
         for group in groups:
             begin = group.to_bytes(KEY_GROUP_BYTES, "big")
@@ -264,7 +262,6 @@ class RowSelection:
         return cls(pa.schema(fields), tuple(positions), tuple(_predicate(output, comparison) for comparison in where))
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the rows and columns of the answer among the given ones."""
         columns = [batch.column(i) for i in self.positions]
         if self.predicates:
             passing = reduce(pc.and_, [predicate(batch) for predicate in self.predicates])

@@ -126,7 +126,6 @@ class ResolvedView:
 
     @cached_property
     def of_feature(self) -> tuple[int, ...]:
-        """The index of the query of each feature."""
         places = {place: source.query for source in self.sources for place, _ in source.places}
         return tuple(places[i] for i in range(len(places)))
 
@@ -158,7 +157,6 @@ class ResolvedView:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether msgpack has a value for each value of the columns."""
         return protocol.have_plain_values(self.columns)
 
     def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
@@ -407,7 +405,6 @@ class FeatureReads:
         return None if at.isolation == "version" else self._reads.age_ms(run_id, version)
 
     def run_ids(self, view: str) -> list[str]:
-        """Return the runs that a known view reads."""
         known = self._known.get(view)
         return [] if known is None else known.view.run_ids
 

@@ -84,7 +84,6 @@ class AnswerTimes:
         self._estimates: dict[int, tuple[float, float]] = {}
 
     def note(self, num_keys: int, seconds: float) -> None:
-        """Learn from an answer."""
         size = num_keys.bit_length()
         mean, deviation = self._estimates.get(size, (seconds, seconds / 2))
         deviation += (abs(seconds - mean) - deviation) / 4

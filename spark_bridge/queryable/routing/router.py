@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -36,6 +37,8 @@ from spark_bridge.queryable.routing.scatter_gather import (
     ScatteredRequest,
     ScatterGather,
     expected,
+    is_stable,
+    is_windowed,
 )
 from spark_bridge.state_format import layouts
 
@@ -109,7 +112,6 @@ class SeenVersions:
         return self._versions.get(run_id, 0)
 
     def note(self, run_id: str, version: int) -> None:
-        """Remember that a completed version has been seen."""
         if version <= self._versions.get(run_id, 0):
             return
         with self._lock:
@@ -162,16 +164,14 @@ MAX_RESTARTS = 3
 """The most times that all chunks of a large request are read again, before chunks are read from storage."""
 
 
+@dataclass(eq=False, repr=False)
 class VersionAlignment:
     """Ask several hosts until all their answers are of one version."""
 
-    def __init__(
-        self, hosts: ScatterGather, seen: SeenVersions, hedged: HedgedReads, clock: Callable[[], float]
-    ) -> None:
-        self._hosts = hosts
-        self._seen = seen
-        self._hedged = hedged
-        self._clock = clock
+    _hosts: ScatterGather
+    _seen: SeenVersions
+    _hedged: HedgedReads
+    _clock: Callable[[], float]
 
     def _answers(
         self, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
@@ -267,7 +267,6 @@ class PinnedVersion:
         self._restarts = MAX_RESTARTS
 
     def answered(self, version: int) -> None:
-        """Note the version of a chunk's answer."""
         if self.at.isolation == "completed":
             self.at = replace(self._asked, isolation="version", version=version, held_only=True)
 
@@ -528,10 +527,10 @@ class StateRouter:
         one key come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
         """
         asked = replace(request, run_id=location.run_id, forward=self._forward)
-        is_windowed = self._table(location).is_windowed(request.state)
+        is_everywhere = is_windowed(location.operator.schema, request.state)
 
         def read(chunk: pa.BinaryArray, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-            shares = self._shares(location, chunk, is_windowed)
+            shares = self._shares(location, chunk, is_everywhere)
             copies = self._copies(location, at)
             requests = [ScatteredKeyRows(s, replace(asked, partitions=s.partitions), copies=copies) for s in shares]
             version, answers = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, chunk))
@@ -618,7 +617,7 @@ class StateRouter:
             address_of=lambda located, partition: self._scan_shares(located, [partition], in_order)[0][0],
             relocate=None if request.at.isolation == "latest" else relocate,
             timeout=self._connections.timeout,
-            is_stable=self._table(location).is_stable(request.state),
+            is_stable=is_stable(location.operator.schema, request.state),
             clock=self._clock,
             sleep=self._sleep,
         )

@@ -197,9 +197,8 @@ class ScanResumption:
         plan = self.plan
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
-        request = replace(
-            plan.request, at=replace(plan.request.at, isolation="version", version=self.version), partitions=[partition]
-        )
+        at = replace(plan.request.at, isolation="version", version=self.version)
+        request = replace(plan.request, at=at, partitions=[partition])
         if location.run_id != plan.location.run_id:
             request = replace(request, run_id=location.run_id, previous_run=plan.location.run_id)
         source = scan_source(plan.open_stream(address, request, deadline))
@@ -311,9 +310,8 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                     self.close()
                     raise
                 stream.source.close()
-                rest = ScanResumption(self._plan, self.version, relocate).rows(
-                    stream.partitions, stream.num_rows, error
-                )
+                resumption = ScanResumption(self._plan, self.version, relocate)
+                rest = resumption.rows(stream.partitions, stream.num_rows, error)
                 stream.source = LocalRows(self.version, self.schema, rest)
                 stream.is_resumed = True
                 continue

@@ -100,7 +100,6 @@ class RoutingTable:
         return [self.addresses[host] for host in self._hosts_of_groups.tolist()]
 
     def address_of(self, key: bytes) -> str:
-        """Return the query address of a stored key's owner."""
         try:
             address = self._addresses_of_groups[(key[0] << 8) | key[1]]
         except IndexError:
@@ -171,16 +170,6 @@ class RoutingTable:
                 shares.append((address, [partition]))
         return shares
 
-    def is_windowed(self, state: str | None) -> bool:
-        """Return whether the rows of one key may be in all partitions, because the window is a part of the stored
-        key.
-        """
-        return is_windowed(self.location.operator.schema, state)
-
-    def is_stable(self, state: str | None) -> bool:
-        """Return whether a version has the same rows at any time: no row expires."""
-        return is_stable(self.location.operator.schema, state)
-
     def _no_key(self, key: bytes) -> exceptions.UnknownKeyOrNamespaceError:
         return exceptions.UnknownKeyOrNamespaceError(
             f"{key!r} is not a stored key of operator {self.location.operator.name!r}: it begins with none of the "
@@ -198,13 +187,19 @@ class RoutingTable:
 
 @lru_cache(256)
 def is_windowed(schema: str, state: str | None) -> bool:
-    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows.
+
+    Then the rows of one key may be in all partitions, because the window is a part of the stored key.
+    """
     return any(window_place(v) is not None for v in variables_of(schema, state))
 
 
 @lru_cache(256)
 def is_stable(schema: str, state: str | None) -> bool:
-    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL.
+
+    Then a version has the same rows at any time.
+    """
     chosen = variables_of(schema, state)
     return bool(chosen) and all(v.ttl_ms is None for v in chosen)
 

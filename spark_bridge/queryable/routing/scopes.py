@@ -78,7 +78,6 @@ class ScopedOperators:
     _locate: Callable[[str, str | None], OperatorLocation]
 
     def visible(self) -> list[dict[str, Any]]:
-        """Return the operators of running queries that the token may read."""
         return [operator for operator in self._operators() if is_in_scope(self._scope, operator)]
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:

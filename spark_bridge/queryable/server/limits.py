@@ -127,7 +127,6 @@ class AdmissionLimiter:
         raise self._refusal(wait_seconds, amount)
 
     def release(self, amount: int = 1) -> None:
-        """Release ``amount``."""
         with self._lock:
             self._free += amount
             if self._waiting:
@@ -144,7 +143,6 @@ class AdmissionLimiter:
 
     @property
     def taken(self) -> int:
-        """The amount that is taken now."""
         return self.amount - self._free
 
     def _admit(self) -> None:
@@ -255,12 +253,10 @@ class LatencyHistogram:
         self.total += 1
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """Return the latencies added since an earlier copy."""
         counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
         return LatencyHistogram(counts, self.total - earlier.total)
 
     def copy(self) -> LatencyHistogram:
-        """Return a copy of the counts as they are now."""
         return LatencyHistogram(self.counts[:], self.total)
 
     def counts_up_to(self, bounds: Sequence[float]) -> list[int]:

@@ -162,7 +162,6 @@ class LocationCache:
         self._stopping.clear()
 
     def stop(self) -> None:
-        """End the thread that refreshes."""
         self._stopping.set()
         self._wake.set()
 
@@ -335,12 +334,10 @@ class ForwardingReads:
 
     @cached_property
     def own(self) -> protocol.StateReads:
-        """The answers of this host."""
         return self._find_own()
 
     @cached_property
     def router(self) -> StateRouter:
-        """The router that asks the other hosts."""
         return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
 
     @cached_property
@@ -352,28 +349,20 @@ class ForwardingReads:
     def lookup(self, request: protocol.LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         if not request.forward:
             return self.own.lookup(request, keys)
-        return self._answer(
-            request,
-            lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
-        )
+        family, at = request.column_family, request.at
+        return self._answer(request, lambda of, deadline: self.router.lookup(of, family, keys, at, deadline))
 
     def lookup_one(self, request: protocol.LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         if not request.forward:
             return self.own.lookup_one(request, key)
-        return self._answer(
-            request,
-            lambda location, deadline: self.router.lookup_one(
-                location, request.column_family, key, request.at, deadline
-            ),
-        )
+        family, at = request.column_family, request.at
+        return self._answer(request, lambda of, deadline: self.router.lookup_one(of, family, key, at, deadline))
 
     def key_rows(self, request: protocol.KeyRowsRequest, keys: pa.BinaryArray) -> protocol.StateAnswer:
         if not request.forward:
             return self.own.key_rows(request, keys)
         return self._answer(
-            request,
-            lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
-            with_schema=True,
+            request, lambda of, deadline: self.router.key_rows(of, request, keys, deadline), with_schema=True
         )
 
     def scan(self, request: protocol.ScanRequest) -> protocol.StateAnswer:

@@ -41,23 +41,23 @@ running, and the server whether the client is gone.
 """
 
 
+@dataclass(eq=False, repr=False)
 class RowSender:
     """Sends the rows of one answer until ``deadline``, in the context of the request.
 
     ``is_short``: the last batch is held back, to be sent together with the end. ``lag_ms`` is that of the version.
     """
 
-    def __init__(
-        self, frames: FramedSocket, answer: protocol.StateAnswer, deadline: float, is_short: bool, lag_ms: int
-    ) -> None:
-        self.num_rows = 0
-        self._frames = frames
-        self._answer = answer
-        self._deadline = deadline
-        self._is_short = is_short
-        self._lag_ms = lag_ms
-        self._held: list[Any] = []
-        self._is_begun = False
+    _frames: FramedSocket
+    _answer: protocol.StateAnswer
+    _deadline: float
+    _is_short: bool
+    _lag_ms: int
+    num_rows: int = 0
+    _held: list[Any] = field(default_factory=list)
+    _is_begun: bool = False
+
+    def __post_init__(self) -> None:
         self._sent_at = time.monotonic()
 
     def send(self, batch: pa.RecordBatch) -> None:
@@ -87,11 +87,10 @@ class RowSender:
 
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
+        answer, lag_ms = self._answer, self._lag_ms
         if not self._is_begun:
-            self._held = protocol.frame(
-                protocol.RowsReply(self._answer.version, self._lag_ms), self._answer.schema.serialize()
-            )
-        return [*self._held, *protocol.frame(protocol.EndOfRows(self._answer.version, self.num_rows, self._lag_ms))]
+            self._held = protocol.frame(protocol.RowsReply(answer.version, lag_ms), answer.schema.serialize())
+        return [*self._held, *protocol.frame(protocol.EndOfRows(answer.version, self.num_rows, lag_ms))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -114,6 +113,7 @@ SLOW_LOOKUP_SECONDS = 5.0
 LARGE_ANSWER_BYTES = 1 << 16
 
 
+@dataclass(eq=False, repr=False)
 class ServedRequest:
     """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
 
@@ -122,28 +122,18 @@ class ServedRequest:
     ``stopping`` is set when the server stops.
     """
 
-    def __init__(
-        self,
-        session: ClientSession,
-        frames: FramedSocket,
-        limits: RequestLimits,
-        stopping: threading.Event,
-        limiter: AdmissionLimiter,
-        slow: AdmissionLimiter | None = None,
-        may_stay: bool = True,
-    ) -> None:
-        self.rows: RowSender | None = None
-        self._session = session
-        self._frames = frames
-        self._limits = limits
-        self._stopping = stopping
-        self._limiter = limiter
-        self._slow = slow
-        self._may_stay = may_stay
-        self._admitted_by: AdmissionLimiter | None = None
-        self._noted = 0
-        self._reserved = 0
-        self._keep = ExitStack()
+    _session: ClientSession
+    _frames: FramedSocket
+    _limits: RequestLimits
+    _stopping: threading.Event
+    _limiter: AdmissionLimiter
+    _slow: AdmissionLimiter | None = None
+    _may_stay: bool = True
+    rows: RowSender | None = None
+    _admitted_by: AdmissionLimiter | None = None
+    _noted: int = 0
+    _reserved: int = 0
+    _keep: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> ServedRequest:
         self._admit(self._limiter)

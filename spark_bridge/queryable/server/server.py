@@ -61,9 +61,8 @@ class ServerConnection:
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
         self._limits = server.limits
-        self._frames = framed_socket.FramedSocket(
-            connected, server.admission.buffered_bytes, server.limits.wait_seconds
-        )
+        buffered, wait_seconds = server.admission.buffered_bytes, server.limits.wait_seconds
+        self._frames = framed_socket.FramedSocket(connected, buffered, wait_seconds)
         self._session = framed_socket.ClientSession(self._frames, server.tokens)
         self._handler = RequestHandler(server, self._frames, self._session)
         self._is_welcome = False
@@ -78,7 +77,6 @@ class ServerConnection:
             log.debug("A connection ended: %s", error)
 
     def refuse(self, error: Exception) -> None:
-        """Tell a client why it is not served."""
         try:
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
@@ -129,12 +127,9 @@ class ServerConnection:
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
             return False
-        limits = self._limits
-        self._handler.send(
-            protocol.Welcome(
-                protocol.PROTOCOL, self._server.host_id, limits.max_request_bytes, limits.max_keys, time_ns() // 1000
-            )
-        )
+        host_id, limits = self._server.host_id, self._limits
+        most = (limits.max_request_bytes, limits.max_keys)
+        self._handler.send(protocol.Welcome(protocol.PROTOCOL, host_id, *most, time_ns() // 1000))
         self._observe("", "hello", started)
         return True
 
@@ -259,19 +254,13 @@ class KvStateServer:
             listener.listen(BACKLOG)
             listener.settimeout(ACCEPT_SECONDS)
             self._listener = listener
+            limits, admission = self._limits, AdmissionControl(self._limits)
             running = ServerContext(
-                self._reads,
-                self._tokens,
-                self._limits,
-                self.statistics,
-                self._host_id,
-                self.describe,
-                AdmissionControl(self._limits),
+                self._reads, self._tokens, limits, self.statistics, self._host_id, self.describe, admission
             )
             self._running = running
-            self._acceptor = threading.Thread(
-                target=self._accept, args=(listener, running), name=f"statestore-queries-{self._port}", daemon=True
-            )
+            name, args = f"statestore-queries-{self._port}", (listener, running)
+            self._acceptor = threading.Thread(target=self._accept, args=args, name=name, daemon=True)
             self._acceptor.start()
 
     def shutdown(self) -> None:
@@ -305,13 +294,9 @@ class KvStateServer:
             thread.join(seconds_left(deadline))
         left = [t.name for t in threads if t.is_alive()]
         if left:
-            log.warning(
-                "%d connections still answer a request %.0f s after the shutdown of %s: %s",
-                len(left),
-                SHUTDOWN_SECONDS,
-                self.server_address,
-                ", ".join(left[:5]),
-            )
+            some, seconds = ", ".join(left[:5]), SHUTDOWN_SECONDS
+            what = "%d connections still answer a request %.0f s after the shutdown of %s: %s"
+            log.warning(what, len(left), seconds, self.server_address, some)
 
     def describe(self, request: protocol.DescribeRequest) -> dict[str, Any]:
         """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
@@ -357,12 +342,8 @@ class KvStateServer:
         if unauthenticated >= MAX_UNAUTHENTICATED + REFUSED_AT_ONCE:
             connected.close()
             return
-        thread = threading.Thread(
-            target=self._serve,
-            args=(connected, running, unauthenticated < MAX_UNAUTHENTICATED),
-            name="statestore-query",
-            daemon=True,
-        )
+        args = (connected, running, unauthenticated < MAX_UNAUTHENTICATED)
+        thread = threading.Thread(target=self._serve, args=args, name="statestore-query", daemon=True)
         with self._lock:
             self._connections[thread] = connected
         try:
@@ -393,12 +374,8 @@ class KvStateServer:
             if is_welcome:
                 connection.serve()
             else:
-                connection.refuse(
-                    TooManyRequestsError(
-                        f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; "
-                        "try again, or ask other hosts."
-                    )
-                )
+                waiting = f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may"
+                connection.refuse(TooManyRequestsError(f"{waiting}; try again, or ask other hosts."))
         except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone
             log.debug("A connection was not made: %s", error)
             if isinstance(error, ssl.SSLError) and connection is None:

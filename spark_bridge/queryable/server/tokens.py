@@ -146,7 +146,6 @@ class CoordinatorTokens:
         return self._verifier.verify(token)
 
     def ask(self) -> None:
-        """Ask the coordinator once for its tokens."""
         secret: str = self._call("token")
         self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
         self._told_at = self._clock()

@@ -374,12 +374,9 @@ def _bounds(
     else:
         return (tuple(fixed) or None), None, None
     column = key[len(fixed)]
-    low = [c.values[0].as_py() for c in conditions if c.column == column and c.operator in (">", ">=")]
-    high = [
-        _first_excluded(c, schema.field(column).type)
-        for c in conditions
-        if c.column == column and c.operator in ("<", "<=")
-    ]
+    bounds = [c for c in conditions if c.column == column]
+    low = [c.values[0].as_py() for c in bounds if c.operator in (">", ">=")]
+    high = [_first_excluded(c, schema.field(column).type) for c in bounds if c.operator in ("<", "<=")]
     ends = [value for value in high if value is not None]
     if fixed and not (low and ends):
         return tuple(fixed), None, None
