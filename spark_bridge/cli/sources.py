@@ -235,10 +235,7 @@ class Source:
             yield
 
     def overview(self) -> Overview:
-        """Return the overview as it is now, within ``joined``.
-
-        Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
-        """
+        """Return the overview, within ``joined``. Raises as ``overview_of_checkpoint``, ``cluster_overview`` do."""
         if self.checkpoint is not None:
             overview = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
             self.damages[:] = [what for query in overview.queries for what in query.damages]

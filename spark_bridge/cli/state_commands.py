@@ -194,9 +194,7 @@ def sql(
 
 @contextmanager
 def _sql_explained(limits: SqlLimits) -> Iterator[None]:
-    """Raise ``RequestError`` for statements that DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not
-    installed.
-    """
+    """Raise ``RequestError`` for refused statements, and ``EnvironmentProblemError`` without DuckDB."""
     duckdb = import_duckdb()
     try:
         yield

@@ -254,9 +254,7 @@ MAX_TIME_SKEW = 5.0
 MIN_SKEWED_MS = 1_000
 """A partition whose batch takes less time slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
-batch.
-"""
+"""Storage is slow if a usual batch's slowest changelog and its manifest take this long, and half the batch."""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 SILENT_DRIVER_MS = 10_000
 """A driver's heartbeats come every second."""

@@ -36,6 +36,8 @@ _OF_QUERY = (
     *("query_id", "run_id", "name", "checkpoint_location", "state_location", "epoch", "completed_version"),
     *("prepared_version", "oldest_version", "failure", "is_mirror", "standby_replicas"),
 )
+_OF_LOST_DRIVER = ("query", "run_id", "checkpoint_location", "query_id", "state_location")
+_OF_LOOP = ("what", "failures", "error", "remedy")
 """The fields that hosts and the coordinator name as the model does."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
@@ -129,14 +131,7 @@ def overview_of_cluster(
             _ms(coordinator.get("up_seconds")),
             _trouble(coordinator),
             tuple(
-                model.LostDriver(
-                    lost["query"],
-                    lost["run_id"],
-                    lost["checkpoint_location"],
-                    _ms(lost["at"]) or 0,
-                    lost["query_id"],
-                    lost["state_location"],
-                )
+                model.LostDriver(lost_ms=_ms(lost["at"]) or 0, **{name: lost[name] for name in _OF_LOST_DRIVER})
                 for lost in coordinator.get("lost", ())
             ),
             (
@@ -316,12 +311,7 @@ def _ms(seconds: float | None) -> int | None:
 def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[model.LoopFailures, ...]:
     return tuple(
         model.LoopFailures(
-            process,
-            loop["what"],
-            max(0, now_ms - int(loop["since"] * 1000)),
-            loop["failures"],
-            loop["error"],
-            loop["remedy"],
+            process, failing_ms=max(0, now_ms - int(loop["since"] * 1000)), **{name: loop[name] for name in _OF_LOOP}
         )
         for loop in loops
     )

@@ -368,10 +368,7 @@ class KvConnections:
                 pass
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection in place of one that the host has closed.
-
-        Close the idle ones too: the host has closed them as well.
-        """
+        """Return a new connection for one that the host has closed; close the idle ones, as the host has."""
         stale.close()
         while (connection := stale.pool.pop_idle()) is not None:
             connection.close()

@@ -320,9 +320,7 @@ def _describe_problems(app: FastAPI) -> None:
 
 
 ANSWER_REUSE_SECONDS = 1.0
-"""TTL of a cached answer of coordinator and hosts, in seconds: with any number of callers, these are asked once a
-second.
-"""
+"""TTL of a cached answer in seconds: coordinator and hosts are asked once a second, for any number of callers."""
 
 
 def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:

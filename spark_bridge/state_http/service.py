@@ -53,9 +53,7 @@ class VersionAndTime(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyShape:
-    """The columns of an operator's keys in their order, which of them is the window, and whether values are rolling
-    aggregates.
-    """
+    """An operator's key columns in their order, the window among them, and whether values are rolling aggregates."""
 
     schema: pa.Schema
     window: str | None
@@ -230,16 +228,13 @@ class StateService:
         async with self._scans.slot():
             client = await self.client()
             shape = await self.shape(operator, request.query, request.state)
-            bounds = [
-                json_values.bound_of_json(value, shape.plain, name)
-                for name, value in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
-            ]
+            bounds: dict[str, Any] = {
+                name: json_values.bound_of_json(getattr(request, name), shape.plain, name)
+                for name in ("prefix", "start", "end")
+            }
             rows = await client.scan(
                 operator,
                 request.state,
-                prefix=bounds[0],
-                start=bounds[1],
-                end=bounds[2],
                 # One row more than is allowed, to know whether there are more.
                 limit=self.limits.max_rows + 1 if request.limit is None else request.limit,
                 columns=request.columns,
@@ -247,8 +242,9 @@ class StateService:
                 query=request.query,
                 isolation=request.isolation.value,
                 version=request.version,
+                at=None if request.at is None else json_values.at_of_text(request.at),
                 timeout=self.limits.timeout,
-                **({} if request.at is None else {"at": json_values.at_of_text(request.at)}),
+                **bounds,
             )
             try:
                 body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
@@ -283,10 +279,7 @@ class StateService:
                 yield await asyncio.to_thread(body.rows, part)
 
     async def versions(self, operator: str, query: str | None) -> tuple[int, int, str]:
-        """Return the oldest version that is kept, the last completed one, and the run.
-
-        Raises ``UnknownOperatorError``.
-        """
+        """Return the oldest version kept, the last completed one, and the run. Raises ``UnknownOperatorError``."""
         description = _found(await (await self.client()).operators(), operator, query)
         return description["oldest_version"], description["completed_version"], description["run_id"]
 
@@ -408,14 +401,9 @@ class Statements:
         deadline = time.monotonic() + self._limits.sql_seconds
         async with self._running.slot():
             client = await self._client()
+            options: dict[str, Any] = {"version": request.version, "at": at, "timeout": self._limits.timeout}
             rows = client.sql_rows(
-                request.sql,
-                query_params=request.params,
-                version=request.version,
-                at=at,
-                timeout=self._limits.timeout,
-                limits=self._of_one,
-                in_own_process=True,
+                request.sql, query_params=request.params, limits=self._of_one, in_own_process=True, **options
             )
             try:
                 await self._within(rows, deadline)

@@ -157,13 +157,9 @@ class PageWatches:
         # The id names the run too: the watch then says if the query was rolled back while the browser was away.
         version, _, run_id = last_event.partition("/")
         seen = int(version) if version.isdecimal() and len(version) < 19 else None
+        from_run = None if seen is None else run_id or None
         changes = client.watch(
-            table.operator,
-            [key],
-            state=table.state,
-            query=table.query,
-            from_version=seen,
-            from_run=None if seen is None else run_id or None,
+            table.operator, [key], state=table.state, query=table.query, from_version=seen, from_run=from_run
         )
         headers = {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)

@@ -41,14 +41,10 @@ BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
 GRACE_SECONDS = 0.05
-"""A caller times out this long after its own timeout, without the others of its batch. The batch can report its last
-failure in that time.
-"""
+"""A caller times out so long after its own timeout, alone: the batch can report its last failure in that time."""
 MUCH_LATER_SECONDS = 1.0
 PendingLookup = tuple[Any, asyncio.Future[Any], float]
-"""A key, or the keys of a request for features, the future of the answer, and the end of the timeout, a time of the
-loop.
-"""
+"""A key, or the keys of a request for features, the future of the answer, and the loop's time of the timeout."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,8 @@ class LookupGroup:
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
         """Return the answer of each lookup, or its error. Raises the error of all."""
-        return client.get_each(
-            self.operator,
-            keys,
-            self.query,
-            self.state,
-            isolation=self.isolation,
-            staleness=self.staleness,
-            timeout=timeout,
-        )
+        version: dict[str, Any] = {"isolation": self.isolation, "staleness": self.staleness}
+        return client.get_each(self.operator, keys, self.query, self.state, **version, timeout=timeout)
 
     def in_words(self, key: Any) -> str:
         return f"get({self.operator!r}, {key!r})"

@@ -175,10 +175,7 @@ class CoordinatorDiscovery:
         return location
 
     def proxy(self) -> str:
-        """See ``Discovery``.
-
-        Raises ``QueryableStateError`` if no query runs, because then there are no hosts to ask.
-        """
+        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there are no hosts to ask."""
         if not self._addresses:
             running = self._coordinator.operators()
             if not running:
@@ -237,10 +234,7 @@ class NoRunningQueryError(exceptions.QueryableStateError):
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``.
-
-    Raises ``RequestError``.
-    """
+    """Return the ``ip:port`` of addresses, which may begin with ``statestore://``. Raises ``RequestError``."""
     named = address.split(",") if isinstance(address, str) else list(address)
     addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in named]
     for plain in addresses:
@@ -349,10 +343,7 @@ class KnownOperator:
 
     @classmethod
     def of(cls, location: OperatorLocation, earlier: KnownOperator | None = None) -> KnownOperator:
-        """Return the operator that a location describes.
-
-        Views are kept from ``earlier`` if the operator is still the same.
-        """
+        """Return the operator of a location, with the views of ``earlier`` if the operator is still the same."""
         if earlier is not None and _content(location) == _content(earlier.location):
             # Another run may have windows of another length.
             window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
@@ -575,10 +566,7 @@ class ClusterAccess:
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:
-        """Forget the location of an operator if ``error`` says that it may be wrong.
-
-        Leave a proxy that does not answer.
-        """
+        """Forget an operator's location if ``error`` says that it may be wrong; leave a proxy that does not answer."""
         self._moved(self._operators, ref, error)
 
     def _moved(self, known: KnownTargets[Any], ref: OperatorRef, error: Exception) -> None:

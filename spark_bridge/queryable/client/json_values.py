@@ -97,10 +97,7 @@ def duration_text(duration: dt.timedelta) -> str:
 
 
 def duration_of(text: str) -> dt.timedelta:
-    """Return the duration of an ISO 8601 text in days, hours, minutes and seconds.
-
-    Raises ``ValueError`` and ``OverflowError``.
-    """
+    """Return the duration of an ISO 8601 text from days to seconds. Raises ``ValueError`` and ``OverflowError``."""
     match = _DURATION.fullmatch(text)
     if match is None or text.endswith(("P", "T")):
         raise ValueError("A duration is written as P1DT2H3M4.5S.")
@@ -259,10 +256,7 @@ def _in_utc(time: dt.datetime) -> dt.datetime:
 
 
 def window_of_text(text: str) -> Any:
-    """Return the window of a query parameter: its start, or start and end with a slash between.
-
-    Raises ``UnknownKeyOrNamespaceError``.
-    """
+    """Return the window of a text: start, or start/end. Raises ``UnknownKeyOrNamespaceError``."""
     try:
         times = [time_of(part) for part in text.split("/")]
     except (ValueError, OverflowError) as error:
@@ -275,10 +269,7 @@ def window_of_text(text: str) -> Any:
 
 
 def at_of_text(text: str) -> dt.datetime | str:
-    """Return the ``at`` of a request: a time in ISO 8601, in UTC if it has no zone, or "watermark".
-
-    Raises ``RequestError``.
-    """
+    """Return ``at`` of a request: a time in ISO 8601, UTC without a zone, or "watermark". Raises ``RequestError``."""
     if text == WATERMARK:
         return text
     try:
@@ -345,10 +336,7 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
 
 
 def bound_of_json(value: Any, schema: pa.Schema, what: str) -> Any:
-    """Return a bound of a scan: the first columns of a key as an array, or the first column alone.
-
-    Raises ``UnknownKeyOrNamespaceError``.
-    """
+    """Return a bound of a scan: an array of first key columns, or the first. Raises ``UnknownKeyOrNamespaceError``."""
     if value is None:
         return None
     parts = value if isinstance(value, list) else [value]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.arguments import KeyCodec
+from spark_bridge.queryable.client.arguments import KeyCodec, datetime64_of
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.state_views import ONE_ROW, StateView
@@ -26,10 +26,7 @@ from spark_bridge.state_format.layouts import ROLLING, ROWS, SESSIONS, VALUE, WI
 
 @dataclass(frozen=True)
 class KeysWithWindows:
-    """Makes whole keys of an aggregate by windows.
-
-    ``length`` returns the length of the windows in us; None if there are none.
-    """
+    """Makes whole keys of an aggregate by windows. ``length`` returns their length in us; None without windows."""
 
     view: StateView
     length: Callable[[], int | None]
@@ -83,15 +80,12 @@ class KeysWithWindows:
             start, end = start_and_end(window)
             return {"start": start, "end": end}
         length = self.length()
-        start = _micros(window)  # not as datetimes: a window may end in the year 10000
+        start = datetime64_of(window)  # not as datetimes: a window may end in the year 10000
         return {"start": window, "end": None if length is None else start + np.timedelta64(length, "us")}
 
 
 def length_of(operator: str, windows: pa.StructArray) -> int | None:
-    """Return the length of windows in us; None if there are none.
-
-    Raises ``RequestError`` if they have several lengths.
-    """
+    """Return the length of windows in us; None without windows. Raises ``RequestError`` for several lengths."""
     if not len(windows):
         return None
     start, end = (np.asarray(column.cast(pa.int64())) for column in windows.flatten())
@@ -174,14 +168,7 @@ def start_and_end(window: Any) -> tuple[Any, Any]:
 
 def _is_time(one: dt.datetime | np.datetime64, other: Any) -> bool:
     """Return whether two times are the same; times without a zone are UTC."""
-    return isinstance(other, dt.datetime | np.datetime64) and bool(_micros(one) == _micros(other))
-
-
-def _micros(time: dt.datetime | np.datetime64) -> np.datetime64:
-    """Return a time in UTC; times without a zone are UTC."""
-    if isinstance(time, dt.datetime) and time.tzinfo is not None:
-        time = time.astimezone(dt.timezone.utc).replace(tzinfo=None)
-    return np.datetime64(time) if isinstance(time, np.datetime64) else np.datetime64(time, "us")
+    return isinstance(other, dt.datetime | np.datetime64) and bool(datetime64_of(one) == datetime64_of(other))
 
 
 T = TypeVar("T")
@@ -370,10 +357,7 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """Return the length of the operator's windows in us; it is looked up once.
-
-        None if there are no windows yet.
-        """
+        """Return the length of the operator's windows in us; it is looked up once. None if there are no windows yet."""
         name = self.view.window
         assert name is not None
         if name not in self.target.window_us:
@@ -437,10 +421,7 @@ def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_requests(of_hosts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return requests and failures of all hosts by verb, and the slowest latency.
-
-    Percentiles of several hosts cannot be merged.
-    """
+    """Return requests, failures and the slowest latency of all hosts by verb: percentiles cannot be merged."""
     merged: dict[str, dict[str, Any]] = {}
     for requests in of_hosts:
         for verb, figures in requests.items():

@@ -67,9 +67,7 @@ def to_polars(table: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that distinguish a key's rows, and the
-    values.
-    """
+    """Rows of several keys: the position of each row's key, the columns that distinguish its rows, and the values."""
 
     position: pa.Array
     inner: Mapping[str, pa.Array]
@@ -97,10 +95,7 @@ class KeyedResults:
             yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
 
     def lists(self, n: int) -> pa.Array:
-        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column.
-
-        A key without rows is null.
-        """
+        """Return the rows of each of ``n`` keys as a list of structs, or of one column's values; null without rows."""
         return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
 
     def maps(self, n: int) -> pa.Array:
@@ -141,10 +136,7 @@ def _hashable(value: Any) -> Any:
 
 
 def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return a table's column as one array.
-
-    Raises ``RequestLimitError`` if it has more bytes than an Arrow array can.
-    """
+    """Return a column as one array. Raises ``RequestLimitError`` if it has more bytes than an Arrow array can."""
     try:
         return one_array(column)
     except pa.ArrowInvalid as error:

@@ -86,10 +86,7 @@ class GroupingKeyFilter:
 
 
 class PreviousValues:
-    """The values of one partition at ascending versions.
-
-    A copy that it pins is released when ``keep`` is closed.
-    """
+    """The values of one partition at ascending versions. A copy that it pins is released when ``keep`` is closed."""
 
     def __init__(self, host: Host, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
         self._host = host
@@ -195,10 +192,7 @@ class RunManifests:
         return StateVersions(place, manifests.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
-        """Forget runs that were not read for a while and are not registered here.
-
-        This host gets no message when they end.
-        """
+        """Forget runs not read for a while and not registered here: this host gets no message when they end."""
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:

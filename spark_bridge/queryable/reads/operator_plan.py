@@ -32,10 +32,7 @@ MAX_FIRST_MOMENTS = 1 << 14
 
 
 def without_prefix(keys: pa.BinaryArray, skipped: int = KEY_GROUP_BYTES) -> pa.BinaryArray:
-    """Return the bytes of each key without the first ``skipped``, by default without the key group.
-
-    No key is shorter than that.
-    """
+    """Return each key without its first ``skipped`` bytes, by default the key group. No key is shorter."""
     content, offsets = binary_content(keys)
     return binary_array(*gather_ranges(content, offsets[:-1] + skipped, offsets[1:]))
 
@@ -136,10 +133,7 @@ class OperatorPlan:
         return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
 
     def partitions(self, named: list[int] | None) -> list[int]:
-        """Return the partitions that a request names, or all.
-
-        Raises ``RequestError`` for partitions that there are not.
-        """
+        """Return the partitions that a request names, or all. Raises ``RequestError`` for others than there are."""
         n = self.spec.num_partitions
         if named is None:
             return list(range(n))
@@ -151,10 +145,7 @@ class OperatorPlan:
         return named
 
     def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """Return the key groups that stored keys begin with.
-
-        Raises ``RequestError`` for other bytes than keys of this operator.
-        """
+        """Return the key groups of stored keys. Raises ``RequestError`` for other bytes than keys of this operator."""
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         even = even_rows(keys)
@@ -269,10 +260,7 @@ MAX_LOCATIONS = 1000
 
 
 class OperatorDirectory:
-    """Locations of operators, and the partitions of them that this host holds.
-
-    Thread-safe; the lock guards changes of the kept locations.
-    """
+    """Locations of operators, and their partitions here. Thread-safe; the lock guards changes of the kept locations."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -78,10 +78,7 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
 
 
 def gather_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about ``STREAM_BATCH_ROWS`` rows or ``STREAM_BATCH_BYTES``.
-
-    Larger batches stay as they are.
-    """
+    """Yield the same rows in batches of about ``STREAM_BATCH_ROWS`` rows or ``STREAM_BATCH_BYTES``, or larger ones."""
     pending: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
@@ -146,18 +143,12 @@ class KeyBounds:
 
 
 def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: KeyBounds) -> Pairs:
-    """Return the pairs that rows are made of, by family.
-
-    All iterators are opened at once, so that they show the same moment.
-    """
+    """Return the pairs that rows are made of, by family. All are opened at once, so that they show the same moment."""
     return {family: _checked(_pairs(view, rows, family, groups, bounds)) for family in rows.families}
 
 
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the pairs as long as the request is wanted.
-
-    The check is here because many pairs may make no row for long.
-    """
+    """Yield the pairs as long as the request is wanted. Checked here, because many pairs may make no row for long."""
     for batch in pairs:
         raise_if_cancelled()
         yield batch
@@ -183,10 +174,7 @@ def _pairs(
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:
-    """Return whether every stored pair is one row that never expires.
-
-    Then rows can be counted without reading values.
-    """
+    """Return whether each stored pair is one row that never expires: then rows are counted without reading values."""
     return rows.kind in (ROWS, ROLLING, VALUE, TIMERS) and not rows.has_ttl
 
 

@@ -134,10 +134,7 @@ class ResolvedView:
         return self.located.view.max_age_seconds
 
     def keys_of(self, source: _Source, keys: Any) -> Any:
-        """Return stored keys of the first operator, an array or a list, as those of another.
-
-        That may have other key groups.
-        """
+        """Return stored keys of the first operator, an array or a list, as those of another, by its key groups."""
         groups = source.location.key_groups
         if groups == self.sources[0].location.key_groups:
             return keys

@@ -1,6 +1,4 @@
-"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one
-version.
-"""
+"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one version."""
 
 from __future__ import annotations
 
@@ -306,9 +304,7 @@ def read_in_chunks(
 
 SMALL_LOOKUP_KEYS = 10_000
 SMALL_LOOKUP_SECONDS = 10.0
-"""The answer for few keys is waited for this many seconds at a time. A host that hangs may have lost its partitions by
-then.
-"""
+"""The answer for few keys is waited for so long at a time: a host that hangs may have lost its partitions then."""
 PROXY_STREAMS = 2
 """A proxy is asked for at most this many scans at once, where each owner would be asked for one."""
 ROUTED_OPERATORS = 64
@@ -496,10 +492,7 @@ class StateRouter:
         keys: protocol.StoredKeys,
         deadline: float,
     ) -> KvExchange | None:
-        """Send the request of ``features`` if a connection to the host is free now; else return None.
-
-        Waits only if a proxy must be found.
-        """
+        """Send the request of ``features`` if a connection is free, else return None. Waits only to find a proxy."""
         address, packed, deadline = self._host_of_features(location, keys, deadline)
         return self._connections.begin_if_idle(address, request, packed, deadline)
 

@@ -30,10 +30,7 @@ PendingScan: TypeAlias = KvExchange | Callable[[], protocol.StateAnswer]
 
 
 class RemoteRows:
-    """The rows that come over a connection.
-
-    The constructor waits for the first frame: then version and schema are known.
-    """
+    """Rows that come over a connection. The constructor waits for the first frame, with version and schema."""
 
     def __init__(self, stream: KvExchange) -> None:
         self.stream = stream
@@ -208,9 +205,7 @@ class ScanResumption:
         return source
 
     def _check_same_rows(self, location: OperatorLocation) -> None:
-        """Raise ``RetiredRunError`` unless each partition has the same rows in the same order as when the scan
-        began.
-        """
+        """Raise ``RetiredRunError`` unless each partition has the same rows in the same order as at the beginning."""
         before = self.plan.location
         if location.query_id == before.query_id and _layout(location) == _layout(before):
             return

@@ -107,10 +107,7 @@ class RoutingTable:
         return address or self._no_owner()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Return stored keys by owner.
-
-        Keys of one partition come together, so that the owner need not order them again.
-        """
+        """Return stored keys by owner. Those of a partition come together, so that owners need not order them again."""
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
         even = even_rows(keys)
@@ -205,10 +202,7 @@ def is_stable(schema: str, state: str | None) -> bool:
 
 
 def variables_of(schema: str, state: str | None) -> list[StateVariable]:
-    """Return the state variables among which a host chooses the one to read (``OperatorPlan.variable``).
-
-    Empty if the schema is not known.
-    """
+    """Return the variables among which a host chooses (``OperatorPlan.variable``); none if the schema is not known."""
     variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
     if state is None:
         own = [v for v in variables if v.name == DEFAULT_FAMILY]
@@ -462,9 +456,7 @@ MOVED = (
     exceptions.UnknownKvStateKeyGroupLocationError,
     UnknownRunError,
 )
-"""Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
-restarted.
-"""
+"""Errors after which a new look-up may help: a host has moved or died, query or coordinator were restarted."""
 BUSY = (QueryBusyError, exceptions.TooManyRequestsError)
 """Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (exceptions.AccessDeniedError, exceptions.QueryTimeoutError, exceptions.WrongOperatorError)

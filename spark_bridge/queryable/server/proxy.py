@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
@@ -134,7 +135,9 @@ class LocationCache:
             job_id = self._find(run_id, operator)
             cached = self._cached.get(job_id)
         if cached is None:
-            raise self._not_running(job_id, run_id)
+            if ended := self._ended.get(job_id):
+                raise exceptions.QueryEndedError(ended[0])
+            raise RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
         if cached.oracle.run_id != run_id:
             raise RetiredRunError(
                 f"Run {run_id} of query {cached.oracle.query_id} has been replaced by run {cached.oracle.run_id}; "
@@ -204,7 +207,9 @@ class LocationCache:
                 oracle = self._coordinator.get_kv_state_location_oracle(job_id)
                 if oracle is None:
                     names = [o.name for o in cached.oracle.operators] if cached is not None else []
-                    self._require_not_ended(job_id, [*names, operator][0])
+                    if (name := [*names, operator][0]) is not None:
+                        with contextlib.suppress(UnknownError):
+                            self._coordinator.locate(name, job_id)  # raises if it remembers that the query has ended
             except EndedError as error:
                 self.update(job_id, None)
                 with self._lock:
@@ -224,15 +229,6 @@ class LocationCache:
             else:
                 now = self._clock()
                 self._put(_CachedOracle(oracle, now, now))
-
-    def _require_not_ended(self, job_id: str, operator: str | None) -> None:
-        """Raise the coordinator's ``QueryEndedError`` if it remembers that a query has ended."""
-        if operator is None:
-            return
-        try:
-            self._coordinator.locate(operator, job_id)
-        except UnknownError:
-            log.debug("The coordinator does not know query %s", job_id)
 
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
         if operator not in {o.name for o in oracle.operators}:
@@ -255,12 +251,6 @@ class LocationCache:
             owners,
             standbys=oracle.standbys,
         )
-
-    def _not_running(self, job_id: str, run_id: str) -> Exception:
-        ended = self._ended.get(job_id)
-        if ended is not None:
-            return exceptions.QueryEndedError(ended[0])
-        return RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
 
     # -- refreshes of oracles in use -----------------------------------------------------------
 
@@ -443,10 +433,7 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return the result of ``ask``; retry for a short time if partitions have moved.
-
-        Raises the errors of the owners.
-        """
+        """Return the result of ``ask``; retry for a short time if partitions have moved. Raises the owners' errors."""
         run_id, operator = request.run_id, request.operator
         deadline = self._clock() + self._connections.timeout
 

@@ -206,9 +206,7 @@ MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """Seconds between two checks, by a thread that waits for a version, of the server and the client."""
 COMPUTE_SLOT_BYTES = 1 << 18
-"""Lookups of at most this many bytes of keys are worked on one at a time. A larger one would keep the others waiting
-for too long.
-"""
+"""Lookups of at most so many bytes of keys are worked on one at a time: a larger one would keep the others waiting."""
 _ONE_KEY = memoryview(b"\x01\x00\x00\x00")
 _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 """``pack_bytes`` of one null."""
@@ -232,10 +230,7 @@ class ServerContext:
 
 
 class RequestHandler:
-    """Answers the requests of one connection, one after the other, in the connection's thread.
-
-    It answers none before ``limit_to``.
-    """
+    """Answers the requests of one connection one by one, in its thread, but none before ``limit_to``."""
 
     _reads: protocol.ServedReads | ScopedReads
 

@@ -94,10 +94,7 @@ class ServerConnection:
             self._server.admission.connections.release()
 
     def _greet(self) -> bool:
-        """Check the token in the first frame, before anything else of the client is read.
-
-        Return whether it is valid.
-        """
+        """Return whether the token in the first frame is valid, before anything else of the client is read."""
         started = time.monotonic()
         try:
             try:
@@ -192,16 +189,12 @@ BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
 """Connections whose clients have not shown a valid token yet; they do not count for ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""Clients beyond ``MAX_UNAUTHENTICATED`` that receive the reason for their refusal; further ones only find the
-connection closed.
-"""
+"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; others find the connection closed."""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 ACCEPT_AGAIN_SECONDS = 0.1
 LIMITS_REMEDY = "Look at the limits of that process (ulimit -a) and at its log."
-"""The accepting thread waits this many seconds at a time: so it sees the end also where closing the listener does not
-wake it.
-"""
+"""The accepting thread waits so long at a time: it sees the end also where closing the listener does not wake it."""
 
 
 class KvStateServer:
@@ -264,10 +257,7 @@ class KvStateServer:
             self._acceptor.start()
 
     def shutdown(self) -> None:
-        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs.
-
-        May be repeated.
-        """
+        """Close port and connections, and end all threads: within 10 s, unless the store hangs. May be repeated."""
         with self._lock:
             listener, acceptor, running = self._listener, self._acceptor, self._running
             self._listener = self._acceptor = self._running = None

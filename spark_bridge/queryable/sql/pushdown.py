@@ -256,10 +256,7 @@ def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar)
 
 
 def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> ColumnCondition | None:
-    """Return an ``in`` condition.
-
-    ``nulls``: a null among the values has no effect, because null rows do not pass anyway.
-    """
+    """Return an ``in`` condition. ``nulls``: a null among the values has no effect: null rows do not pass anyway."""
     values = [v for v in options["value_set"] if v.is_valid or not nulls]
     fitting = [_fitting(schema, column, v) for v in values]
     not_null = tuple(v for v in fitting if v is not None)
@@ -318,10 +315,7 @@ def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """Return a value in the form of ``Comparison``: a JSON value, or a string that Arrow casts to exactly this value.
-
-    Else None.
-    """
+    """Return a JSON value for ``Comparison``, or a string that Arrow casts to exactly this value; else None."""
     kind = value.type
     plain: Any = value.as_py()
     if isinstance(plain, bool | int | float | str):
